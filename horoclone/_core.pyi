@@ -40,7 +40,7 @@ class DeviceBlock:
 class FastPath:
     """The fast path of an allreduce in host memory, straight from tensors, and of its end. Only `call` waits.
 
-    Takes what is plain: exactly of one of `kinds`, dense, contiguous, not empty, of a dtype that the core has, in the
+    Takes what is plain: exactly of one of `kinds`, dense, contiguous, not empty, of a dtype that is reduced, in the
     process set `everybody`. Returns None (finish: NotImplemented) for all else and where something is wrong: then the
     caller goes through Runtime, which raises what is to be raised. Nothing has been submitted then.
     """

@@ -70,6 +70,16 @@ DTYPES: dict[str, int] = {
     "float32": 9,
     "float64": 10,
 }
+"""Of what can be reduced."""
+
+MOVED = (
+    "uint32", "uint64", "complex32", "complex64", "complex128", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2",
+    "float8_e5m2fnuz", "float8_e8m0fnu", "float8_e4m3", "float8_e3m4", "float8_e4m3b11fnuz", "float6_e2m3fn",
+    "float6_e3m2fn", "float4_e2m1fn", "float4_e2m1fn_x2", "int4", "uint4", "int2", "uint2",
+)  # fmt: skip
+FIRST_MOVED = len(DTYPES)
+MOVABLE = {**DTYPES, **{name: number for number, name in enumerate(MOVED, FIRST_MOVED)}}
+"""Of all that broadcast, allgather, alltoall, gather, scatter and messages take."""
 
 
 def peer_number(rank: int | None, what: str) -> int:

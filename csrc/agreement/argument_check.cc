@@ -11,6 +11,11 @@ Status check_reduction(Op op, Reduce reduce, DType dtype) {
         "rows of an allreduce");
   if (op == Op::kReduce && !is_element_wise(reduce)) return wrong("Adasum is for allreduce; use it, or another op");
   if (takes(reduce, dtype)) return Status::ok();
+  if (kind_of(dtype) == Kind::kMoved)
+    return wrong(
+        "Tensor type ", name_of(dtype), " is not supported by ", name_of(op),
+        ", only by what moves data: broadcast, allgather, alltoall, gather, scatter, send. Convert it first, to ",
+        "float32 or int64 for example; of complex numbers pass the real and imaginary parts");
   if (!is_element_wise(reduce))
     return wrong(name_of(reduce), " needs floating-point tensors, not ", name_of(dtype),
                  "; use op=Sum or op=Average, or convert first");

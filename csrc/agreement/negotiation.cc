@@ -82,7 +82,7 @@ void put_signature(Writer* out, const Signature& s) {
 }
 
 void get_tensor(Reader* in, TensorMeta* t) {
-  t->dtype = get_enum<DType>(in, kDTypeCount);
+  t->dtype = get_enum<DType>(in, kMovableCount);
   size_t dimensions = get_length(in, 1);
   if (dimensions > kMaxDimensions) in->fail();
   if (!in->ok()) return;

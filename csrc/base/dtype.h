@@ -4,26 +4,61 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 
 #include "base/reductions.h"
 
 namespace hc {
 
 enum class DType : uint8_t { kBool, kU8, kI8, kU16, kI16, kI32, kI64, kF16, kBF16, kF32, kF64 };
-inline constexpr int kDTypeCount = 11;
+inline constexpr int kDTypeCount = 11;  // of those with arithmetic
+
+// What is moved and never reduced. Their numbers follow those of the enumerators; they have none themselves, because no
+// switch is about them. The order is that of horoclone.h and horoclone/ops.py.
+struct MovedDType {
+  const char* name;
+  size_t size;
+};
+inline constexpr MovedDType kMovedDTypes[] = {{"uint32", 4},
+                                              {"uint64", 8},
+                                              {"complex32", 4},
+                                              {"complex64", 8},
+                                              {"complex128", 16},
+                                              {"float8_e4m3fn", 1},
+                                              {"float8_e4m3fnuz", 1},
+                                              {"float8_e5m2", 1},
+                                              {"float8_e5m2fnuz", 1},
+                                              {"float8_e8m0fnu", 1},
+                                              {"float8_e4m3", 1},
+                                              {"float8_e3m4", 1},
+                                              {"float8_e4m3b11fnuz", 1},
+                                              {"float6_e2m3fn", 1},
+                                              {"float6_e3m2fn", 1},
+                                              {"float4_e2m1fn", 1},
+                                              {"float4_e2m1fn_x2", 1},
+                                              {"int4", 1},
+                                              {"uint4", 1},
+                                              {"int2", 1},
+                                              {"uint2", 1}};
+inline constexpr int kMovableCount = kDTypeCount + static_cast<int>(std::size(kMovedDTypes));
+constexpr bool is_only_moved(DType t) { return static_cast<int>(t) >= kDTypeCount; }
+constexpr const MovedDType& moved(DType t) { return kMovedDTypes[static_cast<int>(t) - kDTypeCount]; }
 
 constexpr size_t size_of(DType t) {
+  if (is_only_moved(t)) return moved(t).size;
   constexpr size_t sizes[kDTypeCount] = {1, 1, 1, 2, 2, 4, 8, 2, 2, 4, 8};
   return sizes[static_cast<int>(t)];
 }
 constexpr const char* name_of(DType t) {
+  if (is_only_moved(t)) return moved(t).name;
   constexpr const char* names[kDTypeCount] = {"bool",  "uint8",   "int8",     "uint16",  "int16",  "int32",
                                               "int64", "float16", "bfloat16", "float32", "float64"};
   return names[static_cast<int>(t)];
 }
-constexpr bool is_float(DType t) { return t >= DType::kF16; }
+constexpr bool is_float(DType t) { return t >= DType::kF16 && t <= DType::kF64; }
 
 constexpr Kind kind_of(DType t) {
+  if (is_only_moved(t)) return Kind::kMoved;
   return t == DType::kBool ? Kind::kBool : is_float(t) ? Kind::kFloat : Kind::kInteger;
 }
 constexpr bool takes(Reduce r, DType t) { return takes(r, kind_of(t)); }

@@ -7,8 +7,8 @@ namespace hc {
 // The element that changes nothing. For bool, kOne, kAllOnes and kHighest are true and the others false.
 enum class Identity : unsigned char { kZero, kOne, kAllOnes, kHighest, kLowest };
 
-// The kinds of elements, as bits of the masks in the list.
-enum class Kind : unsigned char { kBool = 1, kInteger = 2, kFloat = 4 };
+// The kinds of elements, as bits of the masks in the list, none of which has kMoved.
+enum class Kind : unsigned char { kBool = 1, kInteger = 2, kFloat = 4, kMoved = 8 };
 constexpr unsigned kOfBool = 1, kOfIntegers = 2, kOfFloats = 4;
 constexpr unsigned kOfNumbers = kOfIntegers | kOfFloats, kOfAll = kOfBool | kOfNumbers, kOfBits = kOfBool | kOfIntegers;
 

@@ -8,7 +8,6 @@ namespace {
 
 using xla::DataType;
 
-bool is_reduction(int32_t op) { return op == HC_ALLREDUCE || op == HC_REDUCESCATTER; }
 bool core_owns_result(int32_t op) { return op == HC_ALLGATHER || op == HC_ALLTOALL || op == HC_REDUCESCATTER; }
 
 template <class T>
@@ -16,62 +15,65 @@ void copy_scalar(const void* attribute, T* to) {
   std::memcpy(to, static_cast<const xla::Scalar*>(attribute)->value, sizeof *to);
 }
 
-// Data that is only moved travels as an integer of its width; -1 when there is none.
-int32_t dtype_of(DataType dtype, bool reduces) {
+struct Dtype {
+  int32_t number;  // -1: the core has none
+  size_t bytes;    // of an element
+};
+
+Dtype dtype_of(DataType dtype) {
   switch (dtype) {
     case DataType::kPred:
-      return HC_BOOL;
+      return {HC_BOOL, 1};
     case DataType::kU8:
-      return HC_UINT8;
+      return {HC_UINT8, 1};
     case DataType::kS8:
-      return HC_INT8;
+      return {HC_INT8, 1};
     case DataType::kU16:
-      return HC_UINT16;
+      return {HC_UINT16, 2};
     case DataType::kS16:
-      return HC_INT16;
+      return {HC_INT16, 2};
     case DataType::kS32:
-      return HC_INT32;
+      return {HC_INT32, 4};
     case DataType::kS64:
-      return HC_INT64;
+      return {HC_INT64, 8};
     case DataType::kF16:
-      return HC_FLOAT16;
+      return {HC_FLOAT16, 2};
     case DataType::kBF16:
-      return HC_BFLOAT16;
+      return {HC_BFLOAT16, 2};
     case DataType::kF32:
-      return HC_FLOAT32;
+      return {HC_FLOAT32, 4};
     case DataType::kF64:
-      return HC_FLOAT64;
+      return {HC_FLOAT64, 8};
     case DataType::kU32:
-      return reduces ? -1 : HC_INT32;
+      return {HC_UINT32, 4};
     case DataType::kU64:
-      return reduces ? -1 : HC_INT64;
+      return {HC_UINT64, 8};
+    case DataType::kC64:
+      return {HC_COMPLEX64, 8};
+    case DataType::kC128:
+      return {HC_COMPLEX128, 16};
+    case DataType::kF8E5M2:
+      return {HC_FLOAT8_E5M2, 1};
+    case DataType::kF8E4M3FN:
+      return {HC_FLOAT8_E4M3FN, 1};
+    case DataType::kF8E4M3B11FNUZ:
+      return {HC_FLOAT8_E4M3B11FNUZ, 1};
+    case DataType::kF8E5M2FNUZ:
+      return {HC_FLOAT8_E5M2FNUZ, 1};
+    case DataType::kF8E4M3FNUZ:
+      return {HC_FLOAT8_E4M3FNUZ, 1};
+    case DataType::kF8E4M3:
+      return {HC_FLOAT8_E4M3, 1};
+    case DataType::kF8E3M4:
+      return {HC_FLOAT8_E3M4, 1};
+    case DataType::kF8E8M0FNU:
+      return {HC_FLOAT8_E8M0FNU, 1};
   }
-  return -1;
+  return {-1, 0};
 }
 
-size_t bytes_per_element(int32_t dtype) {
-  switch (static_cast<hc_dtype>(dtype)) {
-    case HC_BOOL:
-    case HC_UINT8:
-    case HC_INT8:
-      return 1;
-    case HC_UINT16:
-    case HC_INT16:
-    case HC_FLOAT16:
-    case HC_BFLOAT16:
-      return 2;
-    case HC_INT32:
-    case HC_FLOAT32:
-      return 4;
-    case HC_INT64:
-    case HC_FLOAT64:
-      break;
-  }
-  return 8;
-}
-
-size_t bytes_of(const xla::Buffer& buffer, int32_t dtype) {
-  size_t bytes = bytes_per_element(dtype);
+size_t bytes_of(const xla::Buffer& buffer, Dtype dtype) {
+  size_t bytes = dtype.bytes;
   for (int64_t i = 0; i < buffer.rank; ++i) bytes *= static_cast<size_t>(buffer.dims[i]);
   return bytes;
 }
@@ -122,12 +124,12 @@ std::string read(const xla::CallFrame& frame, const Attributes& attributes, Tens
       return "argument " + std::to_string(i) + " is not a buffer";
     const auto& in = *static_cast<const xla::Buffer*>(frame.arguments.values[i]);
     const auto& out = *static_cast<const xla::Buffer*>(frame.results.values[i]);
-    const int32_t dtype = dtype_of(in.dtype, is_reduction(attributes.op));
-    if (dtype < 0 || out.dtype != in.dtype)
+    const Dtype dtype = dtype_of(in.dtype);
+    if (dtype.number < 0 || out.dtype != in.dtype)
       return "tensor " + std::to_string(i) + " has XLA's dtype " + std::to_string(static_cast<int32_t>(in.dtype)) +
              ", which this operation does not take";
     if (!owned && bytes_of(in, dtype) != bytes_of(out, dtype)) return "a result of another size than its argument";
-    to->list.push_back({in.data, owned ? nullptr : out.data, in.dims, static_cast<int32_t>(in.rank), dtype});
+    to->list.push_back({in.data, owned ? nullptr : out.data, in.dims, static_cast<int32_t>(in.rank), dtype.number});
     to->bytes.push_back(bytes_of(out, dtype));
     if (!owned) continue;
     to->copies_to.push_back(out.data);

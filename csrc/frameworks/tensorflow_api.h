@@ -24,20 +24,7 @@ struct TF_StringView {
 
 namespace hc::tensorflow {
 
-// TF_DataType, for the types that have a meaning here.
-enum TfType : int {
-  kTfFloat = 1,
-  kTfDouble = 2,
-  kTfInt32 = 3,
-  kTfUint8 = 4,
-  kTfInt16 = 5,
-  kTfInt8 = 6,
-  kTfInt64 = 9,
-  kTfBool = 10,
-  kTfBfloat16 = 14,
-  kTfUint16 = 17,
-  kTfHalf = 19
-};
+constexpr int kTfInt32 = 3;  // TF_DataType; the others are in tensorflow_ops.cc
 
 // TF_Code
 enum TfCode : int {

@@ -28,34 +28,6 @@ struct Kernel {
   double prescale = 1, postscale = 1;
 };
 
-int32_t dtype_of(int type) {  // -1: none of ours
-  switch (type) {
-    case kTfBool:
-      return HC_BOOL;
-    case kTfUint8:
-      return HC_UINT8;
-    case kTfInt8:
-      return HC_INT8;
-    case kTfUint16:
-      return HC_UINT16;
-    case kTfInt16:
-      return HC_INT16;
-    case kTfInt32:
-      return HC_INT32;
-    case kTfInt64:
-      return HC_INT64;
-    case kTfHalf:
-      return HC_FLOAT16;
-    case kTfBfloat16:
-      return HC_BFLOAT16;
-    case kTfFloat:
-      return HC_FLOAT32;
-    case kTfDouble:
-      return HC_FLOAT64;
-  }
-  return -1;
-}
-
 // Never Aborted or Unavailable: MonitoredTrainingSession takes these for a preemption and starts over without end.
 TfCode code_of(hc_code code) {
   switch (code) {

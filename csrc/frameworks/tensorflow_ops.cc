@@ -7,7 +7,33 @@ namespace hc::tensorflow {
 
 namespace {
 
-constexpr const char* kTypes = "{bool, uint8, int8, uint16, int16, int32, int64, half, bfloat16, float, double}";
+// Of what is reduced. What is moved is of any type for TensorFlow, whose attributes cannot name float8; mpi_ops.py
+// refuses the types that are not in the table below.
+constexpr const char* kReduced = "{bool, uint8, int8, uint16, int16, int32, int64, half, bfloat16, float, double}";
+
+constexpr struct {
+  int type;  // TF_DataType
+  hc_dtype dtype;
+} kDataTypes[] = {{10, HC_BOOL},
+                  {4, HC_UINT8},
+                  {6, HC_INT8},
+                  {17, HC_UINT16},
+                  {5, HC_INT16},
+                  {kTfInt32, HC_INT32},
+                  {9, HC_INT64},
+                  {19, HC_FLOAT16},
+                  {14, HC_BFLOAT16},
+                  {1, HC_FLOAT32},
+                  {2, HC_FLOAT64},
+                  {22, HC_UINT32},
+                  {23, HC_UINT64},
+                  {8, HC_COMPLEX64},
+                  {18, HC_COMPLEX128},
+                  {24, HC_FLOAT8_E5M2},
+                  {25, HC_FLOAT8_E4M3FN},
+                  {26, HC_FLOAT8_E4M3FNUZ},
+                  {27, HC_FLOAT8_E4M3B11FNUZ},
+                  {28, HC_FLOAT8_E5M2FNUZ}};
 
 class Shape {
  public:
@@ -95,7 +121,8 @@ std::string define(const OpSpec& spec) {
   op.input("guard: int32");
   op.output(std::string(spec.output) + ": T");
   if (spec.op == HC_ALLTOALL) op.output("received_splits: int32");
-  op.attribute(spec.grouped ? std::string("T: list(") + kTypes + ") >= 1" : std::string("T: ") + kTypes);
+  const std::string types = spec.reduces ? kReduced : "type";
+  op.attribute(spec.grouped ? "T: list(" + types + ") >= 1" : "T: " + types);
   op.attribute("tensor_name: string = ''");
   op.attribute("ignore_name_scope: bool = false");
   op.attribute("process_set_id: int = 0");
@@ -118,6 +145,12 @@ std::string define(const ValueSpec& spec) {
 }
 
 }  // namespace
+
+int32_t dtype_of(int type) {
+  for (const auto& known : kDataTypes)
+    if (known.type == type) return known.dtype;
+  return -1;
+}
 
 std::string register_ops() {
   for (const OpSpec& spec : kCollectives)

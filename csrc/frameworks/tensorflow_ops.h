@@ -50,6 +50,9 @@ inline constexpr ValueSpec kValues[] = {
 };
 inline constexpr int kValueCount = sizeof(kValues) / sizeof(kValues[0]);
 
+// hc_dtype of a TF_DataType; -1: none of ours.
+int32_t dtype_of(int type);
+
 // Both give the first problem, or an empty text.
 std::string register_ops();
 std::string register_kernels();

@@ -1,8 +1,9 @@
 """Collectives on arrays, written once over an adapter; `import horoclone as hvd` gives those of NumPy.
 
-Every function works for bool, 8- to 64-bit integers, float16, bfloat16 (with ml_dtypes), float32 and float64; 0-d and
-empty arrays are fine. Arrays that are not contiguous are copied; in-place functions refuse them with ValueError. `name`
-makes an operation match by name on every rank; without it operations match by their order. Errors: ValueError for wrong
+Every function works for bool, 8- to 64-bit integers, float16, bfloat16 (with ml_dtypes), float32 and float64, and what
+only moves data also for uint32, uint64, complex numbers and the small types of ml_dtypes; 0-d and empty arrays are
+fine. Arrays that are not contiguous are copied; in-place functions refuse them with ValueError. `name` makes an
+operation match by name on every rank; without it operations match by their order. Errors: ValueError for wrong
 arguments, else those of errors.py. Handles of the `_async` functions are integers for poll() and synchronize(); they
 keep their arrays alive until then.
 """

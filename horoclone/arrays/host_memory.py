@@ -20,7 +20,7 @@ Array = NDArray[Any]
 
 IN_HOST_MEMORY = True
 empty_like = np.empty_like
-NAMES = {number: name for name, number in ops.DTYPES.items()}
+NAMES = {number: name for name, number in ops.MOVABLE.items()}
 _numbers: dict[
     Any, int
 ] = {}  # by dtype, of those seen: making a name takes NumPy longer than the core's whole call
@@ -35,10 +35,10 @@ def dtype_of(array: Array) -> int:
 
 
 def _number_of(array: Array) -> int:
-    number = ops.DTYPES.get(array.dtype.name)
+    number = ops.MOVABLE.get(array.dtype.name)
     if number is None:
         raise ValueError(
-            f"Tensor type {array.dtype.name} is not supported. Supported: {', '.join(ops.DTYPES)}."
+            f"Tensor type {array.dtype.name} is not supported. Supported: {', '.join(ops.MOVABLE)}."
         )
     _numbers[array.dtype] = number
     return number
@@ -132,11 +132,16 @@ def row_counts(splits: ArrayLike | None, what: str) -> list[int] | None:
 def numpy_dtype(result: Result) -> np.dtype[Any]:
     """The dtype of an array that another rank sent."""
     name = NAMES[result.dtype]
-    if name != "bfloat16":
+    try:
         return np.dtype(name)
-    import ml_dtypes
-
-    return np.dtype(ml_dtypes.bfloat16)
+    except TypeError:  # not one of NumPy's own
+        import ml_dtypes
+    if not hasattr(ml_dtypes, name):
+        raise ValueError(
+            f"what arrived is {name}, which ml_dtypes {ml_dtypes.__version__} lacks: let the sender convert it, or "
+            "pass its bits as uint8"
+        )
+    return np.dtype(getattr(ml_dtypes, name))
 
 
 def received(result: Result) -> Array:

@@ -19,7 +19,6 @@ from horoclone.jax.call import NAMES, Call
 from horoclone.process_sets import registered
 
 ALIGNMENT = 64  # bytes: XLA takes NumPy memory that lies so without a copy
-_MOVED_AS = {"uint32": "int32", "uint64": "int64"}  # the core has no such dtypes; moving needs none
 
 
 def all_on_one_gpu(arrays: Sequence[Any]) -> bool:
@@ -44,7 +43,7 @@ def run(arrays: Sequence[Any], call: Call) -> list[Any]:
 def _run(arrays: Sequence[Any], call: Call) -> list[Any]:
     native = runtime.native()
     arrays = [array if isinstance(array, jax.Array) else jnp.asarray(array) for array in arrays]
-    sources = [memory.readable(_words(np.asarray(array), call)) for array in arrays]
+    sources = [memory.readable(np.asarray(array)) for array in arrays]
     owned = call.op in (ops.ALLGATHER, ops.ALLTOALL, ops.REDUCESCATTER)
     outs = [] if owned else [empty(source) for source in sources]
     handle = requests.submit_group(
@@ -68,12 +67,6 @@ def _run(arrays: Sequence[Any], call: Call) -> list[Any]:
         [array.sharding for array in arrays],
         may_alias=True,
     )
-
-
-def _words(array: np.ndarray[Any, Any], call: Call) -> np.ndarray[Any, Any]:
-    moved = call.op not in (ops.ALLREDUCE, ops.REDUCESCATTER)
-    name = array.dtype.name
-    return array.view(_MOVED_AS[name]) if moved and name in _MOVED_AS else array
 
 
 def _set_number(members: str) -> int:

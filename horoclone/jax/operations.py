@@ -1,11 +1,11 @@
 """The operations on pytrees of arrays, inside and outside of jit. Under jit each is one asynchronous call.
 
 Every function takes a pytree whose leaves are arrays of any dtype of the core (bool, 8- to 64-bit integers, float16,
-bfloat16, float32, float64; uint32 and uint64 where data is only moved) and any shape, and returns a pytree of the same
-structure. Under jit and its kin every rank must build the same calls; `name` ties calls together on all ranks, and
-without it a name is made of the tree's paths, shapes and dtypes. Errors: TypeError for arguments of a wrong type,
-ValueError for other wrong arguments, and those of horoclone.errors, at once; under jit what goes wrong when the program
-runs arrives as jax.errors.JaxRuntimeError.
+bfloat16, float32, float64; uint32, uint64, complex and float8 where data is only moved) and any shape, and returns a
+pytree of the same structure. Under jit and its kin every rank must build the same calls; `name` ties calls together on
+all ranks, and without it a name is made of the tree's paths, shapes and dtypes. Errors: TypeError for arguments of a
+wrong type, ValueError for other wrong arguments, and those of horoclone.errors, at once; under jit what goes wrong when
+the program runs arrives as jax.errors.JaxRuntimeError.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from horoclone.jax.compression import Compression, Compressor
 from horoclone.jax.primitives import bind
 from horoclone.process_sets import ProcessSet, global_process_set, set_id
 
-_MOVABLE = {*ops.DTYPES, "uint32", "uint64"}
+_MOVABLE = {
+    *ops.DTYPES, "uint32", "uint64", "complex64", "complex128",
+    *(name for name in ops.MOVED if name.startswith("float8")),
+}  # fmt: skip
 
 
 def _call(tree: Any, op: int, name: str | None, process_set: ProcessSet, **more: Any) -> Any:

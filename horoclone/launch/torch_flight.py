@@ -46,6 +46,10 @@ NAMES = {
 DTYPES = {
     "uint8": "Byte", "int8": "Char", "uint16": "UInt16", "int16": "Short", "int32": "Int", "int64": "Long",
     "float16": "Half", "bfloat16": "BFloat16", "float32": "Float", "float64": "Double", "bool": "Bool",
+    "uint32": "UInt32", "uint64": "UInt64", "complex32": "ComplexHalf", "complex64": "ComplexFloat",
+    "complex128": "ComplexDouble", "float8_e4m3fn": "Float8_e4m3fn", "float8_e4m3fnuz": "Float8_e4m3fnuz",
+    "float8_e5m2": "Float8_e5m2", "float8_e5m2fnuz": "Float8_e5m2fnuz", "float8_e8m0fnu": "Float8_e8m0fnu",
+    "float4_e2m1fn_x2": "Float4_e2m1fn_x2",
 }  # fmt: skip
 
 Call = dict[int, Operation]  # what one call was on each rank that made it

@@ -103,6 +103,7 @@ def _common(
 ) -> dict[str, Any]:
     """The arguments that all ops share: node name, key, process set, guard. TypeError for those of a wrong type."""
     check(_public_name(kind), name=name)
+    _refuse_dtypes(kind, tensors)
     if tf.executing_eagerly():
         check_newcomer(name or kind)
     eager = tf.executing_eagerly()
@@ -119,6 +120,22 @@ def _common(
     # The attribute is not the key in a graph. It makes the node unlike all others: equal ones would be merged.
     unique = tf.compat.v1.get_default_graph().unique_name(name, mark_as_used=False)
     return {**arguments, "tensor_name": unique, "name": name}
+
+
+_MOVABLE = {
+    *ops.DTYPES, "uint32", "uint64", "complex64", "complex128", "float8_e5m2", "float8_e4m3fn", "float8_e4m3fnuz",
+    "float8_e4m3b11fnuz", "float8_e5m2fnuz",
+}  # fmt: skip
+
+
+class WrongDtype(tf.errors.InvalidArgumentError, TypeError):
+    """A tensor that no operation takes: TensorFlow's error of an eager operation, and that of a graph."""
+
+
+def _refuse_dtypes(kind: str, tensors: Sequence[Any]) -> None:
+    for name in {tensor.dtype.base_dtype.name for tensor in tensors} - _MOVABLE:
+        text = f"Tensor type {name} is not supported, only {', '.join(sorted(_MOVABLE))}. Convert it first."
+        raise WrongDtype(None, None, f"{_public_name(kind)}: {text}")
 
 
 class WrongReduction(tf.errors.UnknownError, ValueError):
@@ -321,17 +338,6 @@ def _grouped_broadcast(
     )
 
 
-# Types that the collectives do not know travel as others of the same size.
-_TRAVELS_AS = {
-    tf.uint32: tf.int32,
-    tf.uint64: tf.int64,
-    tf.complex64: tf.float32,
-    tf.complex128: tf.float64,
-    tf.dtypes.experimental.float8_e4m3fn: tf.uint8,
-    tf.dtypes.experimental.float8_e5m2: tf.uint8,
-}
-
-
 def _tf_variable(variable: Any) -> Any:
     """The tf.Variable in a variable of Keras 3; a tf.Variable as it is."""
     inner = getattr(variable, "value", None)
@@ -365,12 +371,8 @@ def broadcast_(
     if len({_is_resource(variable) for variable in plain}) > 1:
         raise ValueError("broadcast_: resource variables and reference variables cannot be mixed in one call")
     values = [variable.read_value() for variable in plain]
-    wires = [tf.bitcast(v, _TRAVELS_AS[v.dtype]) if v.dtype in _TRAVELS_AS else v for v in values]
-    received = _grouped_broadcast(wires, root_rank, name, process_set=process_set)
-    restored = [
-        tf.bitcast(r, v.dtype) if v.dtype in _TRAVELS_AS else r for r, v in zip(received, values, strict=True)
-    ]
-    return [_assign(variable, value) for variable, value in zip(plain, restored, strict=True)]
+    received = _grouped_broadcast(values, root_rank, name, process_set=process_set)
+    return [_assign(variable, value) for variable, value in zip(plain, received, strict=True)]
 
 
 # --- alltoall and reducescatter ------------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ def broadcast_parameters(
     for name, tensor in pairs:
         if isinstance(tensor, torch.Tensor):
             whole = tensor.detach() if tensor.is_contiguous() else tensor.detach().contiguous()
+            whole = whole.resolve_conj().resolve_neg()
             started.append((tensor, operations.broadcast_async_(whole, root_rank, name, process_set)))
     for tensor, handle in started:
         received = operations.synchronize(handle)

@@ -17,6 +17,10 @@ import horoclone.jax as hvd  # noqa: E402
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
 INTEGERS = ["uint8", "int8", "uint16", "int16", "int32", "int64"]
 EVERY_DTYPE = ["bool", *INTEGERS, *FLOATS]
+ONLY_MOVED = [
+    "uint32", "uint64", "complex64", "complex128", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
+    "float8_e4m3b11fnuz", "float8_e4m3", "float8_e3m4", "float8_e8m0fnu",
+]  # fmt: skip
 SHAPES: list[tuple[int, ...]] = [(), (0,), (5,), (3, 2), (2, 0, 3)]
 
 
@@ -126,6 +130,37 @@ def test_broadcast_of_a_tree_from_every_root() -> None:
         for root in range(hvd.size()):
             for out in both(lambda t, root=root: hvd.broadcast_parameters(t, root), trees[hvd.rank()]):
                 same(out, trees[root])
+
+
+def bits(rank: int, rows: int, dtype: Any) -> np.ndarray[Any, Any]:
+    """Any bits, NaNs included; the same for the same arguments."""
+    chance = np.random.default_rng([rank, rows])
+    return np.frombuffer(chance.bytes(rows * 3 * dtype.itemsize), dtype).reshape(rows, 3)
+
+
+@ranks(2)
+def test_what_is_only_moved_keeps_its_bits_and_is_not_reduced() -> None:
+    me = hvd.rank()
+    with jax.enable_x64(True):
+        for dtype in map(jnp.dtype, ONLY_MOVED):
+            both_ranks = [bits(rank, 4, dtype) for rank in (0, 1)]
+            mine = jnp.asarray(both_ranks[me])
+            for out in both(lambda t: hvd.broadcast_parameters(t, 1), mine):
+                assert out.dtype == dtype and np.asarray(out).tobytes() == both_ranks[1].tobytes(), dtype
+            for out in both(hvd.allgather, mine):
+                assert np.asarray(out).tobytes() == b"".join(part.tobytes() for part in both_ranks), dtype
+            halves = b"".join(part[2 * me : 2 * me + 2].tobytes() for part in both_ranks)
+            for out in both(hvd.alltoall, mine):
+                assert np.asarray(out).tobytes() == halves, dtype
+            uneven = hvd.allgather(jnp.asarray(bits(me, 1 + me, dtype)))
+            assert np.asarray(uneven).tobytes() == bits(0, 1, dtype).tobytes() + bits(1, 2, dtype).tobytes()
+            rows, _ = hvd.alltoall(mine, splits=[1, 3])
+            parts = [part[1:] if me else part[:1] for part in both_ranks]
+            assert np.asarray(rows).tobytes() == b"".join(part.tobytes() for part in parts), dtype
+            for reduction in (hvd.allreduce, hvd.reducescatter, jax.jit(hvd.allreduce)):
+                with pytest.raises(ValueError, match=f"{dtype.name}.*Accepted: bfloat16"):
+                    reduction(mine)
+    assert hvd.allreduce(jnp.ones(3), op=hvd.Sum).tolist() == [2.0] * 3
 
 
 @ranks(1, 2, 3)

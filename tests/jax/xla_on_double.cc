@@ -49,6 +49,14 @@ size_t bytes_of(const xla::Buffer& buffer) {
     case xla::DataType::kPred:
     case xla::DataType::kS8:
     case xla::DataType::kU8:
+    case xla::DataType::kF8E5M2:
+    case xla::DataType::kF8E4M3FN:
+    case xla::DataType::kF8E4M3B11FNUZ:
+    case xla::DataType::kF8E5M2FNUZ:
+    case xla::DataType::kF8E4M3FNUZ:
+    case xla::DataType::kF8E4M3:
+    case xla::DataType::kF8E3M4:
+    case xla::DataType::kF8E8M0FNU:
       bytes = 1;
       break;
     case xla::DataType::kS16:
@@ -65,6 +73,10 @@ size_t bytes_of(const xla::Buffer& buffer) {
     case xla::DataType::kS64:
     case xla::DataType::kU64:
     case xla::DataType::kF64:
+    case xla::DataType::kC64:
+      break;
+    case xla::DataType::kC128:
+      bytes = 16;
       break;
   }
   for (int64_t i = 0; i < buffer.rank; ++i) bytes *= static_cast<size_t>(buffer.dims[i]);

@@ -314,3 +314,58 @@ def test_join_gives_neutral_elements_and_the_last_rank() -> None:
     last = hvd.join() if me % 2 else tf.function(hvd.join)()
     assert last.dtype == tf.int32 and int(last) == n - 1
     assert hvd.allreduce(tf.constant(1), op=hvd.Sum).numpy() == n
+
+
+ONLY_MOVED = [
+    "uint32", "uint64", "complex64", "complex128", "float8_e5m2", "float8_e4m3fn", "float8_e4m3fnuz",
+    "float8_e4m3b11fnuz", "float8_e5m2fnuz",
+]  # fmt: skip
+
+
+def bits(rank: int, rows: int, dtype: str) -> np.ndarray:
+    """Any bits, NaNs included; the same for the same arguments."""
+    kind = np.dtype(tf.as_dtype(dtype).as_numpy_dtype)
+    raw = np.random.default_rng([rank, rows]).bytes(rows * 3 * kind.itemsize)
+    return np.frombuffer(raw, kind).reshape(rows, 3)
+
+
+def known(dtype: str) -> bool:
+    try:
+        return bool(tf.as_dtype(dtype))
+    except TypeError:
+        return False
+
+
+@ranks(2)
+def test_what_is_only_moved_keeps_its_bits_and_is_not_reduced() -> None:
+    me = hvd.rank()
+    for dtype in filter(known, ONLY_MOVED):
+        mine, everyone = (
+            bits(me, 2 + 3 * me, dtype),
+            bits(0, 2, dtype).tobytes() + bits(1, 5, dtype).tobytes(),
+        )
+        found, _ = hvd.alltoall(tf.constant(mine), [1, 1 + 3 * me])
+        parts = [bits(rank, 2 + 3 * rank, dtype) for rank in (0, 1)]
+        assert found.numpy().tobytes() == b"".join((p[1:] if me else p[:1]).tobytes() for p in parts), dtype
+
+        def moved(rows: Any, other: Any) -> Any:
+            return hvd.allgather(rows), hvd.grouped_allgather([rows, rows])[1], hvd.broadcast(other, 1)
+
+        for function in (moved, tf.function(moved)):
+            one, two, root = function(tf.constant(mine), tf.constant(bits(me, 4, dtype)))
+            assert one.dtype.name == dtype and one.numpy().tobytes() == two.numpy().tobytes() == everyone, (
+                dtype
+            )
+            assert root.numpy().tobytes() == bits(1, 4, dtype).tobytes(), dtype
+        if not dtype.endswith("fnuz"):  # of which TensorFlow has no variables
+            variable = tf.Variable(bits(me, 4, dtype))
+            hvd.broadcast_variables([variable], 1)
+            assert variable.numpy().tobytes() == bits(1, 4, dtype).tobytes(), dtype
+        for reduction in (hvd.allreduce, hvd.reducescatter):
+            with pytest.raises((tf.errors.InvalidArgumentError, TypeError, ValueError), match=dtype):
+                reduction(tf.constant(bits(me, 4, dtype)), op=hvd.Sum)
+    for call in (hvd.allgather, tf.function(hvd.allgather), lambda t: hvd.grouped_allgather([tf.ones(1), t])):
+        for error in (tf.errors.InvalidArgumentError, TypeError):
+            with pytest.raises(error, match="allgather: Tensor type string is not supported"):
+                call(tf.constant(["a"]))
+    assert hvd.allreduce(tf.ones(3), op=hvd.Sum).numpy().tolist() == [2.0] * 3

@@ -99,7 +99,7 @@ def test_wrong_arguments_raise_at_once() -> None:
         (lambda: hvd.recv(one, "first"), "src='first'"),
         (lambda: hvd.send(one, 1, tag=-4), "tag -4 is negative"),
         (lambda: hvd.recv(torch.ones(4)[::2], 1), "contiguous"),
-        (lambda: hvd.send(torch.ones(2, dtype=torch.complex64), 1), "not supported"),
+        (lambda: hvd.send(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), 1), "not supported"),
         (lambda: hvd.send([1, 2], 1), "torch.Tensor, not list"),
         (lambda: hvd.recv(3, 1), "torch.Tensor, not int"),
     ):

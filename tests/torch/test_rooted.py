@@ -162,7 +162,7 @@ def test_what_cannot_work_raises_and_the_runtime_goes_on() -> None:
         hvd.reduce(torch.ones(2, dtype=torch.bool), 0)
     for wrong, text in (
         (torch.ones(4, 6).t(), "contiguous"),
-        (torch.ones(2, dtype=torch.complex64), "not supported"),
+        (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "not supported"),
         (torch.eye(2).to_sparse(), "sparse"),
     ):
         for call in (hvd.reduce, hvd.reduce_, hvd.gather):

@@ -45,14 +45,14 @@ WaitingRank joins(uint16_t set = 0) {
   return rank;
 }
 
-using Ranks = std::set<int>;
+using InDeadlock = std::set<int>;
 
 }  // namespace
 
 TEST_CASE("deadlock: all wait, one of them for something else") {
   WaitingRanks ranks{{0, waits_in({call("loss")})}};
   for (int r = 1; r < 4; ++r) ranks[r] = waits_in({call("gradients")});
-  CHECK(find_deadlock(ranks, members) == Ranks{0, 1, 2, 3});
+  CHECK(find_deadlock(ranks, members) == InDeadlock{0, 1, 2, 3});
   ranks.erase(2);  // it computes: it may call both
   CHECK(find_deadlock(ranks, members).empty());
 }
@@ -65,7 +65,7 @@ TEST_CASE("deadlock: what all have called is about to end") {
 
 TEST_CASE("deadlock: what a rank has submitted and does not wait for helps the others") {
   WaitingRanks ranks{{0, waits_in({call("a", 1)})}, {1, waits_in({call("b", 1)})}};
-  CHECK(find_deadlock(ranks, members) == Ranks{0, 1});
+  CHECK(find_deadlock(ranks, members) == InDeadlock{0, 1});
   ranks[1].submitted.push_back(call("a", 1).key);
   std::sort(ranks[1].submitted.begin(), ranks[1].submitted.end());
   CHECK(find_deadlock(ranks, members).empty());
@@ -74,7 +74,7 @@ TEST_CASE("deadlock: what a rank has submitted and does not wait for helps the o
 TEST_CASE("deadlock: a circle through two process sets, and a rank that waits for it") {
   WaitingRanks ranks{{0, waits_in({call("a", 1)})}, {1, waits_in({call("b", 2)})}, {2, waits_in({call("c")})}};
   ranks[3] = waits_in({call("c")});
-  CHECK(find_deadlock(ranks, members) == Ranks{0, 1, 2, 3});
+  CHECK(find_deadlock(ranks, members) == InDeadlock{0, 1, 2, 3});
   ranks.erase(3);
   CHECK(find_deadlock(ranks, members).empty());
 }
@@ -86,7 +86,7 @@ TEST_CASE("deadlock: one of several threads may let a rank go on") {
 
 TEST_CASE("deadlock: a rank that has joined is missed by nobody; its join misses the others") {
   WaitingRanks ranks{{0, joins()}, {1, waits_in({call("a")})}, {2, waits_in({call("b")})}, {3, waits_in({call("a")})}};
-  CHECK(find_deadlock(ranks, members) == Ranks{0, 1, 2, 3});
+  CHECK(find_deadlock(ranks, members) == InDeadlock{0, 1, 2, 3});
   ranks[2] = waits_in({call("a")});
   CHECK(find_deadlock(ranks, members).empty());
   for (int r = 0; r < 4; ++r) ranks[r] = joins();
@@ -95,13 +95,13 @@ TEST_CASE("deadlock: a rank that has joined is missed by nobody; its join misses
 
 TEST_CASE("deadlock: messages") {
   WaitingRanks ranks{{0, waits_in({receive(1)})}, {1, waits_in({call("a", 1)})}};
-  CHECK(find_deadlock(ranks, members) == Ranks{0, 1});
+  CHECK(find_deadlock(ranks, members) == InDeadlock{0, 1});
   ranks[0] = waits_in({receive(-1)});  // rank 2 or 3 may send
   CHECK(find_deadlock(ranks, members).empty());
   ranks[2] = waits_in({receive(0)});
   ranks[3] = waits_in({receive(0)});
-  CHECK(find_deadlock(ranks, members) == Ranks{0, 1, 2, 3});
-  CHECK(find_deadlock({{2, waits_in({receive(2)})}}, members) == Ranks{2});
+  CHECK(find_deadlock(ranks, members) == InDeadlock{0, 1, 2, 3});
+  CHECK(find_deadlock({{2, waits_in({receive(2)})}}, members) == InDeadlock{2});
 }
 
 TEST_CASE("deadlock: a process set that is not known here") {

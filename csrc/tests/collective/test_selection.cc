@@ -122,7 +122,7 @@ TEST_CASE("selection: the probe ends with one threshold for all ranks, and what 
   for (const std::string given : {"", "flat_bytes=8192", "fixed"}) {
     CAPTURE(given);
     std::vector<std::string> counters(3);
-    const Status status = World(3, {{"HOROCLONE_SELECTION", given}}).each([&](Engine& engine, int rank) {
+    const Status status = hc::World(3, {{"HOROCLONE_SELECTION", given}}).each([&](Engine& engine, int rank) {
       // A set that is made later has the same.
       int id = 0;
       REQUIRE(engine.add_process_set({0, 2}, &id).is_ok());
@@ -142,7 +142,7 @@ TEST_CASE("selection: the probe ends with one threshold for all ranks, and what 
     if (given == "flat_bytes=8192") CHECK(field(0, "flat_bytes") == "8192");
   }
   for (const std::string bad : {"flat_bytes=", "flat_bytes=-1", "flat_bytes=33000", "quick"}) {
-    const Status status = World(2, {{"HOROCLONE_SELECTION", bad}}).each([](Engine&, int) {});
+    const Status status = hc::World(2, {{"HOROCLONE_SELECTION", bad}}).each([](Engine&, int) {});
     CHECK_MESSAGE(status.text().find("HOROCLONE_SELECTION='" + bad + "' is not valid") != std::string::npos,
                   status.text());
   }

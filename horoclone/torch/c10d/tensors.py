@@ -81,7 +81,7 @@ def reducible(tensor: torch.Tensor, reduce: int) -> torch.Tensor:
         return tensor
     if tensor.dtype.is_floating_point or tensor.is_complex():
         raise ValueError(f"bitwise reductions need whole numbers or bool, not {tensor.dtype}")
-    return tensor if tensor.dtype in NUMBER_OF else as_bytes(tensor)
+    return tensor if NUMBER_OF.get(tensor.dtype, ops.FIRST_MOVED) < ops.FIRST_MOVED else as_bytes(tensor)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from horoclone._core import Result
 
 NUMBER_OF: dict[torch.dtype, int] = {
-    getattr(torch, name): number for name, number in ops.DTYPES.items() if hasattr(torch, name)
+    getattr(torch, name): number for name, number in ops.MOVABLE.items() if hasattr(torch, name)
 }
 
 DTYPE_OF = {number: dtype for dtype, number in NUMBER_OF.items()}
@@ -84,7 +84,7 @@ def _refusal(tensor: torch.Tensor, name: str | None, gpu: bool) -> Exception:
     if tensor.dtype not in NUMBER_OF:
         return ValueError(
             f"Tensor type {tensor.type()} is not supported. The {label} is {tensor.dtype}: convert it, or, where it is "
-            "only moved, pass its bits, as in tensor.view(torch.uint8)."
+            "only moved, pass what it is made of, as int_repr() of a quantized tensor."
         )
     if tensor.is_contiguous():
         return ValueError(
@@ -149,7 +149,8 @@ def dtype_of(result: Result) -> torch.dtype:
     dtype = DTYPE_OF.get(result.dtype)
     if dtype is None:
         raise Unsupported(
-            f"what arrived has a dtype that torch {torch.__version__} lacks: uint16 came with 2.3"
+            f"what arrived is {list(ops.MOVABLE)[result.dtype]}, which torch {torch.__version__} lacks: let the sender "
+            "convert it, or pass its bits as uint8"
         )
     return dtype
 

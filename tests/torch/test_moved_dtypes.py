@@ -1,0 +1,206 @@
+"""Dtypes without arithmetic in the core: everything that only moves data takes them, bit for bit, and nothing else does."""
+
+# mypy: disable-error-code="no-untyped-call"
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from world import ranks
+
+import horoclone.torch as hvd
+from horoclone import ops
+from horoclone.torch.operations.tensors import NUMBER_OF
+
+NAMES_ONLY = ("torch.int4", "torch.uint4", "torch.int2", "torch.uint2")  # torch has few operations on them
+MOVED = [
+    dtype for dtype, number in NUMBER_OF.items() if number >= ops.FIRST_MOVED and str(dtype) not in NAMES_ONLY
+]
+
+
+def bits(rank: int, rows: int, dtype: torch.dtype, columns: int = 3) -> torch.Tensor:
+    """Any bits, NaNs included; the same for the same arguments."""
+    chance = torch.Generator().manual_seed(100 * rank + rows)
+    data = torch.randint(0, 256, (rows, columns * dtype.itemsize), dtype=torch.uint8, generator=chance)
+    return data.view(dtype).view(rows, columns)
+
+
+def same(found: Any, *parts: torch.Tensor) -> None:
+    expected = torch.cat([part.view(torch.uint8) for part in parts])
+    assert found.dtype == parts[0].dtype and found.shape[1:] == parts[0].shape[1:], found.dtype
+    assert torch.equal(found.contiguous().view(torch.uint8), expected), found.dtype
+
+
+def test_the_list_has_what_torch_has() -> None:
+    assert {torch.complex64, torch.complex128, torch.uint32, torch.uint64, torch.float8_e4m3fn} <= set(MOVED)
+    assert [
+        name for name in dir(torch) if name.startswith("float8") and getattr(torch, name) not in MOVED
+    ] == []
+
+
+@ranks(2)
+def test_collectives_of_rows() -> None:
+    me = hvd.rank()
+    for dtype in MOVED:
+        both = [bits(rank, 2 + 3 * rank, dtype) for rank in (0, 1)]  # other rows on the other rank
+        mine = both[me]
+        for result in (hvd.allgather(mine), hvd.synchronize(hvd.allgather_async(mine))):
+            same(result, *both)
+        for result in hvd.grouped_allgather([mine, mine[:1]])[:1]:
+            same(result, *both)
+        same(hvd.allgather(mine[: 0 if me else 2]), both[0])
+        same(hvd.allgather(bits(me, 70_000, dtype)), bits(0, 70_000, dtype), bits(1, 70_000, dtype))
+        splits = torch.tensor([1, 1 + 3 * me], dtype=torch.int32)
+        found, counts = hvd.alltoall(mine, splits)
+        same(found, both[0][1:] if me else both[0][:1], both[1][1:] if me else both[1][:1])
+        assert counts.tolist() == ([1, 4] if me else [1, 1])
+        same(
+            hvd.alltoall(bits(me, 4, dtype)), *(bits(rank, 4, dtype)[2 * me : 2 * me + 2] for rank in (0, 1))
+        )
+
+
+@ranks(2)
+def test_broadcast_in_every_form() -> None:
+    me = hvd.rank()
+    for dtype in MOVED:
+        root = bits(1, 5, dtype)
+        same(hvd.broadcast(bits(me, 5, dtype), 1), root)
+        same(hvd.synchronize(hvd.broadcast_async(bits(me, 5, dtype), 1, name="later")), root)
+        place = bits(me, 5, dtype)
+        assert hvd.broadcast_(place, 1) is place
+        same(place, root)
+        place = bits(me, 5, dtype)
+        assert hvd.synchronize(hvd.broadcast_async_(place, 1)) is place
+        same(place, root)
+        large = bits(me, 70_000, dtype)
+        same(hvd.broadcast_(large, 1), bits(1, 70_000, dtype))
+    state: dict[str, Any] = {str(dtype): bits(me, 5, dtype) for dtype in MOVED}
+    hvd.broadcast_parameters(state, 1)
+    for dtype in MOVED:
+        same(state[str(dtype)], bits(1, 5, dtype))
+    turned = {"w": torch.view_as_complex(torch.arange(12.0).view(2, 3, 2) + me).t()}
+    hvd.broadcast_parameters(turned, 1)
+    assert torch.equal(turned["w"], torch.view_as_complex(torch.arange(12.0).view(2, 3, 2) + 1).t())
+    conjugated = {"w": torch.tensor([1j + me, 2 - 1j * me]).conj()}
+    hvd.broadcast_parameters(conjugated, 1)
+    assert conjugated["w"].tolist() == [1 - 1j, 2 + 1j]
+
+
+@ranks(2)
+def test_gather_scatter_and_messages() -> None:
+    me = hvd.rank()
+    for tag, dtype in enumerate(MOVED):
+        both = [bits(rank, 2 + 3 * rank, dtype) for rank in (0, 1)]
+        found = hvd.gather(both[me], 1)
+        same(found, *(both if me else [both[0][:0]]))
+        whole = bits(7, 5, dtype)
+        same(hvd.scatter(whole if me else None, 1), whole[3:] if me else whole[:3])
+        splits = torch.tensor([4, 1])
+        same(hvd.scatter(whole if me else None, 1, splits), whole[4:] if me else whole[:4])
+        for rows in (5, 70_000):
+            sent = bits(9, rows, dtype)
+            if me:
+                hvd.send(sent, 0, tag)
+                hvd.send(sent, 0, tag)
+            else:
+                same(hvd.recv(None, 1, tag), sent)
+                place = bits(0, rows, dtype)
+                assert hvd.recv(place, 1, tag) is place
+                same(place, sent)
+    with pytest.raises(hvd.Mismatch, match="complex64.*uint64"):
+        if me:
+            hvd.send(bits(9, 5, torch.complex64), 0)
+        else:
+            hvd.recv(bits(0, 5, torch.uint64), 1)
+
+
+@ranks(3, init=False)
+def test_in_a_process_set() -> None:
+    pair = hvd.ProcessSet([0, 2])
+    hvd.init(process_sets=[pair])
+    for dtype in MOVED if pair.included() else []:
+        mine, both = bits(hvd.rank(), 4, dtype), [bits(rank, 4, dtype) for rank in (0, 2)]
+        same(hvd.allgather(mine, process_set=pair), *both)
+        same(hvd.broadcast(mine, 2, process_set=pair), both[1])
+        half = slice(hvd.rank(), hvd.rank() + 2)
+        same(hvd.alltoall(mine, process_set=pair), *(part[half] for part in both))
+    hvd.shutdown()
+
+
+@ranks(2)
+def test_reductions_are_refused_by_name_and_the_runtime_goes_on() -> None:
+    for dtype in MOVED:
+        name = str(dtype).removeprefix("torch.")
+        mine = bits(hvd.rank(), 4, dtype)
+        for call in (
+            lambda mine=mine: hvd.allreduce(mine, op=hvd.Sum),
+            lambda mine=mine: hvd.allreduce(mine),
+            lambda mine=mine: hvd.allreduce_(mine, op=hvd.Max),
+            lambda mine=mine: hvd.synchronize(hvd.allreduce_async(mine, name="mine")),
+            lambda mine=mine: hvd.allreduce_async_(mine, op=hvd.Sum, prescale_factor=0.5),
+            lambda mine=mine: hvd.allreduce(mine, op=hvd.Adasum),
+            lambda mine=mine: hvd.allreduce(mine, op=hvd.Xor),
+            lambda mine=mine: hvd.grouped_allreduce([torch.ones(3), mine], op=hvd.Sum),
+            lambda mine=mine: hvd.reducescatter(mine, op=hvd.Sum),
+            lambda mine=mine: hvd.grouped_reducescatter([torch.ones(3), mine], op=hvd.Sum),
+            lambda mine=mine: hvd.reduce(mine, 1, op=hvd.Sum),
+        ):
+            with pytest.raises(ValueError, match=f"{name} is not supported by .*Convert it first"):
+                call()
+            same(mine, bits(hvd.rank(), 4, dtype))
+        assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [2.0] * 3
+
+
+@ranks(2)
+def test_a_gradient_that_would_be_a_reduction_says_so() -> None:
+    mine = torch.ones(3, dtype=torch.complex64, requires_grad=True)
+    for call in (lambda: hvd.broadcast(mine, 0), lambda: hvd.allgather(mine)):
+        result = call()
+        assert result.dtype == torch.complex64
+        with pytest.raises(ValueError, match="complex64 is not supported by allreduce"):
+            torch.view_as_real(result).sum().backward()
+    assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [2.0] * 3
+
+
+@ranks(2)
+def test_an_optimizer_with_a_complex_parameter_says_so_on_every_rank() -> None:
+    weight = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    with pytest.raises(ValueError, match="complex64 is not supported"):
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1), [("weight", weight)])
+        torch.view_as_real(weight).sum().backward()
+        optimizer.step()
+    assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [2.0] * 3
+
+
+@ranks(2, init=False)
+def test_torch_distributed_moves_them() -> None:
+    dist.init_process_group("horoclone")
+    me = dist.get_rank()
+    for dtype in MOVED:
+        place = bits(me, 5, dtype)
+        dist.broadcast(place, 1)
+        same(place, bits(1, 5, dtype))
+        both = [torch.empty_like(place) for _ in (0, 1)]
+        dist.all_gather(both, bits(me, 5, dtype))
+        same(
+            torch.cat([part.view(torch.uint8) for part in both]).view(dtype),
+            bits(0, 5, dtype),
+            bits(1, 5, dtype),
+        )
+        if me:
+            dist.send(place, 0)
+        else:
+            dist.recv(both[0], 1)
+            same(both[0], place)
+    for op in (dist.ReduceOp.BAND, dist.ReduceOp.BXOR):
+        mine = torch.tensor([5 + me, 1 << 31], dtype=torch.uint32)
+        dist.all_reduce(mine, op)
+        assert mine.view(torch.int32).tolist() == ([4, -(1 << 31)] if op == dist.ReduceOp.BAND else [3, 0])
+    with pytest.raises(ValueError, match="uint32 is not supported by allreduce"):
+        dist.all_reduce(torch.ones(2).to(torch.uint32))
+    one = torch.ones(2)
+    dist.all_reduce(one)
+    assert one.tolist() == [2, 2]
+    dist.destroy_process_group()
