@@ -48,13 +48,8 @@ class Dies:
         self.native.shutdown(*arguments)
 
 if dies:
-    core = life.core()
-    class Core:
-        def __getattr__(self, name):
-            return getattr(core, name)
-        def Runtime(self, settings):
-            return Dies(core.Runtime(settings))
-    life.core = Core
+    new_runtime = life.new_runtime
+    life.new_runtime = lambda settings: Dies(new_runtime(settings))
     gather = exchange.Job.gather
     def gather_and_die(self, *arguments):
         if phase == "before gathering":

@@ -116,7 +116,7 @@ patched.GRACEFUL_TERMINATION_TIME_S = 77
 from horoclone.runner.common.util import safe_shell_exec
 assert safe_shell_exec.GRACEFUL_TERMINATION_TIME_S == 77
 from horoclone.launch import api
-assert api._grace_s() == 77.0
+assert api._grace_s(None) == 77.0
 import horovod
 assert horovod.run is horovod.runner.run
 try:
