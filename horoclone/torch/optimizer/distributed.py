@@ -377,15 +377,7 @@ def DistributedOptimizer(
     how = (passes, DistributedOptimizer, options)
     apart = (op == Adasum, local, unused_as_none, shard_optimizer_state)
     if quorum is not None:
-        others = {
-            "op other than Average": op != Average, "cross_barrier": cross_barrier is not None,
-            "shard_optimizer_state": shard_optimizer_state, "compression": compression is not Compression.none,
-            "backward_passes_per_step": passes > 1, "local_parameters": local, "groups": groups,
-            "unused_as_none": unused_as_none, "sparse_as_dense": sparse_as_dense,
-            "gradient_predivide_factor": gradient_predivide_factor != 1.0,
-            "process_set": process_set is not global_process_set,
-        }  # fmt: skip
-        return _by_quorum(optimizer, named_parameters, others, (quorum, late, max_lag), how)
+        return _by_quorum(optimizer, named_parameters, local, (quorum, late, max_lag), how)
     modules = checked_modules(cross_barrier, type(optimizer), compression, apart)
     if op == Adasum:
         if shard_optimizer_state:
@@ -424,11 +416,19 @@ def _begun(wrapped: Any, shard_optimizer_state: bool | str, modules: Any) -> Any
 
 
 def _by_quorum(
-    optimizer: Any, names: Any, others: dict[str, Any], terms: tuple[float | str, str, int], how: Any
+    optimizer: Any, names: Any, local: list[torch.Tensor], terms: tuple[float | str, str, int], how: Any
 ) -> Any:
     from horoclone.torch.optimizer import quorum  # loaded only where it is used
 
-    quorum.refuse_beside_quorum(others)
+    passes, _, options = how
+    others = {
+        "op other than Average": options["op"] != Average, "cross_barrier": options["cross_barrier"] is not None,
+        "compression": options["compression"] is not Compression.none, "backward_passes_per_step": passes > 1,
+        "local_parameters": local, "gradient_predivide_factor": options["gradient_predivide_factor"] != 1.0,
+        "process_set": options["process_set"] is not global_process_set,
+    }  # fmt: skip
+    plain = ("shard_optimizer_state", "groups", "unused_as_none", "sparse_as_dense")
+    quorum.refuse_beside_quorum({**others, **{name: options[name] for name in plain}})
     return wrap(optimizer, quorum.QuorumMixin, names, *how)._begin(*terms)
 
 

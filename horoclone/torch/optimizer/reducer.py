@@ -285,11 +285,15 @@ class Reducer:
                 )
             if not self._settled:
                 return
+        span = spans.Span("synchronize", None) if spans.profiler._is_profiler_enabled else None
         try:
             self._settle()
         except BaseException:
             self._end()
             raise
+        finally:
+            if span is not None:
+                span.end()
 
     @torch.no_grad()
     def _settle(self) -> None:
