@@ -10,7 +10,7 @@ namespace hc {
 namespace {
 
 // How long shutdown() waits for ranks that go on, and that may never come to what this rank has submitted.
-constexpr double kOthersGoOnS = 60;
+constexpr double kOthersGoOnS = 15;
 
 }  // namespace
 

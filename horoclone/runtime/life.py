@@ -246,7 +246,7 @@ def _checked_process_sets(process_sets: Sequence[ProcessSet] | str | None, comm:
 def shutdown() -> None:
     """Finishes what this rank has submitted, says goodbye and closes everything. init() may follow. Never raises for
     what other ranks did. Programs of JAX that were dispatched run first. What can not be finished fails with Aborted on
-    its handles: 5 s after every rank has called shutdown() or ended, or after a minute while others go on."""
+    its handles: 5 s after every rank has called shutdown() or ended, or after 15 s while others go on."""
     if current.forked_from is not None:
         raise current.forked_error()
     _finish()
