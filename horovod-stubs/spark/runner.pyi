@@ -3,6 +3,7 @@ from horoclone.spark.runner import (
     Door as Door,
     ELASTIC_TIMEOUT_S as ELASTIC_TIMEOUT_S,
     Elastic as Elastic,
+    LONGEST_S as LONGEST_S,
     LaunchError as LaunchError,
     Offer as Offer,
     Plan as Plan,
