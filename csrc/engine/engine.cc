@@ -9,8 +9,8 @@
 namespace hc {
 namespace {
 
-// How long shutdown() waits for ranks that go on, and that may never come to what this rank has submitted.
-constexpr double kOthersGoOnS = 15;
+// Times its limit shutdown() waits for ranks that go on, and that may never come to what this rank has submitted.
+constexpr double kWhileOthersGoOn = 3;
 
 }  // namespace
 
@@ -160,7 +160,7 @@ void Engine::finish_operations(double timeout_s) {
   if (timeout_s > 0) {
     say_ending();
     const std::function<bool()> idle_or_last = [&] { return idle() || link_.all_are_ending(); };
-    (void)progress_.until_under_lock(idle_or_last, Deadline::in(kOthersGoOnS));
+    (void)progress_.until_under_lock(idle_or_last, Deadline::in(kWhileOthersGoOn * timeout_s));
   }
   (void)progress_.until_under_lock(idle, Deadline::in(timeout_s));
 }

@@ -221,7 +221,7 @@ HC_EXPORT void hc_break_off(hc_runtime* rt, hc_handle handle, const char* text);
 HC_EXPORT void hc_say_ending(hc_runtime* rt);
 HC_EXPORT int32_t hc_all_are_ending(hc_runtime* rt);
 /* Finishes what this rank has submitted, says goodbye and stops the threads. What is left fails as Aborted: timeout_s
- * after every rank has begun to shut down, or after 15 s while others go on. With timeout_s = 0 at once. */
+ * after every rank has begun to shut down, or three times that while others go on. With timeout_s = 0 at once. */
 HC_EXPORT hc_status* hc_shutdown(hc_runtime* rt, double timeout_s);
 HC_EXPORT void hc_after_fork_child(hc_runtime* rt);
 
