@@ -227,7 +227,8 @@ def test_errors_arrive_as_tensorflows_with_our_text_and_the_runtime_goes_on() ->
         (precondition, "Mismatched", lambda: hvd.allgather(ones((2, 3 + me)), name="f")),
         (invalid, "root rank", lambda: hvd.broadcast(ones(3), root_rank=7)),
         (invalid, "Average of bool", lambda: hvd.allreduce(tf.constant([True]))),
-        (invalid, "1D splits", bad_splits([[2, 2]])),
+        (TypeError, "splits takes a list of integers", bad_splits([[2, 2]])),
+        (invalid, "1D splits", bad_splits(tf.constant([[2, 2]]))),
         (invalid, "entries", bad_splits([4])),
         (invalid, "exceeds", bad_splits([4, 4])),
         (invalid, "negative", bad_splits([-1, 2])),
@@ -239,7 +240,7 @@ def test_errors_arrive_as_tensorflows_with_our_text_and_the_runtime_goes_on() ->
                 run()
             assert hvd.allreduce(tf.constant(1.0), op=hvd.Sum).numpy() == 2.0
     for run in (hvd.allreduce, tf.function(hvd.allreduce)):
-        with pytest.raises((TypeError, invalid), match="allowed values"):
+        with pytest.raises((TypeError, invalid), match="type string is not supported|allowed values"):
             run(tf.constant(["text"]))
 
 
