@@ -139,10 +139,19 @@ class Copied:
             for variable, value in zip(variables, values, strict=True):
                 assign(variable, value)
 
+    def _values(self) -> list[Any]:
+        """The state for a copy to take over."""
+        return self._horoclone.values or [np.array(to_numpy(v)) for v in self._own_variables()]
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         config = super().get_config()  # type: ignore[misc]
-        values = self._horoclone.values or [np.array(to_numpy(v)) for v in self._own_variables()]
-        return _copy, (self._distribute, self._horoclone_base, config, self._horoclone.reduction, values)
+        return _copy, (
+            self._distribute,
+            self._horoclone_base,
+            config,
+            self._horoclone.reduction,
+            self._values(),
+        )
 
     def __reduce__(self) -> Any:
         return self.__reduce_ex__(2)

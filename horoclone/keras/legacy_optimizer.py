@@ -10,21 +10,26 @@ reduced them itself.
 from __future__ import annotations
 
 import functools
+import uuid
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 import tf_keras
 from tf_keras.src.mixed_precision import loss_scale_optimizer
 
 from horoclone.errors import Unsupported
 from horoclone.keras.copies import Copied, names_of, notice_marks, word_of
+from horoclone.keras.flavor import assign, to_numpy
 from horoclone.keras.reduction import Reduction
 from horoclone.process_sets import ProcessSet
 from horoclone.tensorflow import reduced_gradients
 from horoclone.tensorflow.gradient_aggregation import GradientAggregation
 
 Pairs = list[tuple[Any, Any]]
+KEY, NAME, PLACE = range(3)
+_PROCESS = uuid.uuid4().hex  # keys of variables mean something in their own process
 _classes: dict[tuple[type, str, str], type] = {}  # wrapped class, options, module -> derived class
 
 
@@ -45,6 +50,7 @@ class State:
         self.scaled = False  # a LossScaleOptimizer computes gradients with it at this moment
         self.implied = False  # made from a saved configuration; DistributedOptimizer may still be called
         self.values: list[Any] | None = None  # of the original's variables, until the copy has them
+        self.matched: int | None = None  # how these are found: KEY, NAME or PLACE
 
     def reduce(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         return self.reduction.reduce(grads, variables, _key)
@@ -201,6 +207,41 @@ class OfLegacy(DistributedMixin):
     def _own_variables(self) -> list[Any]:
         return list(self.variables())  # type: ignore[attr-defined]
 
+    def _labels(self: Any) -> list[tuple[Any, str]]:
+        """For each of its variables what tells it from the others, and its name. Those of a trained variable are made
+        at its first gradient, so their number and order are the training's."""
+        keys = {
+            id(slot): (_PROCESS, key, name)
+            for key, slots in self._slots.items()
+            for name, slot in slots.items()
+        }
+        return [(keys.get(id(v), ("", v.name)), v.name) for v in self._own_variables()]
+
+    def _values(self) -> list[Any]:
+        own = [
+            (*label, np.array(to_numpy(v)))
+            for label, v in zip(self._labels(), self._own_variables(), strict=True)
+        ]
+        return [*own, *(self._horoclone.values or [])]
+
+    def _take_over(self) -> None:
+        """By the trained variable as long as that is the same one; else by name; by place where names cannot tell."""
+        state, labels = self._horoclone, self._labels()
+        if not state.values or not labels:
+            return
+        if state.matched is None:
+            state.matched = _how_to_match(labels, state.values)
+        if state.matched == PLACE:
+            left = dict(enumerate(state.values))
+            found = list(range(len(labels)))
+        else:
+            left = {value[state.matched]: value for value in state.values}
+            found = [label[state.matched] for label in labels]
+        for key, variable in zip(found, self._own_variables(), strict=True):
+            if key in left:
+                assign(variable, left.pop(key)[2])
+        state.values = list(left.values())
+
     def _compute_gradients(self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None) -> Pairs:
         """As the wrapped class, and reduced over the ranks; minimize() begins with it."""
         return self._computed(super()._compute_gradients(loss, var_list, grad_loss=grad_loss, tape=tape))
@@ -212,6 +253,24 @@ class OfLegacy(DistributedMixin):
     def _aggregate_gradients(self, grads_and_vars: Any) -> Any:
         """Reduces over the ranks, and hands on a list of gradients."""
         return super()._aggregate_gradients(self._reduced(list(grads_and_vars)))
+
+
+def _how_to_match(labels: list[tuple[Any, str]], values: list[Any]) -> int:
+    """How variables of a copy are matched with its original's: KEY, NAME or PLACE."""
+    own, there = {key for key, _ in labels if key[0]}, {key for key, _, _ in values if key[0]}
+    if own & there or not own:
+        return KEY
+    names, saved = [name for _, name in labels], [name for _, name, _ in values]
+    if (
+        len(set(saved)) == len(saved)
+        and len(set(names)) == len(names)
+        and {n for k, n in labels if k[0]} & set(saved)
+    ):
+        return NAME
+    elsewhere = all(key[0] != _PROCESS for key in there)
+    if len(names) == len(saved) and (elsewhere or names == saved):
+        return PLACE
+    return KEY
 
 
 def _key(variable: Any) -> Hashable:

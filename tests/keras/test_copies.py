@@ -120,6 +120,40 @@ def copies_keep_the_state(kind: str) -> None:
         assert stepped(way(original)) == -2.25
 
 
+def copies_keep_the_state_of_each_variable(kind: str) -> None:
+    """Variables whose first gradients come late, in another order than the optimizer is given: momentum is theirs."""
+    import copy
+    import pickle
+
+    import tensorflow as tf
+
+    import horoclone.keras as hvd
+
+    def step(optimizer: Any, *places: int) -> None:
+        grads = [tf.constant(10.0**i * (hvd.rank() + 1)) if i in places else None for i in range(3)]
+        optimizer.apply_gradients(list(zip(grads, variables, strict=True)))
+
+    for way in (copy.copy, copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))):
+        for before in ([(1, 2)], [(2,), (1, 2)], [(1, 2), (0, 1, 2)], [(2,), (0,), (1,)]):
+            for after in ([(0, 1, 2)], [(1,), (0, 2)], [(0,), (2,), (0, 1, 2)]):
+                results = []
+                for copied in (False, True):
+                    variables = [tf.Variable(0.0) for _ in range(3)]
+                    optimizer = hvd.DistributedOptimizer(sgd(kind, momentum=0.5))
+                    if kind == "new":
+                        optimizer.build(variables)
+                    for places in before:
+                        step(optimizer, *places)
+                    if copied:
+                        optimizer = way(way(optimizer))
+                        if kind == "new":
+                            optimizer.build(variables)
+                    for places in after:
+                        step(optimizer, *places)
+                    results.append([float(v) for v in variables] + [int(optimizer.iterations)])
+                assert results[0] == results[1], (before, after)
+
+
 def a_model(kind: str, optimizer: Any) -> Any:
     keras = the_keras()
     layers = [keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")]
@@ -255,3 +289,8 @@ def test_copies(on: On, backend: str, kind: str, body: Any) -> None:
 @pytest.mark.parametrize("backend, kind", KINDS)
 def test_copies_of_models(on: On, backend: str, kind: str, tmp_path: Any) -> None:
     on(backend, models_reduce, kind=kind, folder=str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["new", "legacy"])
+def test_copies_keep_the_state_of_each_variable(on: On, kind: str) -> None:
+    on("legacy", copies_keep_the_state_of_each_variable, kind=kind)
