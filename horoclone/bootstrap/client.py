@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import hmac
 import os
-import resource
 import secrets
 import select
 import socket
@@ -427,16 +426,8 @@ class Client:
 
     def _begin(self, address: str) -> socket.socket | None:
         family, target = wire.parse_address(address)
-        try:
+        with wire.needs_descriptor("reach the rendezvous"):
             one = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        except OSError as error:
-            if error.errno not in (errno.EMFILE, errno.ENFILE):
-                raise
-            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-            raise errors.HorovodInternalError(
-                f"no descriptor is left to reach the rendezvous ({error.strerror}): this process may have {limit} "
-                "open; raise the limit (ulimit -n) or close some"
-            ) from error
         one.setblocking(False)
         try:
             one.connect(target)

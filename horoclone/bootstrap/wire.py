@@ -7,15 +7,20 @@ Frames are [length u32 little-endian][payload]; payloads are made with struct, n
 from __future__ import annotations
 
 import array
+import contextlib
+import errno
 import fcntl
 import hashlib
 import hmac
 import os
+import resource
 import secrets
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+
+from horoclone import errors
 
 GREETING = b"HCR2"  # server -> client, then its nonce
 HELLO = b"HCC2"  # client -> server, then its nonce and its proof
@@ -129,6 +134,21 @@ def format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+@contextlib.contextmanager
+def needs_descriptor(purpose: str) -> Iterator[None]:
+    """Makes an OSError for want of descriptors one that names the limit and what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        raise errors.HorovodInternalError(
+            f"no descriptor is left to {purpose} ({error.strerror}): this process may have {limit} open; raise the "
+            "limit (ulimit -n) or close some"
+        ) from error
+
+
 def routable_addresses(interfaces: str = "") -> list[str]:
     """Addresses of this host's interfaces that are up, loopback last; only those named in the comma list, if any. IPv6
     ones of interfaces without IPv4, where they are named or the host has no others.
@@ -137,8 +157,11 @@ def routable_addresses(interfaces: str = "") -> list[str]:
     """
     named = [name.strip() for name in interfaces.split(",") if name.strip()]
     found: dict[str, str] = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
+    with needs_descriptor("look for network interfaces"):
+        interfaces_here = socket.if_nameindex()
+        probe = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    with probe:
+        for _, name in interfaces_here:
             request = array.array("B", struct.pack("256s", name.encode()[:15]))
             try:
                 fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request, True)

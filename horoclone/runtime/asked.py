@@ -5,6 +5,7 @@ Thread: the signals come at any time; stacks are written by a handler in C, the 
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import fcntl
 import os
@@ -22,10 +23,16 @@ _record: int | None = None
 
 def listen(free_signal: Callable[[], int | None]) -> None:
     """Once in the life of a process. free_signal: gives one that nobody uses, or None: then nobody can ask."""
-    global _listens, _record
+    global _listens
     if _listens:
         return
     _listens = True
+    with contextlib.suppress(OSError):  # no descriptor is left: what cannot do without one says so
+        _open_both(free_signal)
+
+
+def _open_both(free_signal: Callable[[], int | None]) -> None:
+    global _record
     number = free_signal()
     if number is None:
         return

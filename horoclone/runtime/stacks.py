@@ -16,6 +16,15 @@ from horoclone.runtime import asked
 if TYPE_CHECKING:
     from horoclone._core import Runtime
 
+
+def _libraries() -> list[str]:
+    """Folders whose code is not the user's: this package, Python's own, what is installed."""
+    paths = sysconfig.get_paths()
+    named = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib") if name in paths]
+    return [folder + os.sep for folder in (str(Path(__file__).resolve().parents[1]), *named)]
+
+
+_LIBRARIES = _libraries()  # when imported: init() may find too few descriptors left to read files
 _pipe: tuple[int, int] | None = None  # kept for the life of the process: a signal may come at any moment
 _signal: int | None = None
 
@@ -32,15 +41,8 @@ def watch_stack(native: Runtime, environ: Mapping[str, str]) -> None:
         native.watch_stack(0, -1, threading.get_native_id(), "")
         return
     assert _pipe is not None and _signal is not None
-    native.watch_stack(_signal, _pipe[0], threading.get_native_id(), "\n".join(_libraries()))
+    native.watch_stack(_signal, _pipe[0], threading.get_native_id(), "\n".join(_LIBRARIES))
     asked.listen(_free_signal)
-
-
-def _libraries() -> list[str]:
-    """Folders whose code is not the user's: this package, Python's own, what is installed."""
-    paths = sysconfig.get_paths()
-    named = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib") if name in paths]
-    return [folder + os.sep for folder in (str(Path(__file__).resolve().parents[1]), *named)]
 
 
 def _prepare() -> bool:
@@ -50,7 +52,10 @@ def _prepare() -> bool:
     free = _free_signal()
     if free is None or not hasattr(faulthandler, "register"):
         return False
-    _pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)  # a full pipe must not hold up the program
+    try:
+        _pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)  # a full pipe must not hold up the program
+    except OSError:  # no descriptor is left: what cannot do without one says so
+        return False
     faulthandler.register(free, file=_pipe[1], all_threads=False, chain=False)
     _signal = free
     return True

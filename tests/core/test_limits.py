@@ -118,10 +118,10 @@ def test_eight_ranks_on_two_processors_make_progress(crew, shared):
     print(team.said(0, "small_us"))
 
 
-def start_with_few_descriptors():
+def start_with_few_descriptors(left):
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
     kept = []
-    while len(os.listdir("/proc/self/fd")) < 57:
+    while len(os.listdir("/proc/self/fd")) <= 64 - left:  # reading it takes one
         kept.append(os.open("/dev/null", os.O_RDONLY))
     try:
         hvd.init()
@@ -129,11 +129,14 @@ def start_with_few_descriptors():
         say(error=type(error).__name__, text=str(error))
 
 
-def test_too_few_descriptors_are_an_error_of_init_that_names_the_limit(crew):
-    team = crew(start_with_few_descriptors, 8, env={"HOROCLONE_START_TIMEOUT": "10"})
+@pytest.mark.parametrize("left", [1, 7, 8])
+def test_too_few_descriptors_are_an_error_of_init_that_names_the_limit(crew, left):
+    team = crew(start_with_few_descriptors, 8, left=left, env={"HOROCLONE_START_TIMEOUT": "10"})
     assert team.wait(30) == [0] * 8, team.outputs()
     texts = [team.said(rank, "error")[0]["text"] for rank in range(8)]
-    assert any("64" in text and "ulimit -n" in text for text in texts), texts
+    assert all("ulimit -n" in text for text in texts) and (left < 8 or any("64" in text for text in texts)), (
+        texts
+    )
 
 
 def work_with_a_tiny_shm():
