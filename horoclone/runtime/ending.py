@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from horoclone.bootstrap.exchange import Job
 
 EXIT_DEADLINE_S = 5.0  # for what is left when every rank ends
-OTHERS_GO_ON_S = 60.0  # at most, for ranks that are slower; as in csrc/engine/engine.cc
+OTHERS_GO_ON_S = 3 * EXIT_DEADLINE_S  # at most, for slower ranks: as kWhileOthersGoOn in engine.cc
 FAREWELL_S = 6.0  # above the farewell's own deadline
 TELL_DEADLINE_S = 2.0  # how long a dying rank spends on telling its peers, and then its launcher
 FAILURE_TEXT_BYTES = 16384
