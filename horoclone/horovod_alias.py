@@ -32,13 +32,44 @@ _SPARK_DATA = (
     "tf.data service on Spark is not supported. Ranks read their rows themselves: estimators do, and in "
     "horoclone.spark.run() tf.data's shard() or pyarrow does."
 )
-_MXNET = f"horovod.mxnet: MXNet is retired and not supported. {_TORCH}."
+_MXNET = f"MXNet is retired and not supported. {_TORCH}."
+_STARTED = "Start jobs with horovod.run(), horovodrun, horovod.runner.launch, horovod.ray or horovod.spark"
+_BY_VARIABLES = (
+    f"{_STARTED}. A scheduler that starts the processes itself gives them the variables of torchrun (RANK, WORLD_SIZE, "
+    "MASTER_ADDR, MASTER_PORT), and hvd.init() needs no rendezvous server"
+)
+_SUBPROCESS = "Use the standard library's subprocess and threading"
 
 # Horovod's modules that have no counterpart here: what to do instead, and the submodules that may be imported.
 _ABSENT: dict[str, tuple[str, tuple[str, ...]]] = {
     "spark.lightning": (_SPARK_LIGHTNING, ("estimator", "datamodule")),
     "spark.tensorflow": (_SPARK_DATA, ("compute_worker",)),
 }  # fmt: skip
+
+# Modules whose import fails: parts of Horovod's launcher that only Horovod itself uses, and MXNet. `except ImportError`
+# takes another way, as where Horovod was built without a framework.
+_REFUSED: dict[str, str] = {
+    "mxnet": _MXNET,
+    "runner.common.service": f"{_STARTED}; for tf.data's service, horovod.tensorflow.data.compute_worker",
+    "runner.common.util.address": _SUBPROCESS,
+    "runner.common.util.network": _STARTED,
+    "runner.common.util.safe_shell_exec": _SUBPROCESS,
+    "runner.common.util.tiny_shell_exec": _SUBPROCESS,
+    "runner.driver": _STARTED,
+    "runner.elastic.constants": "Failures of a job are RuntimeErrors, whose text says why",
+    "runner.elastic.driver": f"{_STARTED}; docs/elastic.md says how elastic jobs find their hosts",
+    "runner.elastic.registration": _STARTED,
+    "runner.elastic.rendezvous": _BY_VARIABLES,
+    "runner.elastic.worker": "A state hears of changes by itself: horovod.common.elastic has notification_manager",
+    "runner.gloo_run": _BY_VARIABLES,
+    "runner.http": _BY_VARIABLES,
+    "runner.js_run": "Under LSF, start jobs with mpirun or horovodrun -H",
+    "runner.mpi_run": "Start jobs with mpirun, or horovod.run(..., use_mpi=True)",
+    "runner.run_task": _STARTED,
+    "runner.task": _STARTED,
+    "runner.task_fn": _STARTED,
+    "runner.util": _SUBPROCESS,
+}
 
 
 class _Horovod(ModuleType):
@@ -89,11 +120,15 @@ class _SameModule:
         return loader.get_code(self.real) if loader is not None else None
 
 
-class _NotBuilt:
-    """Fails as Horovod does where it was built without a framework: `except ImportError` takes another way."""
+class _Refusal:
+    """Fails with what to do instead."""
+
+    def __init__(self, instead: str) -> None:
+        self.instead = instead
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        raise ImportError(_MXNET, name=spec.name)
+        name = spec.name.replace("horoclone", "horovod", 1)
+        raise ImportError(f"{name} is not in horoclone. {self.instead.rstrip('.')}.", name=spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         pass
@@ -120,6 +155,10 @@ def find_spec(
     None also below a `horovod` that is not ours, and when this alias steps aside.
     """
     top, _, rest = name.partition(".")
+    if (
+        top == "horoclone" and rest in _REFUSED
+    ):  # `from horovod.runner import x` looks below the module's own name
+        return _spec(name, _Refusal(_REFUSED[rest]), True)
     if top != "horovod":
         return None
     if not rest:
@@ -132,8 +171,8 @@ def find_spec(
         real = importlib.util.find_spec(f"horoclone.{rest}")
         if real is not None:
             return _spec(name, _SameModule(f"horoclone.{rest}"), real.submodule_search_locations is not None)
-    if rest == "mxnet":
-        return _spec(name, _NotBuilt(), True)
+    if rest in _REFUSED:
+        return _spec(name, _Refusal(_REFUSED[rest]), True)
     for module, (instead, submodules) in _ABSENT.items():
         if rest == module or rest.removeprefix(f"{module}.") in submodules:
             return _spec(name, _StandIn(instead), True)

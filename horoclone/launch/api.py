@@ -31,7 +31,6 @@ _ELASTIC_FLAGS = (
 )  # fmt: skip
 _RUN = "run()"
 _GRACE_S = 30.0
-_HOROVODS_GRACE_S = 5  # safe_shell_exec.GRACEFUL_TERMINATION_TIME_S as it is delivered
 
 
 class RunError(RuntimeError):
@@ -142,14 +141,9 @@ def _ssh(port: int | None, key: str | None, python: str | None, timeout_s: float
     return SshOptions(port, key, python or sys.executable, timeout_s or START_TIMEOUT_S, bind_to_us=False)
 
 
-def _grace_s(wish: Any) -> float:
-    """As wished, else 30 s, or what a script has written into Horovod's constant for it: it does so before run()."""
-    given = seconds(_RUN, "grace", wish)
-    if given is not None:
-        return given
-    patched = sys.modules.get("horoclone.runner.common.util.safe_shell_exec")
-    value = getattr(patched, "GRACEFUL_TERMINATION_TIME_S", _HOROVODS_GRACE_S)
-    return _GRACE_S if value == _HOROVODS_GRACE_S else float(value)
+def _grace_s(given: Any) -> float:
+    checked = seconds(_RUN, "grace", given)
+    return _GRACE_S if checked is None else checked
 
 
 def _either(name: str, value: Any, older_name: str, older: Any) -> int | None:

@@ -18,8 +18,8 @@ from horoclone.bootstrap import heritage, roster
 from horoclone.bootstrap.desk import Desk
 from horoclone.bootstrap.rendezvous import Server
 from horoclone.launch import ending, report
-from horoclone.launch.discovery import LOOK_EVERY_S, Lookout, Settled
-from horoclone.launch.elastic_options import Elastic, needs_majority, patched
+from horoclone.launch.discovery import Lookout, Settled
+from horoclone.launch.elastic_options import Elastic, needs_majority
 from horoclone.launch.elastic_policy import Place, Policy
 from horoclone.launch.environment import member_variables, rank_variables, thread_variables
 from horoclone.launch.hosts import Host, Placement, usable_cores
@@ -98,8 +98,7 @@ class ElasticJob(Job):
         )
         self._selector.register(self._bell, 1, self._hear)
         if self._elastic.source.changes:
-            every_s = patched("DISCOVER_HOSTS_FREQUENCY_SECS", LOOK_EVERY_S)
-            self._lookout = Lookout(self._elastic.source, self._wake, every_s)
+            self._lookout = Lookout(self._elastic.source, self._wake)
             self._lookout.start()
         command, ssh = self._elastic.notice_script, self._request.ssh
         if command is not None:

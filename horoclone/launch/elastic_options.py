@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from typing import NamedTuple
 
 from horoclone.bootstrap import heritage
@@ -70,7 +69,7 @@ def elastic_of(arguments: argparse.Namespace, program: str) -> Elastic | None:
         raise LaunchError(f"--blacklist-cooldown-range: {error}") from None
     timeout_s = arguments.elastic_timeout
     if timeout_s is None:
-        timeout_s = patched("ELASTIC_TIMEOUT_SECS", 600.0)
+        timeout_s = 600.0
     plan = Plan(smallest, largest, arguments.spares or 0, program == "horovodrun")
     return Elastic(
         source, size, plan, cooldown, timeout_s, arguments.reset_limit, arguments.notice_script,
@@ -93,11 +92,6 @@ def needs_majority(quorum: str, one_host: bool) -> bool:
     if quorum not in ("", "majority", "any"):
         raise LaunchError(f"HOROCLONE_ELASTIC_QUORUM={quorum!r} is neither majority nor any")
     return quorum == "majority" or (not quorum and not one_host)
-
-
-def patched(name: str, value: float) -> float:
-    """What a script has written into Horovod's constant, before it calls horovod.run()."""
-    return float(getattr(sys.modules.get("horoclone.runner.elastic.driver"), name, value))
 
 
 def _source_of(arguments: argparse.Namespace) -> tuple[Source, int]:

@@ -14,7 +14,6 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from horoclone import visitors
-from horoclone.runner.http.http_server import KVStoreHandler, KVStoreHTTPServer
 from horoclone.visitors import BoundedThreads
 
 
@@ -102,25 +101,6 @@ def test_the_last_descriptors_are_for_the_job(small: Small, capfd: pytest.Captur
             one.close()
     assert get(small) == 200
     assert "Traceback" not in capfd.readouterr().err
-
-
-def test_horovods_store_over_http_goes_on_under_a_flood(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KVStoreHTTPServer, "most_visitors", 8)
-    server = KVStoreHTTPServer(("127.0.0.1", 0), KVStoreHandler, 0)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        idle = [connect(server) for _ in range(60)]
-        for one in idle[40:]:
-            one.sendall(os.urandom(300))
-        url = f"http://127.0.0.1:{server.server_port}/scope/key"
-        urllib.request.urlopen(urllib.request.Request(url, b"value", method="PUT"), timeout=5).close()
-        assert get(server, "/scope/key") == 200
-        assert is_closed(idle[0])
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def test_the_kernels_lowest_descriptor_tells_how_many_are_left() -> None:

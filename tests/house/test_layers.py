@@ -82,7 +82,6 @@ WHO_PICKLES = {
     "spark/torch/estimator.py": "what a TorchEstimator is given, on its way to its ranks through Spark",
     "spark/torch/training.py": "the same, on a rank",
     "runner/common/util/codec.py": "what a script turns into text, and back",
-    "runner/common/util/network.py": "Horovod's services, for scripts that start them; behind a digest with their key",
 }
 # The names at which Horovod's users look for things; scripts import them, so they stay as they are. No others there.
 HOROVODS_NAMES = {

@@ -75,7 +75,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ps": {"arguments", "bootstrap", "errors", "failpoints", "runtime"},
     "ray": {"bootstrap", "errors", "launch", "ps", "runner"},
     "replay": set(),
-    "runner": {"bootstrap", "common", "elastic", "launch", "settings", "stand_ins", "visitors"},
+    "runner": {"bootstrap", "common", "launch"},
     "runtime": {"bootstrap", "errors", "live", "settings"},
     "runtime.ending": {"bootstrap", "errors"},
     "runtime.exported": {"process_sets", "runtime.life"},

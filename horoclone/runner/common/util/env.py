@@ -12,8 +12,6 @@ LOG_LEVEL_STR = ["FATAL", "ERROR", "WARNING", "INFO", "DEBUG", "TRACE"]
 # Scripts add to it; is_exportable() reads it at every call.
 IGNORE_REGEXES = {"BASH_FUNC_.*", "OLDPWD", ".*CUDA_VISIBLE_DEVICES", secret.HOROVOD_SECRET_KEY}
 
-KUBEFLOW_MPI_EXEC = "/etc/mpi/kubexec.sh"
-
 _PAIRS = (
     ("HOROVOD_RANK", "HOROVOD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -45,8 +43,3 @@ def get_env_rank_and_size() -> tuple[int, int]:
 
     found = detect.detect(os.environ)
     return found.rank, found.size
-
-
-def is_kubeflow_mpi() -> bool:
-    """Whether the MPI Operator of Kubeflow has started this job."""
-    return os.environ.get("OMPI_MCA_plm_rsh_agent") == KUBEFLOW_MPI_EXEC  # noqa: SIM112

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from horoclone.launch import hosts as launch_hosts
 from horoclone.launch.usage import LaunchError
@@ -25,10 +25,7 @@ class HostInfo:
 
 @dataclass
 class SlotInfo:
-    """One rank's place. `cross_*` counts the hosts that have its local rank.
-
-    variables: gives what else the environment of its process holds, where a driver has made it.
-    """
+    """One rank's place. `cross_*` counts the hosts that have its local rank."""
 
     hostname: str
     rank: int
@@ -37,7 +34,6 @@ class SlotInfo:
     size: int
     local_size: int
     cross_size: int
-    variables: Callable[[], dict[str, str]] | None = field(default=None, compare=False, repr=False)
 
     def to_response_string(self) -> str:
         """'rank,size,local_rank,local_size,cross_rank,cross_size'."""

@@ -1,4 +1,4 @@
-"""Under Horovod's name: how a job is to be started, as the functions of runner.gloo_run and runner.mpi_run take it."""
+"""Under Horovod's name: how a job is to be started, as scripts hand it to horovod.ray."""
 
 from __future__ import annotations
 

@@ -1,1 +1,0 @@
-"""Under Horovod's name: see horoclone.runner."""
