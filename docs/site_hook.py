@@ -1,7 +1,8 @@
-"""What MkDocs calls while it builds the site (mkdocs.yml): pages from files outside of docs/, the list of decisions.
+"""What MkDocs calls while it builds the site (mkdocs.yml): pages from files outside of docs/.
 
 README.md, CONTRIBUTING.md and CHANGELOG.md are pages. Another file that a page links to becomes a page that shows it,
 and so does a folder: the site has the links that the repository has, and needs no server for them.
+Decisions are for those who change the code: they are no pages, and of a link to one the text stays.
 """
 
 from __future__ import annotations
@@ -53,8 +54,6 @@ def page_of(name: str) -> str:
     """The page of a file or folder of the repository (a path from its root)."""
     if name in PAGES:
         return PAGES[name]
-    if name == DECISIONS:
-        return "decisions/index.md"
     if name.startswith("docs/"):
         return name.removeprefix("docs/")
     return f"source/{name}" if name.endswith(".md") else f"source/{name}.md"
@@ -70,36 +69,11 @@ def shown(name: str) -> str:
     return f"{head}# {name}\n\n````{LANGUAGES.get(place.suffix, 'text')}\n{place.read_text()}````\n"
 
 
-def title_of(page: Path) -> str:
-    return page.read_text().partition("\n")[0].removeprefix("# ")
-
-
-def decisions() -> list[Path]:
-    return sorted((ROOT / DECISIONS).glob("[0-9]*.md"))
-
-
-def list_of_decisions() -> str:
-    """The page of all decisions. Numbers that are missing were never given."""
-    rows = "".join(f"- [{title_of(page)}]({page.name})\n" for page in decisions())
-    return f"# Decisions\n\nChoices, with what was weighed and what was measured.\n\n{rows}"
-
-
-def on_config(config: Any) -> Any:
-    """Puts every decision into the navigation, in place of the entry that names their folder."""
-    listed = [{title_of(page): f"decisions/{page.name}"} for page in decisions()]
-    for entry in config.nav:
-        if entry.get("Decisions") == "decisions/":
-            entry["Decisions"] = ["decisions/index.md", *listed]
-    return config
-
-
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pages of files outside of docs/: those of PAGES, and whatever a page links to, in turn."""
     _origins.clear()
     texts = {page: (ROOT / name).read_text() for name, page in PAGES.items()}
     _origins.update({page: name for name, page in PAGES.items()})
-    texts["decisions/index.md"] = list_of_decisions()
-    _origins["decisions/index.md"] = f"{DECISIONS}/index.md"
     for page, text in texts.items():
         files.append(File.generated(config, page, content=text))
     for file in files.documentation_pages():
@@ -129,7 +103,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         target, anchor = found[2], found[3] or ""
         if not target or "://" in target:
             return found[0]
-        linked = page_of(posixpath.normpath(posixpath.join(folder, target)))
+        name = posixpath.normpath(posixpath.join(folder, target))
+        if name.startswith(DECISIONS):
+            return "]"
+        linked = page_of(name)
         return f"]({posixpath.relpath(linked, posixpath.dirname(here) or '.')}{anchor})"
 
     return outside_code(markdown, lambda line: _LINK.sub(change, line))

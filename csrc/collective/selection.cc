@@ -13,7 +13,7 @@ constexpr size_t kTwoLevelBytes = 8 * kKiB;
 
 // Smaller tensors that lie in the arena go with the private ones, of which many are copied into one batch: in place
 // each is a batch of its own, in which all ranks wait for each other twice. A caller that waits at once has nothing to
-// fuse it with, and in place is the faster there from kInPlaceAloneBytes on (docs/decisions/0030).
+// fuse it with, and in place is the faster there from kInPlaceAloneBytes on (docs/decisions/shared-memory.md).
 constexpr size_t kInPlaceBytes = 64 * kKiB, kInPlaceAloneBytes = 16 * kKiB;
 
 Algorithm select_in_shared_memory(Op op, size_t bytes, const Thresholds& t) {

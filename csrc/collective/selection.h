@@ -55,7 +55,7 @@ Algorithm algorithm_in_plan(Op op, bool may_be_two_level);
 // Up to this size, small repeated operations of a set of `ranks` members are not negotiated (shared/bypass_rounds.h).
 size_t bypass_limit(int ranks, size_t flat_bytes);
 bool may_bypass(Op op, Reduce reduce, size_t bytes, size_t limit);
-// The largest batch into which buffers in arenas may be fused without changing any bit of the result (decision 0044).
+// The largest batch into which buffers in arenas may be fused without changing any bit (docs/decisions/buckets.md).
 size_t most_fused_in_arenas(bool one_node, size_t ring_from_bytes);
 
 const char* name_of(Algorithm algorithm);  // as in a timeline: "ring", "shm flat"; kAuto is "direct"

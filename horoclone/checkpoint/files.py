@@ -6,7 +6,7 @@ PATH/.removed-00000006-ab12cd34      being removed
 PATH/.owner                          which job saves there (owner.py)
 
 The files of arrays are those of safetensors, whose library reads every header, also of what was just written
-(docs/decisions/0077, 0174).
+(docs/decisions/checkpoints.md).
 """
 
 from __future__ import annotations

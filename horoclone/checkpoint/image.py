@@ -1,7 +1,7 @@
 """A file of arrays as it will be on disk, in memory: the header of safetensors, and the elements that it lists.
 
 The memory of an image is where the arrays are copied to, so a file is one piece of memory that begins at a page: it
-goes to the disk as it is (docs/decisions/0174).
+goes to the disk as it is (docs/decisions/checkpoints.md).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from horoclone.replay import Compute, Mark, Program, Send, Step, Timed, Wait
 EXACT, ROUNDED, RARE, PARTIAL = "the same", "rounded gradients", "averages rarely", "without late ranks"
 SYNC_EVERY = (20, 100, 500)
 QUORUMS = (0.75, 0.9)
-ROUND_TRIP_S = 100e-6  # of a quorum's two messages (docs/decisions/0118)
+ROUND_TRIP_S = 100e-6  # of a quorum's two messages (docs/decisions/local-sgd.md)
 
 
 @dataclass(frozen=True)

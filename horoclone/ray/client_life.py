@@ -1,7 +1,7 @@
 """Whether a Ray Client lives: its process says so once a second, and an actor in the cluster that hears nothing ends.
 
-Ray waits 30 s for a client that has gone to come back, and keeps its actors so long (decision 0184). The signs of life
-go through Ray's key-value store: a call of the actor would wait behind arguments of other calls, which may be large.
+Ray waits 30 s for a client that has gone to come back, and keeps its actors so long (docs/decisions/ray.md). The signs
+of life go through Ray's key-value store: a call of the actor would wait behind large arguments of other calls.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Checks manifests against the real schemas: `schemas.py FILE...` prints a line for each object; exit code 1 if one is bad.
 
 Core objects: Kubernetes' own JSON schemas (package kubernetes-validate). JobSet, TrainJob and runtimes: Kubeflow's models.
-MPIJob: its CRD is in no package, so its fields are listed here as the CRD v2beta1 has them (decision 0177), and its pod
+MPIJob: its CRD is in no package, so its fields are listed here as the CRD v2beta1 has them (docs/decisions/kubernetes.md), and its pod
 templates, which are half a megabyte of it, are checked as what they are: PodTemplateSpecs of Kubernetes.
 Runs in .venv/engines.
 """

@@ -510,7 +510,7 @@ def test_the_installation_has_no_pth_file_of_ours_and_no_horovodrun() -> None:
     ]
     assert len(installed) == 1, "horoclone is not installed: pip install -e ."
     files = [str(path) for path in installed[0].files or ()]
-    # The build backend's own file in an editable install, and ours, which has a path and no code (decision 0154).
+    # The build backend's own file in an editable install, and ours, which has a path and no code (docs/decisions/packaging.md).
     ours = {name for name in files if name.endswith(".pth")} - {
         "_editable_skbc_horoclone.pth",
         "_horoclone_editable.pth",

@@ -200,7 +200,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracking": {"runtime"},
     "visitors": set(),
 }
-# (module, what it imports inside a function) -> why one framework needs the other only when a user brings both (decision 0059)
+# (module, what it imports inside a function) -> why one framework needs the other only when a user brings both (docs/decisions/python-package.md)
 LAZY_FRAMEWORKS: dict[tuple[str, str], str] = {
     ("tensorflow.optimizer", "tensorflow.keras"): "its DistributedOptimizer also takes an optimizer of Keras",
 }

@@ -1,7 +1,7 @@
 """pytorch-ignite's own tests of its Horovod backend, as its source package brings them, on four ranks of horoclone.
 
 Nothing of it is installed here: it is unpacked into a temporary folder and runs in an environment of its own, which sees
-the packages of this one. docs/decisions/0036 says why.
+the packages of this one. docs/decisions/horovod-compatibility.md says why.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
 // which has not published has closed the round. So a round succeeds on every member or on none.
 //
 // Closing a round ends the session. A member closes before it announces anything to the coordinator, so nobody waits in
-// a round for a member that is busy elsewhere. docs/decisions/0023 has the argument in full.
+// a round for a member that is busy elsewhere. docs/decisions/bypass.md has the argument in full.
 //
 // Thread: the thread that makes progress. Owner: the engine's process set.
 #pragma once

@@ -61,7 +61,7 @@ struct BypassCell {
 static_assert(sizeof(BypassCell) == kCacheLine);
 
 // Larger payloads go one behind the other into a ring. It is larger than it need be: to write lines that the other core
-// still has in its cache takes half as long again as lines that both have dropped (docs/decisions/0023).
+// still has in its cache takes half as long again as lines that both have dropped (docs/decisions/bypass.md).
 inline constexpr size_t kBypassBytes = 64u << 10;
 inline constexpr size_t kBypassRingBytes = 20 * kBypassBytes;
 

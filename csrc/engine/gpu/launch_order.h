@@ -3,8 +3,8 @@
 // come from it anyway; for other sets their coordinator asks, for a message its sender does, and rank 0 tells who takes
 // part. Where all ranks share memory the order is written there (launch_tickets.h), and persistent buckets of sets with
 // rank 0 have their place in it: when all ranks have arrived at one, rank 0 gives it a ticket. Else tickets travel in
-// frames straight from rank 0, which wake also who sleeps because it has nothing to do itself. docs/decisions/0025 has
-// the argument.
+// frames straight from rank 0, which wake also who sleeps because it has nothing to do itself.
+// docs/decisions/gpu-launch-order.md has the argument.
 //
 // Thread: the thread that makes progress. Owner: the engine.
 #pragma once

@@ -6,7 +6,7 @@
 // may have shut down.
 //
 // In shared memory persistent buckets are numbered, and anything else comes before the buckets that none of its ranks
-// has begun: a rank may wait for it before it fills them. docs/decisions/0183 has the argument.
+// has begun: a rank may wait for it before it fills them. docs/decisions/gpu-launch-order.md has the argument.
 //
 // Thread: the thread that makes progress. Owner: the engine.
 #pragma once

@@ -1,6 +1,6 @@
 // Messages between GPUs. They are announced and matched as all others are; then both ends launch NCCL's send or receive
 // when rank 0 gives this message its ticket among all work on GPUs, or the payload goes through host memory.
-// docs/decisions/0028 has the argument why nobody waits for ever.
+// docs/decisions/nccl.md has the argument why nobody waits for ever.
 #include <algorithm>
 
 #include "engine/point_to_point/messages.h"

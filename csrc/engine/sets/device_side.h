@@ -1,8 +1,7 @@
 // What one process set does on GPUs: the group that moves the data, batches on device memory, and persistent buckets.
 // Rank 0 gives their launch tickets, all that are ready in one group: when all ranks have filled them or, in a job
-// whose steps hold nothing else on GPUs, as soon as it has itself; NCCL then waits for the others
-// (docs/decisions/0121). Where such steps are alike it gives those of the next step before it is there itself
-// (docs/decisions/0183).
+// whose steps hold nothing else on GPUs, as soon as it has itself; NCCL then waits for the others. Where such steps are
+// alike it gives those of the next step before it is there itself (docs/decisions/gpu-launch-order.md).
 //
 // Thread: the thread that makes progress, or one that holds the progress lock. Owner: a process set.
 #pragma once

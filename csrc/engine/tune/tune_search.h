@@ -1,6 +1,6 @@
 // Looks for the best point of a small grid with few, noisy measurements: one axis after the other, from the value in
 // force outwards (coordinate descent with a line search), and a point must beat the best one twice, side by side the
-// second time. PURE: scores go in, points come out. docs/decisions/0021 says why not a Gaussian process.
+// second time. PURE: scores go in, points come out. docs/decisions/autotuning.md says why not a Gaussian process.
 #pragma once
 
 #include <cstddef>

@@ -2,8 +2,8 @@
 
 step() returns at once; a module waits, before its forward, for the reductions of its own parameters only, which run in
 the order of their first use (priorities). Peng et al., "A Generic Communication Scheduler for Distributed DNN Training
-Acceleration" (ByteScheduler, SOSP 2019). docs/decisions/0029 says what is exact and what is refused. Thread: the one
-that trains.
+Acceleration" (ByteScheduler, SOSP 2019). docs/decisions/priorities.md says what is exact and what is refused.
+Thread: the one that trains.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The parameters are cut into pieces, each owned by one rank. For a step the optimizer's parameter groups hold this
 rank's pieces instead of the parameters; then every owner broadcasts what it has updated. Rajbhandari et al., "ZeRO:
-Memory Optimizations Toward Training Trillion Parameter Models" (SC 2020). docs/decisions/0020 says why it is cut so.
-Thread: the one that trains.
+Memory Optimizations Toward Training Trillion Parameter Models" (SC 2020). docs/decisions/sharded-state.md says why
+it is cut so. Thread: the one that trains.
 """
 
 from __future__ import annotations
