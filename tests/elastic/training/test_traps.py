@@ -64,7 +64,6 @@ NAMED = {
         "bootstrap/test_roster.py::test_survivors_keep_their_order_without_a_wait_when_all_have_come",
         "elastic/test_kills.py::test_survivors_go_on_and_the_slots_get_new_workers",
         "elastic/test_kills.py::test_when_all_are_lost_the_job_ends_with_the_report_of_the_first",
-        "horovod/test_elastic_driver.py::test_without_a_host_of_the_set_before_nobody_has_the_state",
     ],
     14: [
         "launch/test_elastic_policy.py::test_a_host_that_shrinks_loses_its_highest_slots_and_old_hosts_stay_first",
