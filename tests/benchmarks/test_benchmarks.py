@@ -14,14 +14,6 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
-# What a run of a benchmark shows is that the script works with the interfaces that it uses.
-RUNS_A_BENCHMARK = pytest.mark.guards(
-    "benchmarks",
-    "csrc/include",
-    "horoclone/__init__.py",
-    "horoclone/_core.pyi",
-    "horoclone/torch/__init__.py",
-)
 
 
 @pytest.fixture
@@ -149,8 +141,7 @@ def test_arguments(load, capsys):
 
 
 @pytest.mark.mpi
-@pytest.mark.slow
-@RUNS_A_BENCHMARK
+@pytest.mark.long(40)
 def test_a_tiny_run(open_mpi, tmp_path):
     pytest.importorskip("torch")
     pytest.importorskip("mpi4py")
@@ -191,8 +182,7 @@ def test_a_tiny_run(open_mpi, tmp_path):
 
 
 @pytest.mark.mpi
-@pytest.mark.slow
-@RUNS_A_BENCHMARK
+@pytest.mark.long(40)
 @pytest.mark.skipif(not shutil.which("g++"), reason="the calls are timed in C++: needs g++")
 def test_a_tiny_run_from_cpp(open_mpi, tmp_path):
     pytest.importorskip("torch")
@@ -222,8 +212,7 @@ def test_a_tiny_run_from_cpp(open_mpi, tmp_path):
 
 
 @pytest.mark.mpi
-@pytest.mark.slow
-@RUNS_A_BENCHMARK
+@pytest.mark.long(40)
 @pytest.mark.skipif(not shutil.which("g++"), reason="the calls are timed in C++: needs g++")
 def test_a_tiny_run_of_two_builds(tmp_path):
     root = FOLDER.parent
@@ -318,8 +307,7 @@ def test_wrong_results_of_the_other_operations_are_found(load):
 
 
 @pytest.mark.mpi
-@pytest.mark.slow
-@RUNS_A_BENCHMARK
+@pytest.mark.long(40)
 def test_sets_of_tensors_and_another_operation(load, open_mpi, monkeypatch):
     pytest.importorskip("torch")
     pytest.importorskip("mpi4py")
@@ -335,8 +323,7 @@ def test_sets_of_tensors_and_another_operation(load, open_mpi, monkeypatch):
     assert len(result["sets"]["few"]) == 9 and all(w["calls"] for w in result["sets"]["few"].values())
 
 
-@pytest.mark.slow
-@RUNS_A_BENCHMARK
+@pytest.mark.long(40)
 def test_counters_of_control_and_of_idle_engines_and_dtypes(tmp_path):
     pytest.importorskip("torch")
     options = {
@@ -363,8 +350,7 @@ def test_counters_of_control_and_of_idle_engines_and_dtypes(tmp_path):
         assert [rank["messages"] for rank in ranks] == [0, 0]
 
 
-@pytest.mark.slow
-@RUNS_A_BENCHMARK
+@pytest.mark.long(40)
 def test_what_views_cost_is_measured_while_everything_looks(tmp_path):
     for package in ("rich", "prometheus_client", "starlette", "uvicorn"):
         pytest.importorskip(package)
@@ -380,8 +366,7 @@ def test_what_views_cost_is_measured_while_everything_looks(tmp_path):
 
 
 @pytest.mark.netns
-@pytest.mark.slow
-@RUNS_A_BENCHMARK
+@pytest.mark.long(40)
 @pytest.mark.usefixtures("needs_root")
 def test_a_tiny_run_between_two_hosts(tmp_path):
     pytest.importorskip("torch")
@@ -405,7 +390,7 @@ def test_a_tiny_run_between_two_hosts(tmp_path):
     assert "NO CONCLUSION" in done.stdout and "horoclone vs gloo >= 1.45" in done.stdout
 
 
-@RUNS_A_BENCHMARK
+@pytest.mark.long(40)
 def test_the_gpu_benchmark_runs_in_host_memory(tmp_path):
     """That the script works: on a GPU it has not been run."""
     pytest.importorskip("torch")

@@ -17,14 +17,7 @@ def run(*options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=170)
 
 
-@pytest.mark.slow
-@pytest.mark.guards(
-    "benchmarks/parameter_server.py",
-    "csrc/include",
-    "horoclone/ps",
-    "horoclone/torch/ps.py",
-    "horoclone/_core.pyi",
-)
+@pytest.mark.long(60)
 @pytest.mark.parametrize(("dense", "rate"), [((), "k rows/s"), (("--dense", "0.1"), "GB/s")])
 def test_a_tiny_run(tmp_path: Path, dense: tuple[str, ...], rate: str) -> None:
     pytest.importorskip("torch")

@@ -32,10 +32,8 @@ NCCL = (
 )  # fmt: skip
 CUDA = ("nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime")
 NVRTC = ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc==13.0.88", "nvidia-cuda-nvrtc")
-pytestmark = [
-    pytest.mark.guards("csrc/device", "tests/core/abi", "tests/conftest.py"),
-    pytest.mark.timeout(900),  # the first test of a package waits for it
-]
+# The first test of a package waits until it is downloaded.
+pytestmark = [pytest.mark.timeout(900), pytest.mark.long(120)]
 
 
 def package(spec: str) -> Path:

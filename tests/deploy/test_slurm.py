@@ -50,13 +50,7 @@ NodeName=node[1-3] CPUs=2 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=30 State=UP
 """
 
-pytestmark = [
-    pytest.mark.netns,
-    pytest.mark.slow,
-    pytest.mark.guards(
-        "deploy/slurm", "deploy/train.py", "horoclone/bootstrap", "horoclone/launch", "horoclone/elastic"
-    ),
-]
+pytestmark = [pytest.mark.netns, pytest.mark.slow]
 
 
 def ip(*words: str) -> None:
@@ -271,6 +265,7 @@ def test_srun_is_found_and_the_nodes_are_hosts(slurm: Slurm) -> None:
     )
 
 
+@pytest.mark.long(60)
 @pytest.mark.timeout(420)
 def test_a_static_job_saves_at_a_commit_before_its_time_limit_and_goes_on_when_it_is_queued_again(
     slurm: Slurm,
@@ -290,6 +285,7 @@ def test_a_static_job_saves_at_a_commit_before_its_time_limit_and_goes_on_when_i
     slurm.run("scancel", job.number)
 
 
+@pytest.mark.long(60)
 def test_the_time_limit_itself_sends_the_signal(slurm: Slurm) -> None:
     job = slurm.submit("static.sbatch", "--time=1", "--signal=USR1@50", **LONG)
     job.wait_for("epoch 1 with 4 ranks")
@@ -299,6 +295,7 @@ def test_the_time_limit_itself_sends_the_signal(slurm: Slurm) -> None:
     slurm.run("scancel", job.number)
 
 
+@pytest.mark.long(60)
 def test_an_elastic_job_goes_on_without_a_rank_and_leaves_at_a_commit_when_told(slurm: Slurm) -> None:
     job = slurm.submit("elastic.sbatch", "--time=5", **LONG)
     job.wait_for("epoch 1 with 4 ranks")
@@ -317,6 +314,7 @@ def test_an_elastic_job_goes_on_without_a_rank_and_leaves_at_a_commit_when_told(
     slurm.run("scancel", job.number)
 
 
+@pytest.mark.long(60)
 def test_short_jobs_end_with_success(slurm: Slurm) -> None:
     jobs = [slurm.submit(script, "--time=5", **SHORT) for script in ("static.sbatch", "elastic.sbatch")]
     for job in jobs:

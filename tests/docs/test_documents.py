@@ -49,7 +49,6 @@ def test_the_torch_lines_of_the_readme_run_on_two_ranks(launch: Any, tmp_path: P
     )
 
 
-@pytest.mark.guards("docs/start.md")
 def test_the_first_script_trains_on_two_ranks(launch: Any, tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="PyTorch is not installed")
     (block,) = python_blocks("docs/start.md")

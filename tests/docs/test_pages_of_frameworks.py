@@ -32,7 +32,7 @@ def run(launch: Any, folder: Path, *parts: str, env: dict[str, str] | None = Non
     return str(launch([*RUN, script], env=env, timeout_s=150, cwd=folder).stdout)
 
 
-@pytest.mark.guards("docs/jax.md", packages=("jax",))
+@pytest.mark.long(40)
 def test_jax(launch: Any, tmp_path: Path) -> None:
     pytest.importorskip("optax", reason="optax is not installed")
     before = """
@@ -54,7 +54,7 @@ print("rank", hvd.rank(), "is content")
     assert run(launch, tmp_path, gpus, "print('devices', len(jax.devices()))").count("devices 1") == 2
 
 
-@pytest.mark.guards("docs/keras.md", "docs/profiling.md", packages=("keras",))
+@pytest.mark.long(40)
 @pytest.mark.parametrize("backend", ["jax", "torch"])
 def test_keras(launch: Any, tmp_path: Path, backend: str) -> None:
     for package in ("keras", backend, "tensorboard"):
@@ -81,7 +81,7 @@ print("rank", hvd.rank(), "is content")
     assert list((tmp_path / "runs" / "first").glob("events*"))
 
 
-@pytest.mark.guards("docs/tensorflow.md", packages=("tensorflow",))
+@pytest.mark.long(40)
 def test_tensorflow(launch: Any, tmp_path: Path) -> None:
     pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
     before = """
@@ -100,7 +100,7 @@ print("rank", hvd.rank(), "has", losses[2])
     assert len(set(re.findall(r" has (\S+)", said))) == 1 and said.count(" has ") == 2, said
 
 
-@pytest.mark.guards("docs/tensorflow.md", packages=("tensorflow",))
+@pytest.mark.long(40)
 def test_tensorflows_data_service(launch: Any, tmp_path: Path) -> None:
     pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
     before = """
@@ -123,7 +123,7 @@ dataset = tf.data.Dataset.range(20).batch(5)
     assert service.finish(timeout_s=60).returncode == 0
 
 
-@pytest.mark.guards("docs/lightning.md", "docs/profiling.md", packages=("lightning",))
+@pytest.mark.long(40)
 @pytest.mark.parametrize("part", ["max_epochs=10", "fp16_compress_hook", "import MetricsCallback"])
 def test_lightning(launch: Any, tmp_path: Path, part: str) -> None:
     pytest.importorskip("lightning", reason="Lightning is not installed")
@@ -148,7 +148,7 @@ data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.rand(64,
     assert len(re.findall(r"rank \d of 2", said)) == 2, said
 
 
-@pytest.mark.guards("docs/plan.md", packages=("torch",))
+@pytest.mark.long(40)
 def test_plan(launch: Any, tmp_path: Path) -> None:
     for package in ("torch", "rich"):
         pytest.importorskip(package, reason=f"{package} is not installed")

@@ -24,9 +24,6 @@ def maker() -> ModuleType:
     return module
 
 
-@pytest.mark.guards(
-    "csrc", "horoclone", "docs/make_picture.py", "docs/architecture.svg", "docs/architecture.md"
-)
 def test_the_picture_is_current_and_on_the_page(maker: ModuleType) -> None:
     text = maker.picture()
     assert maker.PICTURE.read_text() == text, "run `make docs`"
@@ -41,7 +38,6 @@ def layouts(maker: ModuleType) -> list:
     return [above, below, *(box.inside for box in below.boxes.values() if box.inside is not None)]
 
 
-@pytest.mark.guards("csrc", "horoclone", "docs/make_picture.py")
 def test_boxes_do_not_overlap_and_arrows_lead_down(maker: ModuleType) -> None:
     found = layouts(maker)
     assert len(found) == 2 + len(maker.OPENED)
@@ -55,7 +51,6 @@ def test_boxes_do_not_overlap_and_arrows_lead_down(maker: ModuleType) -> None:
                 assert layout.boxes[a].y + layout.boxes[a].height < layout.boxes[b].y, way
 
 
-@pytest.mark.guards("csrc", "horoclone", "docs/make_picture.py")
 def test_every_folder_of_the_sources_is_drawn(maker: ModuleType) -> None:
     text = (DOCS / "architecture.svg").read_text()
     layers = {path.parent.relative_to(maker.CSRC).parts[0] for path in maker.CSRC.glob("*/*.h")}

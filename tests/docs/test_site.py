@@ -15,10 +15,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MKDOCS = ROOT / ".venv" / "site" / "bin" / "mkdocs"
-pytestmark = pytest.mark.guards(
-    "mkdocs.yml", "docs/site_hook.py", "docs/site_api.py", "docs/requirements.txt", "docs/api", "README.md"
-)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.long(60)]
 # What a browser loads by itself; a link that a reader follows may lead elsewhere.
 LOADED = {
     "script": "src",
@@ -51,14 +48,12 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if not MKDOCS.exists():
-        pytest.skip("MkDocs is not installed: `make docs` installs it into .venv/site")
+def site(mkdocs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     # Whatever asks for the network fails.
     nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
     done = subprocess.run(
-        [MKDOCS, "build", "--strict", "--quiet", "--site-dir", folder],
+        [mkdocs, "build", "--strict", "--quiet", "--site-dir", folder],
         cwd=ROOT, env={**os.environ, **nowhere, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, timeout=170,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -141,11 +136,9 @@ print(len(names), *(name for name in names if package[name].docstring is None))
 """
 
 
-def test_every_name_of_the_api_has_a_docstring() -> None:
-    if not MKDOCS.exists():
-        pytest.skip("MkDocs is not installed: `make docs` installs it into .venv/site")
+def test_every_name_of_the_api_has_a_docstring(mkdocs: Path) -> None:
     done = subprocess.run(
-        [MKDOCS.with_name("python"), "-c", UNEXPLAINED], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [mkdocs.with_name("python"), "-c", UNEXPLAINED], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     number, *unexplained = done.stdout.split()

@@ -13,8 +13,6 @@ import pytest
 
 pytest.importorskip("horoclone._core", reason="the native module is not built: pip install -e .")
 
-pytestmark = pytest.mark.guards("horoclone/live", "horoclone/launch/views.py", "horoclone/launch/pages.py")
-
 
 def newest(url: str) -> dict[str, Any]:
     with urllib.request.urlopen(f"{url}events", timeout=20) as stream:

@@ -16,9 +16,7 @@ pytest.importorskip("torch")
 pytest.importorskip("horoclone._core", reason="the native module is not built: pip install -e .")
 
 # Fifty processes that import torch: two minutes of processor time.
-pytestmark = pytest.mark.guards(
-    "csrc", "horoclone", "tests/elastic/shards.py", "tests/elastic/conftest.py", packages=("torch",)
-)
+pytestmark = pytest.mark.long(40)
 WORKER = Path(__file__).with_name("shards.py")
 RUN = [sys.executable, "-m", "horoclone.launch"]
 FINISHED = re.compile(

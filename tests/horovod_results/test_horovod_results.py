@@ -31,13 +31,6 @@ compare = load("compare", HERE / "compare.py")
 COVERED: dict[str, set[str]] = {}
 
 
-@pytest.mark.guards(
-    "csrc",
-    "horoclone",
-    "horovod.py",
-    "tests/horovod_results",
-    packages=("torch", "tensorflow-cpu", "tf_keras", "numpy"),
-)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("label", [suite.label for suite in table.suites()])
 def test_every_case_is_equal_or_listed(label: str) -> None:

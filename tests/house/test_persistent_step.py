@@ -30,6 +30,7 @@ def script() -> ModuleType:
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="its breakpoints are those of x86-64")
+@pytest.mark.long(60)
 @pytest.mark.timeout(300)
 def test_a_step_enters_few_functions_and_the_journey_names_their_files(script: ModuleType) -> None:
     # A busy machine lets hc-engine take part of nearly every step: what one run of three shows, the step can do.

@@ -163,7 +163,7 @@ def said_by_the_example(size: int) -> tuple[float, float]:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="the example needs scikit-learn")
-@pytest.mark.guards("csrc", "horoclone", "examples", packages=("jax", "optax"))
+@pytest.mark.long(40)
 @ranks(2, init=False, limit_s=150)
 def test_example_on_two_ranks_comes_out_as_on_one() -> None:
     """Each rank alone with the whole batch, then both together."""

@@ -164,7 +164,7 @@ def run(case: Case) -> None:
         assert all(other == mine for other in hvd.allgather_object(mine)), (case, number, "the ranks differ")
 
 
-@pytest.mark.guards("horoclone/jax")
+@pytest.mark.long(90)
 @ranks(2, limit_s=300)
 def test_sequences_compute_what_numpy_does() -> None:
     @settings(

@@ -402,12 +402,6 @@ def test_the_best_model_is_written_by_rank_0(on: On, backend: str, tmp_path: Any
 
 
 # Nothing of it depends on the backend, much on the Keras.
-@pytest.mark.guards(
-    "horoclone/keras/callbacks.py",
-    "horoclone/tracking.py",
-    "horoclone/runtime/flat_metrics.py",
-    packages=("keras", "tf_keras"),
-)
 @pytest.mark.parametrize("backend", ["torch", "legacy"])
 def test_metrics_go_to_a_tracker(on: On, backend: str, tmp_path: Any) -> None:
     pytest.importorskip("tensorboard")

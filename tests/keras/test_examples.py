@@ -62,11 +62,6 @@ def comes_out_as_alone(script: str, folder: str, options: list[str], whole: list
     assert re.search(r"22/22.*loss: [\d.]+", together), "a progress bar of 22 steps, as alone"
 
 
-costly = pytest.mark.guards(
-    "csrc", "horoclone", "examples", packages=("keras", "tf_keras", "tensorflow-cpu", "jax", "torch")
-)
-
-
 def run(
     on: Callable[..., Any], backend: str, name: str, folder: Path, options: list[str], whole: list[str]
 ) -> None:
@@ -84,13 +79,13 @@ def run(
     )
 
 
-@costly
+@pytest.mark.long(50)
 @pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
 def test_keras_3(on: Callable[..., Any], backend: str, tmp_path: Path) -> None:
     run(on, backend, "keras_fit.py", tmp_path, options=[], whole=[])
 
 
-@costly
+@pytest.mark.long(50)
 def test_tf_keras(on: Callable[..., Any], tmp_path: Path) -> None:
     whole = ["--batch-size", "64", "--learning-rate", "0.02"]
     run(on, "legacy", "keras_legacy.py", tmp_path, options=["--warmup-epochs", "0"], whole=whole)

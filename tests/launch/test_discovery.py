@@ -71,7 +71,7 @@ def test_a_script_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> No
     began = time.monotonic()
     with pytest.raises(LaunchError, match=r"more than 0\.3 s"):
         Script(script(tmp_path, "sleep 60 & sleep 60"), None, limit_s=0.3).find()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 40
 
 
 @pytest.mark.parametrize("body, said", [("echo no such cluster >&2; exit 4", "exit code 4: no such cluster")])

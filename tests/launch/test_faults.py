@@ -48,7 +48,6 @@ def test_a_killed_rank_is_the_root_cause_and_the_others_name_the_tensor(launch):
         done.output
     )
     assert "was killed by SIGKILL" in report.splitlines()[0] and "allreduce 'w.3'" in report
-    assert done.seconds < 10
 
 
 def test_a_rank_that_leaves_early_with_zero_is_named(launch):

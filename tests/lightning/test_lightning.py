@@ -217,12 +217,6 @@ def test_manual_optimization_and_a_communication_hook(tmp_path: Path) -> None:
     assert 0 < max(differences) < 0.05 and same_on_every_rank(model)  # the hook was there: float16 rounds
 
 
-@pytest.mark.guards(
-    "horoclone/lightning/callbacks.py",
-    "horoclone/tracking.py",
-    "horoclone/runtime/flat_metrics.py",
-    packages=("lightning",),
-)
 @ranks(2, limit_s=LIMIT_S)
 def test_the_callback_logs_horoclones_numbers_to_the_trainers_logger(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
@@ -291,7 +285,7 @@ def test_without_lightning_the_import_says_what_to_install() -> None:
     )
 
 
-@pytest.mark.guards("csrc", "horoclone", "examples", packages=("torch", "lightning"))
+@pytest.mark.long(40)
 @pytest.mark.parametrize("how", ["horoclonerun", "mpirun"])
 def test_the_example_by_the_strategys_name(how: str, launch: Any, examples: Path, request: Any) -> None:
     pytest.importorskip("sklearn")

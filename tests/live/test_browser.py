@@ -19,11 +19,8 @@ FIGURES = os.environ.get("HOROCLONE_TEST_FIGURES") == "1"  # write the picture, 
 TAB, ENTER, ESCAPE = ("Tab", 9), ("Enter", 13, "\r"), ("Escape", 27)
 
 pytestmark = [
-    pytest.mark.guards(
-        "horoclone/live", "horoclone/launch/views.py", "tests/live/browser.py", "tests/live/conftest.py"
-    ),
-    pytest.mark.slow,
     pytest.mark.skipif(browser.find() is None, reason="no Chromium (Debian: apt-get install chromium)"),
+    pytest.mark.long(60),
 ]
 
 # [[name, calls, bytes], ...] and [[rank, state, bytes], ...], in full, from the titles of the cells

@@ -14,13 +14,7 @@ from terminal import terminal
 SIZE = 64
 HOROCLONE = Path(sys.executable).with_name("horoclone")
 
-pytestmark = [
-    pytest.mark.guards(
-        "horoclone/live", "horoclone/launch/views.py", "tests/live/conftest.py", "tests/live/terminal.py"
-    ),
-    pytest.mark.slow,
-    pytest.mark.timeout(400),
-]
+pytestmark = [pytest.mark.timeout(400), pytest.mark.long(90)]
 
 
 @pytest.fixture(scope="module")

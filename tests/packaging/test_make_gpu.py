@@ -19,10 +19,6 @@ import pytest
 pytest.importorskip("torch")
 
 ROOT = Path(__file__).resolve().parents[2]
-BENCHMARKS = tuple(
-    f"benchmarks/gpu{name}.py"
-    for name in ("", "_buckets", "_contact", "_figures", "_place", "_programs", "_reports")
-)
 
 
 def environment_with_torch(folder: Path) -> Path:
@@ -35,16 +31,7 @@ def environment_with_torch(folder: Path) -> Path:
     return folder / "bin" / "python"
 
 
-@pytest.mark.guards(
-    "csrc",
-    "horoclone",
-    "CMakeLists.txt",
-    "pyproject.toml",
-    ".ci/gpu",
-    "tests/torch/gpu_double.py",
-    "tests/doubles/compute_sanitizer.py",
-    *BENCHMARKS,
-)
+@pytest.mark.long(400)
 @pytest.mark.timeout(1500)
 def test_make_gpu_builds_without_network_and_gives_every_part_a_verdict(
     tmp_path: Path, doubles: Path

@@ -163,11 +163,7 @@ def test_the_source_package_has_the_sources_and_nothing_else(tmp_path: Path) -> 
     assert "\nDynamic: version" not in information, "whoever reads it must not have to build"
 
 
-@pytest.mark.slow
-@pytest.mark.guards(
-    "csrc", "horoclone", "horovod-stubs", "horovod.py", "CMakeLists.txt", "pyproject.toml",
-    packages=("scikit-build-core", "auditwheel"),
-)  # fmt: skip
+@pytest.mark.long(200)
 @pytest.mark.timeout(600)
 def test_a_wheel_built_in_isolation_works_in_an_empty_environment(tmp_path: Path) -> None:
     pytest.importorskip("scikit_build_core", reason="the build backend is not installed: make installs it")
@@ -301,7 +297,7 @@ def the_name_horovod_comes_and_goes_with_it(pip: list[Any], wheel: Path, tmp_pat
     assert not left
 
 
-@pytest.mark.guards("csrc")
+@pytest.mark.long(240)
 def test_the_core_compiles_for_another_processor() -> None:
     compiler = shutil.which("aarch64-linux-gnu-g++")
     if compiler is None:

@@ -17,15 +17,6 @@ ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 TORCH = "torch==2.13.0"  # as in the Makefile: another version may be gigabytes of another build
 LIMIT_S = 2700  # of one way: two downloads and a build on a busy machine
-SUITE = pytest.mark.guards(
-    "README.md",
-    "pyproject.toml",
-    "CMakeLists.txt",
-    "Makefile",
-    ".ci/step",
-    ".ci/compiled",
-    "examples/torch_digits.py",
-)
 
 
 def blocks() -> list[list[str]]:
@@ -111,16 +102,14 @@ def clone(root: Path, name: str) -> str:
     return f"/{name}"
 
 
-@SUITE
-@pytest.mark.slow
+@pytest.mark.long(1200)
 @pytest.mark.timeout(3 * LIMIT_S)
 def test_the_way_without_make_works_in_an_empty_root(debian: Path) -> None:
     said = inside(debian, clone(debian, "without_make"), "\n".join(blocks()[1]))
     assert re.search(r"accuracy.*9\d\.\d", said), said[-2000:]
 
 
-@SUITE
-@pytest.mark.slow
+@pytest.mark.long(1200)
 @pytest.mark.timeout(3 * LIMIT_S)
 def test_make_demo_works_in_an_empty_root_and_says_what_it_does(debian: Path) -> None:
     said = inside(debian, clone(debian, "make"), "make demo")

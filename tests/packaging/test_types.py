@@ -14,17 +14,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).with_name("user_script.txt").read_text()
 WRONG = {number for number, line in enumerate(SCRIPT.splitlines(), 1) if line.endswith("# error")}
-guarded = pytest.mark.guards(
-    "horoclone/__init__.pyi",
-    "horoclone/torch/__init__.py",
-    "horoclone/torch/mpi_ops.py",
-    "horoclone/torch/operations",
-    "horoclone/torch/optimizer/distributed.py",
-    "horoclone/torch/optimizer/typed.py",
-    "horovod-stubs",
-    "tests/packaging/user_script.txt",
-    packages=("mypy", "basedpyright", "jedi", "torch"),
-)
 
 
 def needs(module: str) -> None:
@@ -51,7 +40,7 @@ def test_the_stub_has_every_name_of_the_package() -> None:
         assert re.search(rf"^(def {name}\(|    {name} as {name},|{name}: )", text, re.M), name
 
 
-@guarded
+@pytest.mark.long(60)
 @pytest.mark.parametrize("flags", [(), ("--strict",)], ids=["mypy", "mypy --strict"])
 def test_mypy_finds_the_planted_mistakes_and_no_others(tmp_path: Path, flags: tuple[str, ...]) -> None:
     needs("mypy")
@@ -68,7 +57,7 @@ def test_mypy_finds_the_planted_mistakes_and_no_others(tmp_path: Path, flags: tu
     assert found == WRONG, f"{sorted(found ^ WRONG)}\n{done.stdout}{done.stderr}"
 
 
-@guarded
+@pytest.mark.long(40)
 def test_pyright_finds_the_planted_mistakes_and_no_others(tmp_path: Path) -> None:
     needs("basedpyright")
     needs("torch")
@@ -90,7 +79,6 @@ def test_pyright_finds_the_planted_mistakes_and_no_others(tmp_path: Path) -> Non
     assert found == WRONG, f"{sorted(found ^ WRONG)}\n{done.stdout}{done.stderr}"
 
 
-@guarded
 def test_an_editor_completes_the_names_and_shows_their_docstrings() -> None:
     needs("jedi")
     import jedi

@@ -13,11 +13,10 @@ from world import ranks
 pytest.importorskip("torch", reason="PyTorch is not installed")
 pytest.importorskip("rich", reason="rich is not installed")
 
-HERE = ("horoclone/plan", "horoclone/replay.py", "horoclone/torch/planning", "horoclone/launch/plan.py")
 COMMAND = [sys.executable, "-m", "horoclone.launch.tool", "plan"]
 
 
-@pytest.mark.guards(*HERE, "examples/plan_transformer.py", "horoclone/torch/optimizer", packages=("torch",))
+@pytest.mark.long(90)
 def test_the_example_is_measured_and_its_three_best_ways_are_run(
     launch: Any, examples: Path, tmp_path: Path
 ) -> None:
@@ -106,7 +105,7 @@ def build():
 """
 
 
-@pytest.mark.guards(*HERE, "examples/plan_transformer.py", packages=("torch",))
+@pytest.mark.long(90)
 def test_started_on_every_rank_of_a_job_it_prints_once(launch: Any, examples: Path) -> None:
     job = [Path(sys.executable).with_name("horoclonerun"), "-np", "2", *COMMAND]
     subject, only = f"{examples / 'plan_transformer.py'}:build", "data parallel; ZeRO-1"

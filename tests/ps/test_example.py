@@ -16,8 +16,7 @@ def loss_of(text: str) -> float:
     return float(found)
 
 
-@pytest.mark.slow
-@pytest.mark.guards("examples/torch_wide_deep.py", "csrc/server", "horoclone/ps", "horoclone/torch/ps.py")
+@pytest.mark.long(120)
 @pytest.mark.timeout(300)
 def test_wide_and_deep_with_servers_is_as_good_as_one_process(
     cluster: Cluster, launch: Any, examples: Path

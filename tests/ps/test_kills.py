@@ -49,8 +49,7 @@ def copies_of(servers: Servers, partition: int) -> tuple[int, int]:
     return view["primary"][0], view["backup"][0]
 
 
-@pytest.mark.slow
-@pytest.mark.guards("csrc/server", "csrc/net", "horoclone/ps")
+@pytest.mark.long(400)
 @pytest.mark.timeout(3600)
 def test_every_acknowledged_update_is_there_once(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, 2)

@@ -21,9 +21,8 @@ from horoclone.runtime import native_module
 pytestmark = [
     pytest.mark.netns,
     pytest.mark.usefixtures("needs_root"),
-    pytest.mark.slow,
-    pytest.mark.guards("csrc/server", "csrc/net", "horoclone/ps", "benchmarks/hosts.py"),
     pytest.mark.timeout(300),
+    pytest.mark.long(90),
 ]
 ROWS = 500
 

@@ -29,11 +29,7 @@ print(store.port, flush=True)
 sys.stdin.read()
 """
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.guards("csrc/server", "csrc/net", "horoclone/ps"),
-    pytest.mark.timeout(240),
-]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.long(60)]
 
 
 class Register:

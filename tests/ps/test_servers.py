@@ -232,7 +232,6 @@ def test_who_never_comes_is_named(cluster: Cluster) -> None:
     alone.close()
 
 
-@pytest.mark.guards("csrc/server", "csrc/net", "horoclone/ps")
 def test_a_server_without_memory_says_so_and_goes_on(tmp_path: Path) -> None:
     one = Cluster(tmp_path, 1, memory="16m")
     try:
@@ -316,7 +315,6 @@ def test_every_acknowledged_push_is_there_after_servers_were_killed(cluster: Clu
     np.testing.assert_array_equal(found, np.repeat(acknowledged[:, None], 8, 1))
 
 
-@pytest.mark.guards("csrc/server", "csrc/net", "horoclone/ps")
 def test_when_all_copies_are_dead_it_is_said_and_the_save_is_named(cluster: Cluster, tmp_path: Path) -> None:
     mine = cluster.worker()
     table = Table(mine, "gone", 2, ps.Sum())

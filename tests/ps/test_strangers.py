@@ -17,11 +17,7 @@ from horoclone import errors
 from horoclone.ps import Sum, Table
 from horoclone.ps.register import Register, serve_store
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.guards("csrc/server", "csrc/net", "horoclone/ps"),
-    pytest.mark.timeout(240),
-]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.long(60)]
 
 ROWS = 500
 EVERY = np.arange(ROWS)

@@ -6,18 +6,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [
-    pytest.mark.guards(
-        "horoclone/ray",
-        "horoclone/runner/elastic/generations.py",
-        "horoclone/launch/elastic_policy.py",
-        "horoclone/bootstrap/roster.py",
-        "tests/ray/cluster.py",
-        "tests/ray/elastic_jobs.py",
-        packages=("ray",),
-    ),
-    pytest.mark.timeout(240),
-]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.long(60)]
 BODIES = "elastic_jobs.py"
 
 

@@ -12,20 +12,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [
-    pytest.mark.guards(
-        "horoclone/ray",
-        "horoclone/bootstrap/detect.py",
-        "horoclone/bootstrap/exchange.py",
-        "tests/ray/cluster.py",
-        "tests/ray/interop_jobs.py",
-        "tests/ray/client.py",
-        "tests/ray/client_that_dies.py",
-        "tests/ray/driver.py",
-        packages=("ray",),
-    ),
-    pytest.mark.timeout(300),
-]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.long(60)]
 BODIES, HAS_CLIENT = "interop_jobs.py", True
 HERE = Path(__file__).parent
 OF_CLIENTS = re.compile("BaseHorovodWorker|Adapter|Told|_QueueActor|mode=specific-server")

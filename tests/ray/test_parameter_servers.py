@@ -6,17 +6,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [
-    pytest.mark.guards(
-        "horoclone/ray",
-        "horoclone/ps",
-        "csrc/server",
-        "tests/ray/cluster.py",
-        "tests/ray/parameter_server_jobs.py",
-        packages=("ray",),
-    ),
-    pytest.mark.timeout(700),
-]
+pytestmark = [pytest.mark.timeout(700), pytest.mark.long(60)]
 BODIES = "parameter_server_jobs.py"
 
 

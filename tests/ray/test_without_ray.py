@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-GUARDED = pytest.mark.guards("horoclone/ray", packages=("ray",))
 
 
 def said(python: Path | str, code: str, **variables: str) -> str:
@@ -68,7 +67,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@GUARDED
 def test_parameters_that_do_not_fit_are_value_errors(engines: Path) -> None:
     code = f"""
 from horovod.ray import ElasticRayExecutor, RayExecutor
@@ -88,7 +86,6 @@ except ValueError as error:
     assert "use_gpu must be True" in texts["slots"]
 
 
-@GUARDED
 def test_slots_are_counted_as_horovod_counts_them(engines: Path) -> None:
     code = """
 import ray
@@ -113,7 +110,6 @@ print(RayHostDiscovery(use_gpu=True).find_available_hosts_and_slots(), RayHostDi
     ]
 
 
-@GUARDED
 def test_silence_of_a_client_is_what_was_listened_to(engines: Path) -> None:
     code = """
 from horoclone.ray.client_life import Silence, silence_s
@@ -132,7 +128,7 @@ print("no answer", silence.heard("2", 251.0), "no key", silence.heard(None, 252.
     ]
 
 
-@pytest.mark.guards("horoclone/ray", "horoclone/torch/elastic", "examples/ray_digits.py", packages=("ray",))
+@pytest.mark.long(60)
 @pytest.mark.parametrize("arguments", [[], ["--elastic"]], ids=["fixed", "elastic"])
 def test_the_example_trains(arguments: list[str], engines: Path, launch: Any) -> None:
     env = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}

@@ -7,14 +7,7 @@ from typing import Any
 
 import pytest
 
-SOURCES = (
-    "horoclone/spark", "horoclone/launch", "tests/spark/cases.py", "tests/spark/conftest.py", "tests/spark/estimators.py",
-)  # fmt: skip
-pytestmark = [
-    pytest.mark.guards(*SOURCES, packages=("pyspark", "cloudpickle", "torch", "keras")),
-    pytest.mark.timeout(420),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.timeout(420), pytest.mark.long(60)]
 
 
 def test_a_torch_model_is_trained_saved_loaded_and_predicts(local: Any, tmp_path: Path) -> None:

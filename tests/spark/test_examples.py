@@ -11,14 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(420)
-@pytest.mark.guards(
-    "horoclone/spark",
-    "horoclone/launch",
-    "examples/spark_digits.py",
-    packages=("pyspark", "torch", "scikit-learn"),
-)
+@pytest.mark.long(120)
 def test_digits_from_a_dataframe_are_read_as_well_as_by_scikit_learn(
     engines: Path, launch: Any, tmp_path: Path
 ) -> None:

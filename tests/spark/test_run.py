@@ -10,14 +10,7 @@ from typing import Any
 
 import pytest
 
-SOURCES = (
-    "horoclone/spark", "horoclone/launch", "horoclone/bootstrap", "tests/spark/cases.py", "tests/spark/conftest.py",
-)  # fmt: skip
-pytestmark = [
-    pytest.mark.guards(*SOURCES, packages=("pyspark", "cloudpickle")),
-    pytest.mark.timeout(420),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.timeout(420), pytest.mark.slow]
 
 
 def test_ranks_know_each_other_and_give_their_values(cluster: Any) -> None:
@@ -31,6 +24,7 @@ def test_ranks_know_each_other_and_give_their_values(cluster: Any) -> None:
     assert "SECRET" not in done["conf"].upper().replace("SPARK.REDACTION.REGEX", "")
 
 
+@pytest.mark.long(40)
 def test_errors_say_what_to_do_and_the_application_stays_usable(cluster: Any) -> None:
     done = cluster.ask("errors")
     found = done["found"]
@@ -52,6 +46,7 @@ def test_errors_say_what_to_do_and_the_application_stays_usable(cluster: Any) ->
     assert done["after"] == [[0, 0, 2, 3.0], [1, 1, 2, 3.0]]
 
 
+@pytest.mark.long(40)
 def test_two_jobs_share_a_cluster(cluster: Any) -> None:
     assert {value: one[0][3] for value, one in cluster.ask("two_at_once").items()} == {
         "10": 10.0,
@@ -59,6 +54,7 @@ def test_two_jobs_share_a_cluster(cluster: Any) -> None:
     }
 
 
+@pytest.mark.long(40)
 def test_a_killed_executor_ends_the_job_with_rank_node_and_cause(cluster: Any) -> None:
     failure, after = cluster.ask("executor_killed", 400)
     assert failure["kind"] == "RunError" and failure["rank"] == 1, failure
@@ -67,6 +63,7 @@ def test_a_killed_executor_ends_the_job_with_rank_node_and_cause(cluster: Any) -
     assert after == [0, 1]
 
 
+@pytest.mark.long(40)
 def test_an_elastic_job_goes_on_without_a_killed_executor(cluster: Any) -> None:
     done = cluster.ask("elastic_executor_killed", 400, pause_s=0.1, count=50)
     assert 0 < done["recovered_s"] < 30, done
@@ -76,17 +73,20 @@ def test_an_elastic_job_goes_on_without_a_killed_executor(cluster: Any) -> None:
     )
 
 
+@pytest.mark.long(40)
 def test_an_elastic_job_of_which_all_workers_fail_says_why(cluster: Any) -> None:
     failure = cluster.ask("elastic_fails")
     assert failure["kind"] == "RunError" and "bad batch 17" in failure["text"], failure
 
 
+@pytest.mark.long(40)
 def test_ranks_of_a_torch_distributor_find_each_other(cluster: Any) -> None:
     expected = [[0, 0, 2, 3.0], [1, 1, 2, 3.0]]
     assert cluster.ask("torch_distributor", 400, local_mode=True) == expected
     assert cluster.ask("torch_distributor", 400, local_mode=False) == expected
 
 
+@pytest.mark.long(40)
 @pytest.mark.parametrize("elastic", [False, True], ids=["static", "elastic"])
 def test_nothing_outlives_a_driver_that_is_killed(elastic: bool, application: Any, tmp_path: Path) -> None:
     driver = application("local-cluster[2,1,1025]" if elastic else "local[2]")

@@ -115,10 +115,7 @@ def python(source: Path) -> Path:
     return home / "bin" / "python"
 
 
-@pytest.mark.slow
-@pytest.mark.guards(
-    "horoclone/torch", "horoclone/launch", "horoclone/runner", "csrc/include", packages=("torch",)
-)
+@pytest.mark.long(120)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("half", sorted(HALVES))
 def test_its_own_tests_of_horovod_pass(source: Path, python: Path, half: str, tmp_path: Path) -> None:

@@ -38,8 +38,7 @@ runpy.run_path(theirs, run_name="__main__")
 """
 
 
-@pytest.mark.slow
-@pytest.mark.guards("csrc", "horoclone", "examples", packages=("tensorflow-cpu",))
+@pytest.mark.long(100)
 def test_digits_in_the_style_of_tensorflow_1(launch: Any, tmp_path: Path) -> None:
     """On two ranks under Horovod's name. Losses agree to 2 %, accuracies to 1 in 100."""
     ours = EXAMPLES / "tensorflow1_digits.py"

@@ -32,7 +32,6 @@ def events_in(folder: Path) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-@pytest.mark.guards("horoclone/tensorflow/library.py", packages=("tensorflow-cpu",))
 @ranks(2)
 def test_eager_ops_have_spans_and_ops_in_graphs_their_names(tmp_path: Path) -> None:
     graph = tf.function(lambda x: hvd.allreduce(x, op=hvd.Sum, name="in_graph"))

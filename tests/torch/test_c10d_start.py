@@ -57,7 +57,7 @@ def outputs(url: str, env: dict[str, str], present: tuple[int, ...], seconds: fl
             process.kill()
 
 
-@pytest.mark.guards("horoclone/torch/c10d")
+@pytest.mark.long(20)
 @pytest.mark.parametrize("how", ["env", "agent", "tcp", "file"])
 def test_ranks_that_do_not_come_are_named_and_the_wait_ends(how: str, tmp_path: Path) -> None:
     env, url, port = {"HOROCLONE_START_TIMEOUT": "12"}, "env://", free_port()

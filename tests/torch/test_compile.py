@@ -62,7 +62,7 @@ def test_every_operation_and_its_gradient_are_the_same_as_without_compiling() ->
     both_ways("aot_eager", hvd.size())
 
 
-@pytest.mark.guards("horoclone/torch", packages=("torch",))
+@pytest.mark.long(40)
 @ranks(2, limit_s=150)  # it compiles C++
 def test_with_inductor() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:

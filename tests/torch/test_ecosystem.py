@@ -19,16 +19,12 @@ from crew import say  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "torch_ecosystem.md"
-OWN = ROOT / ".venv" / "ecosystem" / "bin" / "python"  # `make ecosystem`
 PROGRAM = ROOT / "tests" / "torch" / "ecosystem.py"
-SOURCES = ("horoclone/torch/c10d", "csrc/collective", "tests/torch/ecosystem.py")
-GUARDED = pytest.mark.guards(*SOURCES, packages=("torch",))
 CASES = [
     (name, size) for name, row in ecosystem.ROWS.items() if not row.package for size in row.ranks if size <= 4
 ]
 
 
-@GUARDED
 @pytest.mark.parametrize(("name", "size"), CASES, ids=[f"{name}-{size}ranks" for name, size in CASES])
 def test_it_computes_what_one_process_computes(name: str, size: int, worlds: Any) -> None:
     assert max(worlds.run(size, ecosystem.run_row, name=name)) <= ecosystem.ROWS[name].at_most
@@ -41,7 +37,7 @@ def three_ways(folder: str) -> None:
     say(apart=ecosystem.run_row("three_ways"))
 
 
-@GUARDED
+@pytest.mark.long(60)
 def test_shards_of_tensors_and_stages_on_eight_ranks(torch_crew: Any) -> None:
     team = torch_crew(three_ways, 8, folder=str(PROGRAM.parent))
     assert team.wait(120) == [0] * 8, team.outputs()
@@ -57,17 +53,16 @@ def all_apart(launch: Any, python: Path | str, size: int, names: Sequence[str]) 
     assert all(apart <= ecosystem.ROWS[name].at_most for name, apart in found.items()), found
 
 
-@GUARDED
+@pytest.mark.long(40)
 def test_processes_that_torch_spawns(launch: Any) -> None:
     all_apart(launch, sys.executable, 2, ["ddp", "fsdp"])
 
 
-@pytest.mark.guards(*SOURCES, packages=("torch", "accelerate", "deepspeed", "torchrec"))
+@pytest.mark.timeout(1200)
+@pytest.mark.long(120)
 @pytest.mark.parametrize("size", [2, 4])
-def test_packages_that_are_built_on_torch(size: int, launch: Any) -> None:
-    if not OWN.exists():
-        pytest.skip("Accelerate, DeepSpeed and TorchRec are not installed: `make ecosystem`")
-    all_apart(launch, OWN, size, [name for name, row in ecosystem.ROWS.items() if row.package])
+def test_packages_that_are_built_on_torch(size: int, ecosystem_python: Path, launch: Any) -> None:
+    all_apart(launch, ecosystem_python, size, [name for name, row in ecosystem.ROWS.items() if row.package])
 
 
 def test_the_page_has_the_table() -> None:

@@ -20,10 +20,6 @@ fr_trace = pytest.importorskip(
     "torch.distributed.flight_recorder.fr_trace", reason="torch is not installed or too old"
 )
 
-guarded = pytest.mark.guards(
-    "horoclone/launch/debug.py", "horoclone/launch/torch_flight.py", "csrc/engine/record", packages=("torch",)
-)
-
 
 def analysed(folder: Path, caplog: pytest.LogCaptureFixture, *options: str) -> tuple[str, Any]:
     """What torchfrtrace says, and the collectives that it found."""
@@ -100,7 +96,6 @@ def hang(folder: str) -> None:
         pass
 
 
-@guarded
 def test_a_hang_is_found_by_torchs_analyser(
     crew: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -194,7 +189,6 @@ def test_a_rank_without_a_record_is_told_to_torchfrtrace(
         torch_flight.write([record(0, [])], "/proc/no such folder")
 
 
-@guarded
 def test_the_form_is_the_one_that_torch_writes(tmp_path: Path) -> None:
     """Against a dump of torch's own recorder: the same keys, and values of the same types."""
     program = """

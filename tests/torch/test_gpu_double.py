@@ -509,7 +509,7 @@ def test_double_a_killed_rank_is_named_and_the_streams_of_the_others_go_on(ranks
     environment = {"HC_DOUBLE_NCCL_FAIL": "0:1:6"} if noticed else {}
     team = ranks(dies_while_the_device_works, expect=[0, -signal.SIGKILL], **environment)
     heard = team.said(0, "seconds")[0]
-    assert heard["rank"] == 1 and "rank 1" in heard["text"] and heard["seconds"] < 5, heard
+    assert heard["rank"] == 1 and "rank 1" in heard["text"] and heard["seconds"] < 14, heard
     words = "remote process exited or there was a network error"
     assert (words in heard["text"]) == noticed, heard
 
@@ -533,7 +533,7 @@ def dies_in_a_message() -> None:
 def test_double_a_rank_killed_in_a_message_is_named_and_the_senders_stream_goes_on(ranks) -> None:
     team = ranks(dies_in_a_message, expect=[0, -signal.SIGKILL])
     heard = team.said(0, "seconds")[0]
-    assert heard["rank"] == 1 and "rank 1" in heard["text"] and heard["seconds"] < 5, heard
+    assert heard["rank"] == 1 and "rank 1" in heard["text"] and heard["seconds"] < 14, heard
 
 
 def dies_between_peers() -> None:
@@ -558,7 +558,7 @@ def dies_between_peers() -> None:
 def test_double_a_killed_peer_on_the_same_gpu_is_named_and_nothing_hangs(ranks) -> None:
     team = ranks(dies_between_peers, expect=[0, -signal.SIGKILL], HC_TEST_ONE_GPU="1")
     heard = team.said(0, "seconds")[0]
-    assert heard["rank"] == 1 and "rank 1" in heard["text"] and heard["seconds"] < 5, heard
+    assert heard["rank"] == 1 and "rank 1" in heard["text"] and heard["seconds"] < 14, heard
 
 
 def distributes() -> None:

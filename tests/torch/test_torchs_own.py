@@ -1,9 +1,8 @@
-"""torch's own tests of process groups on the backend `horoclone`: a choice of them, or all with HC_STRANGERS=all."""
+"""torch's own tests of process groups on the backend `horoclone`: a choice of them in every run, all in `make test-long`."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 pytest.importorskip("expecttest", reason="torch's tests need the package expecttest")
 
 PROGRAM = Path(__file__).with_name("torchs_own.py")
-EVERYTHING = os.environ.get("HC_STRANGERS") == "all"
 CHOICE_S, ALL_S = 400, 1500  # what one pass over the choice, or over all of them, may take on a busy machine
 
 # Where the group is -> some tests for each kind of operation; torch runs them on three ranks for gloo, too.
@@ -81,9 +79,8 @@ def test_a_choice_of_torchs_tests_passes(place: str, launch: Any, tmp_path: Path
 PASS = {"horoclone": 65, "gloo": 86, "mpi": 90}
 
 
-@pytest.mark.slow
+@pytest.mark.long(500)
 @pytest.mark.timeout(ALL_S + 60)
-@pytest.mark.skipif(not EVERYTHING, reason="all of torch's tests take minutes: HC_STRANGERS=all runs them")
 @pytest.mark.parametrize("place", PASS)
 def test_all_of_torchs_tests_pass_that_are_not_listed(place: str, launch: Any, tmp_path: Path) -> None:
     where = [] if place == "horoclone" else ["--in-place-of", place]
@@ -95,9 +92,8 @@ def test_all_of_torchs_tests_pass_that_are_not_listed(place: str, launch: Any, t
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long(200)
 @pytest.mark.timeout(CHOICE_S + 60)
-@pytest.mark.skipif(not EVERYTHING, reason="HC_STRANGERS=all runs what is listed")
 @pytest.mark.parametrize("place", [place for place in PASS if place != "horoclone"])
 def test_what_is_listed_still_fails(place: str, launch: Any, tmp_path: Path) -> None:
     found, output = outcomes(launch, tmp_path / "report", "--in-place-of", place, "--listed", timeout_s=160)

@@ -26,7 +26,7 @@ double seconds_of(const std::function<void()>& call) {
 
 // A program that stands still for seconds shows here; the limits leave a busy machine time.
 TEST_CASE("the engine's state and its end do not wait for a thread that waits inside") {
-  constexpr double kAtOnceS = kSanitized ? 10 : 1;
+  constexpr double kAtOnceS = 10;
   for (bool shared : {true, false}) {
     CAPTURE(shared);
     World world(2, settings_with(shared));

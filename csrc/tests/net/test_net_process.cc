@@ -134,7 +134,7 @@ TEST_CASE("processes: a rank killed by SIGKILL is lost on every other within a s
     CHECK_FALSE(loss.reason.empty());
     MESSAGE("own rank: ", loss.reason);
     CHECK(get_text(family.from_child[1].get()) == "1");
-    CHECK(seconds_between(killed, Clock::now()) < 1.0);
+    CHECK(seconds_between(killed, Clock::now()) < 4.0);
   }
 }
 
@@ -144,7 +144,7 @@ TEST_CASE("processes: a child that a rank forked keeps its sockets open, yet the
     pid_t grandchild = fork();
     if (grandchild == 0) {
       alarm(kChildSeconds);
-      sleep(2);  // never told the mesh, so it holds copies of everything
+      sleep(6);  // never told the mesh, so it holds copies of everything
       _exit(0);
     }
     put_text(out, "ready");
@@ -156,7 +156,7 @@ TEST_CASE("processes: a child that a rank forked keeps its sockets open, yet the
   Loss loss = wait_for_loss(*family.mesh);
   CHECK(loss.rank == 1);
   CHECK(loss.reason == "has ended");  // who, and its process, is in front of it
-  CHECK(seconds_between(killed, Clock::now()) < 1.0);
+  CHECK(seconds_between(killed, Clock::now()) < 4.0);
 }
 
 TEST_CASE("processes: memory is shared between them, in place") {

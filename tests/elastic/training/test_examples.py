@@ -36,7 +36,7 @@ def process_of_rank(started: Any, rank: int) -> int:
     return found[0]
 
 
-@pytest.mark.guards("csrc", "horoclone", "examples", packages=("torch", "keras", "tensorflow-cpu", "jax"))
+@pytest.mark.long(60)
 @pytest.mark.parametrize(
     ("name", "needs", "epochs"), [("torch", "torch", 30), ("jax", "optax", 20), ("keras", "keras", 12)], ids=["torch", "jax", "keras"]
 )  # fmt: skip

@@ -387,7 +387,6 @@ class World:
 HISTORIES, PARTS = 3000, 3
 
 
-@pytest.mark.guards("horoclone/elastic", "horoclone/bootstrap")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_whatever_happens_each_sample_counts_once_and_no_commit_is_lost(
     monkeypatch: pytest.MonkeyPatch, part: int
