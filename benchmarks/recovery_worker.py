@@ -141,7 +141,7 @@ def watch_failpoints(page: Page) -> None:
     from horoclone import failpoints
 
     for name in failpoints.POINTS:
-        if not name.startswith(("roster.notice", "launcher.", "discovery.", "checkpoint.")):
+        if not name.startswith(("membership.notice", "launcher.", "discovery.", "checkpoint.")):
             failpoints.on(name, functools.partial(page.enter, name))
 
 

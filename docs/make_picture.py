@@ -67,6 +67,7 @@ WORDS = {
     "horoclone.lightning": "a strategy",
     "horoclone.launch": "horoclonerun, doctor, debug",
     "horoclone.bootstrap": "who started us, rendezvous",
+    "horoclone.membership": "who is in an elastic job",
     "horoclone.horovod": "Horovod's launcher by its names",
     "horoclone.common": "Horovod's modules by their names",
     "horoclone.selection": "what init measured",

@@ -18,9 +18,8 @@ import time
 
 from horoclone.bootstrap import wire
 from horoclone.bootstrap.client import Client
-from horoclone.bootstrap.desk import KINDS, Desk
-from horoclone.bootstrap.presence import Failure, Presence
-from horoclone.bootstrap.waiting import Connection, Gather, Waiter
+from horoclone.bootstrap.failure_detector import Failure, FailureDetector
+from horoclone.bootstrap.waiting import Connection, Gather, Membership, Waiter
 
 __all__ = ["Client", "Failure", "Server"]
 
@@ -35,25 +34,25 @@ MAX_WAIT_MS = 60_000
 class Server:
     """Listens until close(). Thread: any for its methods; one thread of its own does the work.
 
-    secret: at least 16 bytes, or empty when every address is a unix socket. bind_addresses: "unix:NAME", "HOST",
+    secret: at least 16 bytes, or empty when every address is a unix socket. bindings: "unix:NAME", "HOST",
     "HOST:PORT" (port 0: the kernel picks one); "0.0.0.0" is advertised as every address of this host.
-    desk: of an elastic job; then ranks gather in its generations only, and size is the largest that one may have.
+    service: of an elastic job; then ranks gather in its generations only, and size is the largest that one may have.
     Raises OSError when an address cannot be bound.
     """
 
     def __init__(
-        self, secret: bytes, job: str, size: int, bind_addresses: list[str], desk: Desk | None = None
+        self, secret: bytes, job: str, size: int, bindings: list[str], service: Membership | None = None
     ) -> None:
         if secret and len(secret) < 16:
             raise ValueError(f"the job secret has {len(secret)} bytes; it needs at least 16")
-        if not secret and not all(address.startswith("unix:") for address in bind_addresses):
+        if not secret and not all(address.startswith("unix:") for address in bindings):
             raise ValueError("without a secret the rendezvous may only listen on unix sockets")
         self._secret, self._job, self._size = secret, job, size
         self._values: dict[str, bytes] = {}
         self._gathers: dict[str, Gather] = {}
         self._stored_bytes = 0
-        self._presence = Presence()
-        self._desk = desk
+        self._detector = FailureDetector()
+        self._service = service
         self._arrived: set[int] = set()  # guarded by _mutex
         self._pending_takes = 0  # guarded by _mutex; complete gathers that some rank has not fetched
         self._mutex = threading.Condition()
@@ -62,7 +61,7 @@ class Server:
         self._stop = False
         self.addresses: list[str] = []
         try:
-            for address in bind_addresses:
+            for address in bindings:
                 self._listen(address)
         except BaseException:
             for listener in self._listeners:
@@ -81,11 +80,11 @@ class Server:
 
     def failures(self) -> list[Failure]:
         """Reports of ranks that failed, in the order in which they came."""
-        return self._presence.reports()
+        return self._detector.reports()
 
     def rank_ended(self, rank: int, text: str) -> None:
         """The launcher has seen the rank's process end, with whatever code: no other rank need wait for it any more."""
-        self._presence.ended(rank, text)
+        self._detector.ended(rank, text)
         self.ring()
 
     def arrived(self) -> set[int]:
@@ -105,21 +104,21 @@ class Server:
         self.ring()
         if self._thread is not threading.current_thread():
             self._thread.join(5.0)
-        self._presence.settle(
+        self._detector.settle(
             float("inf")
         )  # whose connection has just broken does not come back to this server
         for connection in [one for one in self._connections.values() if one.rank >= 0]:
             if not process_ends:
                 self._reply(connection, wire.CLOSED)
-            elif connection.waiter is None and self._desk is None:
-                for cause in self._presence.causes()[:MAX_LISTED]:
+            elif connection.waiter is None and self._service is None:
+                for cause in self._detector.causes()[:MAX_LISTED]:
                     self._reply(connection, wire.FAILED, cause.packed())
         self._release()
 
     def ring(self) -> None:
         """The thread looks again: something is new."""
-        if self._desk is not None:
-            self._desk.look()
+        if self._service is not None:
+            self._service.look()
         try:
             self._bell_rope.send(b"x")
         except OSError:
@@ -169,16 +168,16 @@ class Server:
                     self._accept(key.data)
                 elif not key.data.closing:
                     self._attend(key.data, events)
-            if self._desk is not None:
-                self._tell_members(self._desk)
+            if self._service is not None:
+                self._tell_members(self._service)
             self._expire(time.monotonic())
 
-    def _tell_members(self, desk: Desk) -> None:
-        for member in desk.newly_gone():  # whoever waits for it to gather or to connect is told
-            self._presence.ended(member.index, f"{member.host}, slot {member.slot}: {member.gone}")
-        for connection, status, body in desk.answers(time.monotonic()):
+    def _tell_members(self, service: Membership) -> None:
+        for rank, text in service.newly_gone():  # whoever waits for it to gather or to connect is told
+            self._detector.ended(rank, text)
+        for connection, status, body in service.answers(time.monotonic()):
             self._reply(connection, status, body)
-        if over := desk.over():
+        if over := service.over():
             for key in [one for one in self._gathers if one.split(".")[0] == over]:
                 self._give_gather_up(key)
 
@@ -197,9 +196,9 @@ class Server:
                 self._mutex.notify_all()
 
     def _next_deadline_s(self) -> float:
-        deadline = min(time.monotonic() + 5.0, self._presence.next_s())
-        if self._desk is not None:
-            deadline = min(deadline, self._desk.next_s())
+        deadline = min(time.monotonic() + 5.0, self._detector.next_s())
+        if self._service is not None:
+            deadline = min(deadline, self._service.next_s())
         for connection in self._connections.values():
             if not connection.proved:
                 deadline = min(deadline, connection.opened_s + HELLO_DEADLINE_S)
@@ -240,9 +239,9 @@ class Server:
             return
         connection.closing = True
         if connection.rank >= 0:
-            self._presence.broke(connection.rank, connection)
-        if self._desk is not None:
-            self._desk.dropped(connection)
+            self._detector.broke(connection.rank, connection)
+        if self._service is not None:
+            self._service.dropped(connection)
         self._selector.unregister(connection.socket)
         self._connections.pop(connection.socket.fileno(), None)
         connection.socket.close()
@@ -253,7 +252,7 @@ class Server:
                 self._drop(connection)
             elif connection.waiter is not None and now >= connection.waiter.deadline:
                 self._answer(connection, expired=True)
-        if news := self._presence.settle(now):
+        if news := self._detector.settle(now):
             for gather in self._gathers.values():
                 gather.forget(news)
             for connection in list(self._connections.values()):
@@ -326,10 +325,10 @@ class Server:
             self._handle_withdraw(connection, reader)
         elif kind == wire.FAIL:
             rank, consequence = reader.number("I"), bool(reader.number("B"))
-            self._presence.reported(rank, reader.rest().decode(errors="replace"), consequence)
+            self._detector.reported(rank, reader.rest().decode(errors="replace"), consequence)
             self._reply(connection, wire.OK)
-        elif self._desk is not None and kind in KINDS:
-            answer = self._desk.handle(connection, kind, reader)
+        elif self._service is not None and kind in wire.OF_MEMBERS:
+            answer = self._service.handle(connection, kind, reader)
             if answer is not None:
                 self._reply(connection, *answer)
         else:
@@ -338,7 +337,7 @@ class Server:
     def _handle_presence(self, kind: int, connection: Connection, reader: wire.Reader) -> None:
         if kind == wire.HERE:
             connection.rank = reader.number("I")
-            self._presence.came(connection.rank, connection)
+            self._detector.came(connection.rank, connection)
         elif kind == wire.WATCH:
             key, members = reader.key(), reader.members()
             connection.waiter = Waiter(kind, key, float("inf"), set(members) or range(self._size))
@@ -348,11 +347,11 @@ class Server:
             self._reply(connection, wire.OK)
         elif kind == wire.GIVE_UP:
             key = reader.key()
-            self._presence.gave_up(connection.rank, key, reader.rest().decode(errors="replace"))
+            self._detector.gave_up(connection.rank, key, reader.rest().decode(errors="replace"))
             self._reply(connection, wire.OK)
         elif kind == wire.LEAVE and connection.rank >= 0:
             rank, connection.rank = connection.rank, -1
-            self._presence.left(rank, connection, bool(reader.number("B")))
+            self._detector.left(rank, connection, bool(reader.number("B")))
         else:
             raise wire.FrameError("unknown request")
 
@@ -378,7 +377,7 @@ class Server:
         if not rank < size <= self._size or len(members) != size or len(blob) > wire.MAX_VALUE_BYTES:
             self._reply(connection, wire.REJECTED, f"rank {rank} of {size} in a job of {self._size}".encode())
             return
-        refusal = self._desk.may_gather(connection, waiter.key, rank) if self._desk is not None else ""
+        refusal = self._service.may_gather(connection, waiter.key, rank) if self._service is not None else ""
         if refusal:
             self._reply(connection, wire.REJECTED, refusal.encode("utf-8", "backslashreplace"))
             return
@@ -401,8 +400,8 @@ class Server:
             self._arrived.add(rank)
             self._pending_takes += is_complete
         if is_complete:
-            if self._desk is not None:
-                self._desk.gathered(waiter.key)
+            if self._service is not None:
+                self._service.gathered(waiter.key)
             self._wake(waiter.key)
         else:
             self._answer(connection)
@@ -453,9 +452,9 @@ class Server:
             return
         gather = self._gathers.get(waiter.key)
         if waiter.kind == wire.WATCH:
-            failure = self._presence.culprit(waiter.members, waiter.key)
+            failure = self._detector.culprit(waiter.members, waiter.key)
         elif gather is not None:
-            failure = self._presence.culprit({gather.members[rank] for rank in gather.missing()})
+            failure = self._detector.culprit({gather.members[rank] for rank in gather.missing()})
         if failure is not None:
             self._reply(connection, wire.FAILED, failure.packed())
             connection.waiter = None

@@ -58,7 +58,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Bounds:
-    """How an elastic job of a service forms generations; see roster.Limits."""
+    """How an elastic job of a service forms generations; see coordinator.Limits."""
 
     smallest: int
     largest: int | None

@@ -35,18 +35,18 @@ def generation() -> Generation:
     NotInitialized before init().
     """
     newcomer.allow_collectives()
-    told = member.told
-    if told is None:
+    assignment = member.assignment
+    if assignment is None:
         size = facts.size()
         return Generation(1, facts.rank(), size, tuple(range(size)), 0, 0, False, ())
-    newcomers = tuple(rank for rank, before in enumerate(told.previous) if before < 0)
+    newcomers = tuple(rank for rank, before in enumerate(assignment.previous) if before < 0)
     return Generation(
-        told.number,
-        told.rank,
-        told.size,
+        assignment.number,
+        assignment.rank,
+        assignment.size,
         newcomers,
-        told.commit_root,
-        told.commit,
-        told.skip_sync,
+        assignment.commit_root,
+        assignment.commit,
+        assignment.skip_sync,
         member.dropped,
     )

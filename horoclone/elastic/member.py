@@ -28,7 +28,7 @@ def offer_commits(commits: tuple[int, ...]) -> None:
 
 
 def start_notices(listener: Callable[[int, int], None]) -> None:
-    """listener(timestamp, update) is called on the thread hc-roster when another generation is wanted.
+    """listener(timestamp, update) is called on the thread hc-membership when another generation is wanted.
 
     timestamp: its number, which only rises; update: 1 somebody leaves, 2 somebody comes, 3 both. A notice that stands
     already is told at once. It is never called in a job that is not elastic.

@@ -1,4 +1,5 @@
-"""Notices that hosts came or went, and who listens to them. Thread: any; the roster's thread brings them."""
+"""Notices that hosts came or went, and who listens to them. Thread: any; the membership coordinator's thread brings
+them."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Watch:
     def synchronised(self, now: Generation, source: str) -> None:
         """Training begins. The record is there from now on."""
         self._ends["synchronised"] = time.monotonic()
-        previous = member.told.previous if member.told is not None else ()
+        previous = member.assignment.previous if member.assignment is not None else ()
         lost = tuple(rank for rank in range(self._size) if rank not in previous)
         moved = _bytes() - self._bytes
         self.record = Recovery(

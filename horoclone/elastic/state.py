@@ -44,7 +44,7 @@ class State:
         self._commits_made = 0  # by commit() in this process
         self._somebody_leaves = False  # with the notice that check_host_updates() has found last
         self._nobody_stays = (
-            False  # every rank was asked to leave: the roster says when, others may take over
+            False  # every rank was asked to leave: the membership coordinator says when, others may take over
         )
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:

@@ -1,7 +1,7 @@
-"""An elastic job: a worker that ends leaves the roster, the others go on, and its slot gets a new worker.
+"""An elastic job: where a worker ends the others go on, and its slot gets a new worker.
 
-The loop is that of job.py. The roster (bootstrap/roster.py) decides who is in, elastic_policy.py who should be; this
-module starts and ends processes and keeps the two informed.
+The loop is that of job.py. The membership coordinator (membership/coordinator.py) decides who is in, elastic_policy.py
+who should be; this module starts and ends processes and keeps the two informed.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import time
 from collections.abc import Sequence
 
 from horoclone import failpoints
-from horoclone.bootstrap import heritage, roster
-from horoclone.bootstrap.desk import Desk
 from horoclone.bootstrap.rendezvous import Server
 from horoclone.launch import ending, report
 from horoclone.launch.discovery import Lookout, Settled
@@ -29,6 +27,9 @@ from horoclone.launch.link import REFUSED, Link
 from horoclone.launch.notice_script import NoticeScript
 from horoclone.launch.process import LocalRanks
 from horoclone.launch.usage import LaunchError, say
+from horoclone.membership import snapshot
+from horoclone.membership.coordinator import ID_BYTES, NO_MEMBER, Limits, Record
+from horoclone.membership.service import MembershipService
 from horoclone.settings import seconds
 
 LAST_S = 2.0  # a host that goes is not used to the last moment
@@ -45,13 +46,11 @@ class ElasticJob(Job):
         self._policy = Policy(elastic.plan, elastic.cooldown)
         largest, self._outlives = elastic.plan.largest, elastic.outlives
         if elastic.outlives:
-            largest = min(largest or heritage.MOST_MEMBERS, heritage.MOST_MEMBERS)
-        limits = roster.Limits(
-            elastic.size, elastic.plan.smallest, largest, elastic.timeout_s, elastic.resets
-        )
-        self._desk = Desk(limits, secrets.token_bytes)
-        self._desk.roster.whole_hosts = elastic.plan.whole_host
-        self._desk.tell = self._wake
+            largest = min(largest or snapshot.MAX_MEMBERS, snapshot.MAX_MEMBERS)
+        limits = Limits(elastic.size, elastic.plan.smallest, largest, elastic.timeout_s, elastic.resets)
+        self._service = MembershipService(limits, secrets.token_bytes)
+        self._service.coordinator.whole_hosts = elastic.plan.whole_host
+        self._service.tell = self._wake
         self._settled = Settled() if request.reach is None else Settled(0.0)  # what is lost, is so for sure
         self._bell, self._rope = socket.socketpair()
         self._rope.setblocking(False)
@@ -90,9 +89,11 @@ class ElasticJob(Job):
             majority = needs_majority(
                 self._request.environment.get("HOROCLONE_ELASTIC_QUORUM", ""), all_local
             )
-            with self._desk.mutex:
-                self._desk.heritage = heritage.packed
-                self._desk.roster.limits = self._desk.roster.limits._replace(majority=majority)
+            with self._service.mutex:
+                self._service.snapshot = snapshot.packed
+                self._service.coordinator.limits = self._service.coordinator.limits._replace(
+                    majority=majority
+                )
         self._owner = LocalRanks(
             self._secret, self._request.function, self._request.ssh.bind_to_us, self._outlives
         )
@@ -106,7 +107,7 @@ class ElasticJob(Job):
         self._start_workers(time.monotonic())
 
     def _serve(self, secret: bytes, job: str, addresses: list[str]) -> Server:
-        return Server(secret, job, MOST_RANKS, addresses, self._desk)
+        return Server(secret, job, MOST_RANKS, addresses, self._service)
 
     def _start_workers(self, now: float) -> None:
         if self._ending.begun or self._finishing:
@@ -119,9 +120,11 @@ class ElasticJob(Job):
     def _start_worker(self, place: Place, now: float) -> None:
         assert self._server is not None and self._owner is not None
         failpoints.reach("launcher.start")
-        id_ = secrets.token_bytes(roster.ID_BYTES)
-        with self._desk.mutex:
-            key = self._desk.roster.start(id_, place.host, place.local, now, self._is_here(place.host))
+        id_ = secrets.token_bytes(ID_BYTES)
+        with self._service.mutex:
+            key = self._service.coordinator.start(
+                id_, place.host, place.local, now, self._is_here(place.host)
+            )
         local_size, cross_rank, cross_size = self._policy.sharing(place)
         placement = Placement(
             place.number,
@@ -194,11 +197,11 @@ class ElasticJob(Job):
     def _take_hosts(self, hosts: list[Host], now: float) -> None:
         displaced = self._policy.found(self._settled.take(hosts, now))
         workers = [key for key, member in self._members.items() if member.code is None]
-        with self._desk.mutex:
-            roster_ = self._desk.roster
-            was_held = roster_.is_handing_over()
-            roster_.displace({self._ids[key]: displaced.get(key, "") for key in workers}, now)
-            is_held = roster_.is_handing_over()
+        with self._service.mutex:
+            coordinator = self._service.coordinator
+            was_held = coordinator.is_handing_over()
+            coordinator.displace({self._ids[key]: displaced.get(key, "") for key in workers}, now)
+            is_held = coordinator.is_handing_over()
         if is_held and not was_held:
             say(
                 f"{next(iter(displaced.values()))}, and nobody else has the state of the training: its workers go on "
@@ -212,7 +215,7 @@ class ElasticJob(Job):
         left_s = seconds(self._request.environment, "NOTICE", 30.0) if left_s is None else left_s
         new = [worker for worker in self._policy.going(host, now) if worker not in self._due]
         self._due |= dict.fromkeys(new, now + max(0.0, left_s - LAST_S))
-        self._unwant(new, f"host {host} is about to go ({left_s:g} s)", now)
+        self._drain(new, f"host {host} is about to go ({left_s:g} s)", now)
 
     def _end_overdue(self, now: float) -> None:
         """Workers whose host is about to go, and who have come to no commit."""
@@ -222,15 +225,15 @@ class ElasticJob(Job):
                 say(
                     f"the worker in slot {self._where(self._members[worker])} came to no commit in time; it is ended"
                 )
-                with self._desk.mutex:
-                    self._desk.roster.leave(self._ids[worker], "its host is about to go", now)
+                with self._service.mutex:
+                    self._service.coordinator.leave(self._ids[worker], "its host is about to go", now)
                 self._ring()
                 self._dismissed.add(worker)
                 self._members[worker].signal(signal.SIGKILL, True)
 
-    def _unwant(self, workers: Sequence[int], reason: str, now: float) -> None:
-        with self._desk.mutex:
-            self._desk.roster.unwant_all({self._ids[one]: reason for one in workers}, now)
+    def _drain(self, workers: Sequence[int], reason: str, now: float) -> None:
+        with self._service.mutex:
+            self._service.coordinator.drain_all({self._ids[one]: reason for one in workers}, now)
         self._ring()
 
     def _ring(self) -> None:
@@ -241,20 +244,22 @@ class ElasticJob(Job):
         failpoints.reach("launcher.ended")
         key, code = member.key, member.code or 0
         text = report.end_of_process(code)
-        with self._desk.mutex:
-            roster_ = self._desk.roster
-            mine = roster_.members[self._ids[key]]
+        with self._service.mutex:
+            coordinator = self._service.coordinator
+            mine = coordinator.members[self._ids[key]]
             is_planned = code == 0 and bool(
                 mine.leaving or mine.unwanted or (mine.waits_after == 0 and not mine.generation)
             )
-            was_last = mine in roster_.live() and len(roster_.live()) == 1
-            progressed: bool | None = roster_.has_progressed(mine.id, self._born_s[key], now)
-            alone = code == 0 and not is_planned and roster_.record is None
+            was_last = mine in coordinator.live() and len(coordinator.live()) == 1
+            progressed: bool | None = coordinator.has_progressed(mine.id, self._born_s[key], now)
+            alone = code == 0 and not is_planned and coordinator.record is None
             if code == 0 and not (is_planned or alone):
-                roster_.finish(now)
-            roster_.dead(mine.id, f"it {text}", now, is_certain=not member.note)  # a note: its host was lost
-            left = len(roster_.live())
-            if not progressed and not roster_.is_told(mine.id):
+                coordinator.finish(now)
+            coordinator.dead(
+                mine.id, f"it {text}", now, is_certain=not member.note
+            )  # a note: its host was lost
+            left = len(coordinator.live())
+            if not progressed and not coordinator.is_told(mine.id):
                 progressed = None
         self._ring()
         if self._ending.begun or key in self._dismissed:
@@ -276,7 +281,7 @@ class ElasticJob(Job):
         """A rank has done its work: the others do theirs, and who has not begun need not."""
         self._finishing = True
         for key, member in self._members.items():
-            if member.code is None and not self._desk.roster.members[self._ids[key]].generation:
+            if member.code is None and not self._service.coordinator.members[self._ids[key]].generation:
                 self._dismissed.add(key)
                 member.signal(signal.SIGTERM, False)
 
@@ -286,8 +291,8 @@ class ElasticJob(Job):
         if self._finishing:
             come = sum(member.code is None for member in self._members.values())
             why = "the others ended with success and had not called init()"
-        with self._desk.mutex:
-            self._desk.roster.expect(come, why, now)
+        with self._service.mutex:
+            self._service.coordinator.expect(come, why, now)
         self._ring()
 
     def _where(self, member: Member) -> str:
@@ -304,9 +309,9 @@ class ElasticJob(Job):
         if self._finishing:
             self._last.append(member.key)
         elif was_last:
-            record = self._desk.roster.record
+            record = self._service.coordinator.record
             self._end(now, record.indexes if record is not None else [member.key])
-        elif self._desk.roster.record is None and self._policy.all_have_failed():
+        elif self._service.coordinator.record is None and self._policy.all_have_failed():
             self._end(now, list(self._members))
         else:
             self._look_whether_it_can_go_on(member.key, now)
@@ -322,17 +327,17 @@ class ElasticJob(Job):
         if text:
             say(text)
         if others:
-            self._unwant(others, text, now)
+            self._drain(others, text, now)
             self._closed_host = culprit
 
     def _judge(self) -> None:
         """Those who have failed, once the others have said at which commit they are."""
         waiting, self._unjudged = self._unjudged, []
         for key, ended_s in waiting:
-            with self._desk.mutex:
-                roster_, id_ = self._desk.roster, self._ids[key]
-                is_told = roster_.is_told(id_)
-                progressed = roster_.has_progressed(id_, self._born_s[key], ended_s)
+            with self._service.mutex:
+                coordinator, id_ = self._service.coordinator, self._ids[key]
+                is_told = coordinator.is_told(id_)
+                progressed = coordinator.has_progressed(id_, self._born_s[key], ended_s)
             if not is_told:
                 self._unjudged.append((key, ended_s))
             else:
@@ -342,9 +347,9 @@ class ElasticJob(Job):
 
     def _end(self, now: float, last: Sequence[int], reason: str = "") -> None:
         """The job has failed: those who are left are told, and after a while made, to end."""
-        with self._desk.mutex:
-            stopped = self._desk.roster.stopped
-            self._desk.roster.stop(1, reason or "the job has failed")
+        with self._service.mutex:
+            stopped = self._service.coordinator.stopped
+            self._service.coordinator.stop(1, reason or "the job has failed")
         self._last, self._reason = list(last), reason or ("" if stopped is None else stopped.text)
         self._ring()
         self._ending.fail(now)
@@ -352,8 +357,8 @@ class ElasticJob(Job):
     def _on_signal(self, number: int, now: float) -> None:
         super()._on_signal(number, now)
         if self._ending.begun:
-            with self._desk.mutex:
-                self._desk.roster.stop(128 + number, "the launcher was told to end the job")
+            with self._service.mutex:
+                self._service.coordinator.stop(128 + number, "the launcher was told to end the job")
             self._ring()
 
     def host_lost(self, link: Link, why: LaunchError, stage: str) -> None:
@@ -374,15 +379,15 @@ class ElasticJob(Job):
     def _turn(self) -> None:
         super()._turn()
         now = time.monotonic()
-        with self._desk.mutex:
-            record, stopped = self._desk.roster.record, self._desk.roster.stopped
-            given_up, self._desk.roster.given_up = self._desk.roster.given_up, []
-        for key in [key for key, id_ in self._ids.items() if id_ in given_up] if given_up else ():
+        with self._service.mutex:
+            record, stopped = self._service.coordinator.record, self._service.coordinator.stopped
+            fenced, self._service.coordinator.fenced = self._service.coordinator.fenced, []
+        for key in [key for key, id_ in self._ids.items() if id_ in fenced] if fenced else ():
             self._members[key].signal(signal.SIGKILL, True)
-        if stopped is not None and not self._ending.begun:  # by the roster itself
+        if stopped is not None and not self._ending.begun:  # by the membership coordinator itself
             self._reason = stopped.text
             self._ending.fail(now)
-        if stopped is not None and stopped.code == roster.NO_MEMBER and not self._is_minority:
+        if stopped is not None and stopped.code == NO_MEMBER and not self._is_minority:
             self._is_minority, self._reason = True, stopped.text
             self._leave_the_others_alone()
         if record is not None and record.number != self._generation:
@@ -400,14 +405,14 @@ class ElasticJob(Job):
 
     def _leave_the_others_alone(self) -> None:
         """The others may be the job: what is told to their hosts once the network is whole again must not end them."""
-        with self._desk.mutex:
-            here = {one.index for one in self._desk.roster.members.values() if not one.gone}
+        with self._service.mutex:
+            here = {one.index for one in self._service.coordinator.members.values() if not one.gone}
         for link in self._links:
             if not link.over and not link.ranks & here:
                 link.abandon("is on the other side of a cut network")
 
     def _look_whether_anybody_is_left(self, now: float) -> None:
-        """Nobody to wait in the roster, whose limit would end the job: then it is ours."""
+        """Nobody to wait in the membership coordinator, whose limit would end the job: then it is ours."""
         if not all(member.done for member in self._members.values()):
             self._nobody_since = math.inf
         else:
@@ -417,7 +422,7 @@ class ElasticJob(Job):
             text = f"no host had a free slot for {limit_s:g} s; --elastic-timeout (seconds) waits longer"
             self._end(now, list(self._members), text)
 
-    def _formed(self, record: roster.Record) -> None:
+    def _formed(self, record: Record) -> None:
         before, self._generation = self._generation, record.number
         self._pages.formed(record.number, len(record.members))
         if self._request.verbose or before:
@@ -442,7 +447,7 @@ class ElasticJob(Job):
         now = time.monotonic()
         if self._policy.to_start(now):
             return False
-        if self._generation and not self._desk.roster.live():
+        if self._generation and not self._service.coordinator.live():
             self._reason = self._reason or "every worker has left"
             self._last = [] if self._closed_host is None else [self._closed_host]
             return True
@@ -471,7 +476,7 @@ class ElasticJob(Job):
         result = super()._result()
         if self._ending.exit_code is not None:  # a signal ended it
             return result
-        stopped, record = self._desk.roster.stopped, self._desk.roster.record
+        stopped, record = self._service.coordinator.stopped, self._service.coordinator.record
         order = self._newest_of_slots() if record is None else record.indexes
         order = order[: self._elastic.plan.smallest]
         results = {rank: self._members[key].result for rank, key in enumerate(order)}
@@ -485,7 +490,7 @@ class ElasticJob(Job):
             )
             return JobResult(code, text, result.ends, results)
         if self._ending.reason == ending.FAILURE or self._reason:
-            code = roster.NO_MEMBER if stopped is None else stopped.code
+            code = NO_MEMBER if stopped is None else stopped.code
             return JobResult(code, self._reason, result.ends, results)
         return JobResult(0, None, result.ends, results)
 

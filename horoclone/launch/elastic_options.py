@@ -6,12 +6,12 @@ import argparse
 import os
 from typing import NamedTuple
 
-from horoclone.bootstrap import heritage
 from horoclone.launch.discovery import File, Fixed, Script, Source
 from horoclone.launch.elastic_policy import Cooldown, Plan
 from horoclone.launch.host_sources import source_of
 from horoclone.launch.hosts import Host, automatic_size, parse_hostfile, parse_hosts
 from horoclone.launch.usage import LaunchError
+from horoclone.membership import snapshot
 
 NOTICE_SIGNALS = ("USR1", "USR2")
 
@@ -60,8 +60,8 @@ def elastic_of(arguments: argparse.Namespace, program: str) -> Elastic | None:
     if not source.changes and slots < smallest:
         raise LaunchError(f"--min-np {smallest} needs {smallest} slots, but the hosts have {slots}")
     outlives = bool(getattr(arguments, "survive_launcher", False))
-    if outlives and max(size, largest or 0) > heritage.MOST_MEMBERS:
-        raise LaunchError(f"--survive-launcher is for at most {heritage.MOST_MEMBERS} ranks")
+    if outlives and max(size, largest or 0) > snapshot.MAX_MEMBERS:
+        raise LaunchError(f"--survive-launcher is for at most {snapshot.MAX_MEMBERS} ranks")
     bounds = arguments.blacklist_cooldown_range
     try:
         cooldown = Cooldown((bounds[0], bounds[1]) if bounds else None)

@@ -1,8 +1,9 @@
 """One elastic job on a Ray cluster: starts a worker, an actor, in each place, and another one where it is lost.
 
-Who is in the job is the roster's matter (runner/elastic/generations.py), who should be in that of the launcher's
-policy (launch/elastic_policy.py), as in a job of horoclonerun; here actors are started and ended, and each tells the
-other. One loop on the caller's thread: an actor that is up, the end of its function and changes of nodes are events.
+Who is in the job is the membership coordinator's matter (runner/elastic/generations.py), who should be in that of the
+launcher's policy (launch/elastic_policy.py), as in a job of horoclonerun; here actors are started and ended, and each
+tells the other. One loop on the caller's thread: an actor that is up, the end of its function and changes of nodes are
+events.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from horoclone.bootstrap.roster import Limits
 from horoclone.launch.discovery import Lookout, Settled
 from horoclone.launch.elastic_policy import Cooldown, Place, Plan, Policy
 from horoclone.launch.hosts import Host
 from horoclone.launch.usage import LaunchError
+from horoclone.membership.coordinator import Limits
 from horoclone.ray import nodes
 from horoclone.ray.strategy import is_own_fault
 from horoclone.ray.utils import detect_nics, nics_to_env_var
@@ -179,7 +180,7 @@ class ElasticJob:
         return max(0.0, min(due_s - now, LOOK_EVERY_S))
 
     def _look(self, now: float) -> None:
-        """At what only time brings, and at the roster."""
+        """At what only time brings, and at the membership coordinator."""
         for worker in [one for one in self._workers.values() if one.where is None]:
             if now >= worker.since + self._start_s:
                 logger.warning("%s did not start within %g s; another place is tried", worker, self._start_s)
@@ -187,9 +188,9 @@ class ElasticJob:
                 self._end(worker, is_lost=True)
         generations = self._generations
         if generations is not None:
-            given_up = generations.take_given_up()
+            fenced = generations.take_fenced()
             for worker in self._workers.values():
-                if worker.key in given_up:
+                if worker.key in fenced:
                     _kill_perhaps_later(worker.actor)
             self._end_the_lost(generations.lost(), now)
             self._judge(generations, now)
@@ -376,7 +377,7 @@ class ElasticJob:
             logger.warning("%s", closed)
         for worker in [self._workers[number] for number in others]:
             if self._generations is not None and self._generations.knows(worker.key):
-                self._generations.unwant([worker.key], closed)
+                self._generations.drain([worker.key], closed)
             else:
                 self._policy.done(worker.number)
                 self._end(worker)
@@ -389,7 +390,7 @@ class ElasticJob:
             self._end(worker)
 
     def _stopped(self, text: str) -> None:
-        """The roster ends the job. On the thread of its server."""
+        """The membership coordinator ends the job. On the thread of its server."""
         self._events.put(lambda: self._fail(text, None))
 
     def _fail(self, text: str, error: BaseException | None) -> None:

@@ -93,16 +93,16 @@ def _begin(runtime: Runtime, wanted: list[ProcessSet]) -> None:
 def _register_sets(runtime: Runtime, passed: list[ProcessSet]) -> None:
     """Those that the user passed; in a later generation of an elastic job those of before whose ranks are left."""
     global _are_registered
-    told = member.told
-    if told is None or all(rank < 0 for rank in told.previous):
+    assignment = member.assignment
+    if assignment is None or all(rank < 0 for rank in assignment.previous):
         sets.on_init(runtime, passed)
     else:
-        survives = told.previous[told.rank] >= 0
+        survives = assignment.previous[assignment.rank] >= 0
         wanted = list(_kept.values()) if survives else [(one, list(one.ranks or [])) for one in passed]
         if not sets.on_next_generation(runtime, wanted):
             _dropped.update(_kept)
         member.dropped = tuple(sorted(_dropped))
-        if _dropped and told.rank == 0:
+        if _dropped and assignment.rank == 0:
             say(
                 f"process sets {', '.join(map(str, member.dropped))} are gone: not all of their ranks are left"
             )
@@ -112,7 +112,7 @@ def _register_sets(runtime: Runtime, passed: list[ProcessSet]) -> None:
 def _keep_sets() -> None:
     """At the end of a life: the sets of an elastic job are remembered for the next generation."""
     global _are_registered
-    if member.told is not None and _are_registered:
+    if member.assignment is not None and _are_registered:
         _kept.clear()
         _dropped.clear()
         _kept.update({number: (one, list(one.ranks or [])) for number, one in sets.declared().items()})
@@ -121,10 +121,10 @@ def _keep_sets() -> None:
 
 def _renumber_sets() -> None:
     """A generation was formed: the sets have new ranks, or none where a member is gone."""
-    told = member.told
-    previous = told.previous if told is not None else ()
+    assignment = member.assignment
+    previous = assignment.previous if assignment is not None else ()
     if (
-        told is not None and previous[told.rank] < 0
+        assignment is not None and previous[assignment.rank] < 0
     ):  # it comes, perhaps again: the numbers of its sets mean nothing
         _kept.clear()
     for number, (one, ranks) in list(_kept.items()):
@@ -154,9 +154,9 @@ def _join_generation(comm: Any, wanted: list[ProcessSet]) -> None:
             runtime = _connect(job, time.monotonic() + _FORMING_S)
             member.connected()
             _begin(runtime, wanted)
-            told = member.told
-            if told is not None and told.number > 1 and told.previous[told.rank] < 0:
-                newcomer.refuse_collectives(told.number)
+            assignment = member.assignment
+            if assignment is not None and assignment.number > 1 and assignment.previous[assignment.rank] < 0:
+                newcomer.refuse_collectives(assignment.number)
             return
         except (errors.Mismatch, errors.Unsupported):
             raise

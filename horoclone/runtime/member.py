@@ -1,7 +1,7 @@
 """This process as a member of an elastic job: its generation, what it holds, and whether it has to leave.
 
-The thread hc-roster hears from the roster that another generation is wanted, and shows it that this process is alive.
-Thread: init() and shutdown() with current.lock held; the rest any.
+The thread hc-membership hears from the coordinator that another generation is wanted, and shows it that this process is
+alive. Thread: init() and shutdown() with current.lock held; the rest any.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from horoclone import errors
-from horoclone.bootstrap import heritage, membership, replica, service, wire
+from horoclone.bootstrap import replica, service, wire
 from horoclone.bootstrap.client import HELLO_S, SLICE_S, Client
-from horoclone.bootstrap.desk import Told
-from horoclone.bootstrap.gathering import Gathering
-from horoclone.bootstrap.membership import SAY_EVERY_S, GenerationJob, Identity, Membership
-from horoclone.bootstrap.roster import NO_MEMBER, Out, Stop
-from horoclone.bootstrap.succession import SILENT_S, Succession
+from horoclone.membership import client, snapshot
+from horoclone.membership.assignment import Assignment
+from horoclone.membership.client import SAY_EVERY_S, GenerationJob, Identity, MembershipClient
+from horoclone.membership.coordinator import NO_MEMBER, Evicted, Stop
+from horoclone.membership.failover import SILENT_S, Failover
+from horoclone.membership.peer_discovery import PeerDiscovery
 from horoclone.runtime import current
 from horoclone.runtime.current import say
 from horoclone.runtime.native_module import core
@@ -31,17 +32,17 @@ from horoclone.settings import flag, seconds, setting, with_own_files
 Listener = Callable[[int, int], None]
 RETRY_S = 0.2
 
-told: Told | None = None  # the newest generation that held this process
+assignment: Assignment | None = None  # the newest generation that held this process
 offered: tuple[int, ...] = ()  # commits that this process holds, ascending
 dropped: tuple[int, ...] = ()  # process sets of the generation before that do not exist in this one
 _asked = ""  # in a job of a fixed size: the signal that asks all ranks to end at their next commit
 _listeners: list[Listener] = []
 _mutex = threading.Lock()  # guards the listeners
 _who: Identity | None = None
-_succession: Succession | None = None  # where members go on without their launcher
-_moves = 0  # of the succession, when _link was made
-_link: Membership | None = None
-_thread: _RosterThread | None = None
+_failover: Failover | None = None  # where members go on without their launcher
+_moves = 0  # of the failover, when _link was made
+_link: MembershipClient | None = None
+_thread: _MembershipThread | None = None
 _feeder: replica.Feeder | None = None  # while this process is rank 0 and spares may wait
 _feed: replica.Feed | None = None  # since this process waits to be one of the ranks
 
@@ -59,25 +60,25 @@ def host() -> str:
 
 def next_job() -> GenerationJob:
     """Waits for a generation that holds this process. SystemExit when the others go on without it, when the job
-    ends, or when the roster cannot be reached; Unsupported when this process was not started for an elastic job."""
-    global told, _who, _link, _thread
+    ends, or when the coordinator cannot be reached; Unsupported outside of an elastic job."""
+    global assignment, _who, _link, _thread
     if _who is None:
         _begin()
     assert _who is not None and _link is not None and _thread is not None
     answer = _wait(_thread)
-    if not isinstance(answer, Told):
+    if not isinstance(answer, Assignment):
         _end(answer)
-    told = answer
-    if _succession is not None:
-        _succession.learn(told)
-    if _feed is not None and told.commit:
-        _feed.finish(told.commit)
+    assignment = answer
+    if _failover is not None:
+        _failover.learn(assignment)
+    if _feed is not None and assignment.commit:
+        _feed.finish(assignment.commit)
     elif _feed is not None:
         take_replica()  # nobody has trained yet: this is no spare
     one_host = all(address.startswith(("127.", "unix:")) for address in _who.addresses)
-    if told.rank == 0 and feeds_spares():
-        _start_feeding(_who, told.number, one_host)
-    return GenerationJob(membership.rendezvous(_who, _link, one_host), told)
+    if assignment.rank == 0 and feeds_spares():
+        _start_feeding(_who, assignment.number, one_host)
+    return GenerationJob(client.rendezvous(_who, _link, one_host), assignment)
 
 
 def settings_of_generation(settings: dict[str, str]) -> dict[str, str]:
@@ -86,98 +87,102 @@ def settings_of_generation(settings: dict[str, str]) -> dict[str, str]:
 
 
 def _begin() -> None:
-    global _who, _link, _thread, _succession, _moves
-    _who = membership.identity(os.environ)._replace(build=json.loads(core().build_info())["build"])
+    global _who, _link, _thread, _failover, _moves
+    _who = client.identity(os.environ)._replace(build=json.loads(core().build_info())["build"])
     if service.is_elastic(os.environ):
-        _succession = _gather(_who)
+        _failover = _discover(_who)
     elif flag(os.environ, "SURVIVE_LAUNCHER"):
         is_one_host = all(address.startswith("127.") for address in _who.addresses)
         bindings = ["127.0.0.1"] if is_one_host else wire.bindings(os.environ)
-        _succession = Succession(_who, bindings, heritage.MOST_MEMBERS, say)
-        os.register_at_fork(after_in_child=_succession.after_fork_in_child)
-    if _succession is not None:
-        _who, _moves = _succession.who, _succession.moves
-    _link = Membership(_who, _timeout_s() if _succession is None else HELLO_S, shows=True)
-    _thread = _RosterThread(_who)
+        _failover = Failover(_who, bindings, snapshot.MAX_MEMBERS, say)
+        os.register_at_fork(after_in_child=_failover.after_fork_in_child)
+    if _failover is not None:
+        _who, _moves = _failover.who, _failover.moves
+    _link = MembershipClient(_who, _timeout_s() if _failover is None else HELLO_S, shows=True)
+    _thread = _MembershipThread(_who)
     _thread.begin()
 
 
-def _gather(who: Identity) -> Gathering:
-    """Without a launcher: until the roster is found, or this process is it. SystemExit after the elastic timeout."""
+def _discover(who: Identity) -> PeerDiscovery:
+    """Without a launcher: until the coordinator is found, or this process is it. SystemExit after the elastic
+    timeout."""
     place = service.place_of(os.environ)
-    gathering = Gathering(who, place, os.environ, say)
-    os.register_at_fork(after_in_child=gathering.after_fork_in_child)
+    discovery = PeerDiscovery(who, place, os.environ, say)
+    os.register_at_fork(after_in_child=discovery.after_fork_in_child)
     began = time.monotonic()
     say_at = began + SAY_EVERY_S
-    while not gathering.find(0, SLICE_S):
+    while not discovery.find(0, SLICE_S):
         waited = time.monotonic() - began
         if waited >= _timeout_s():
             _end(
                 Stop(
                     NO_MEMBER,
-                    f"{place.host}: for {waited:.0f} s there was no job to join: {gathering.trouble}",
+                    f"{place.host}: for {waited:.0f} s there was no job to join: {discovery.trouble}",
                 )
             )
         if time.monotonic() >= say_at:
-            say(f"{place.host} looks for its job for {waited:.0f} s: {gathering.trouble}")
+            say(f"{place.host} looks for its job for {waited:.0f} s: {discovery.trouble}")
             say_at += SAY_EVERY_S
-    current.farewell = gathering.hand_over
-    return gathering
+    current.farewell = discovery.hand_over
+    return discovery
 
 
 def connected() -> None:
     """The ranks of the newest generation are connected."""
-    if _succession is not None:
-        _succession.connected()
+    if _failover is not None:
+        _failover.connected()
 
 
 def _timeout_s() -> float:
     return seconds(os.environ, "ELASTIC_TIMEOUT", 600.0)
 
 
-def _wait(thread: _RosterThread) -> Told | Out | Stop:
+def _wait(thread: _MembershipThread) -> Assignment | Evicted | Stop:
     global _feed
-    seen = told.number if told is not None else 0
-    if told is None and _feed is None and feeds_spares() and _who is not None:
+    seen = assignment.number if assignment is not None else 0
+    if assignment is None and _feed is None and feeds_spares() and _who is not None:
         _feed = replica.Feed(_who.addresses, _who.secret, _who.job)
         _feed.start()
     began = reached = time.monotonic()
     say_at = began + SAY_EVERY_S
     announced = False
     while True:
-        if thread.leaving and not announced:  # the roster says whether others have what this process has
+        if thread.leaving and not announced:  # the coordinator says whether others have what this process has
             announce(thread.leaving)
             announced = True
         link, answer, trouble = _follow(), None, ""
         try:
-            tells = told is None or all(link.suspect(told.number, rank) for rank in current.lost)
-            if _succession is not None and not tells:
+            tells = assignment is None or all(link.suspect(assignment.number, rank) for rank in current.lost)
+            if _failover is not None and not tells:
                 raise errors.Timeout(link.where())
             answer = link.form(seen, offered[-2:], SLICE_S)
             reached = time.monotonic()
             current.lost.clear()
         except errors.Timeout as error:
-            if _succession is None:
-                return Stop(NO_MEMBER, f"the roster of this job cannot be reached: {error}")
+            if _failover is None:
+                return Stop(NO_MEMBER, f"the membership coordinator of this job cannot be reached: {error}")
             trouble = str(error)
-        except (errors.PeerLost, membership.Elsewhere) as error:
-            if _succession is None:
+        except (errors.PeerLost, client.NotCoordinator) as error:
+            if _failover is None:
                 raise
             trouble = str(error)
-        if isinstance(answer, Out) and thread.leaving and not answer.code:
+        if isinstance(answer, Evicted) and thread.leaving and not answer.code:
             leave(thread.leaving)
-            return Out(code_of_leaving(), thread.leaving)
+            return Evicted(code_of_leaving(), thread.leaving)
         if answer is not None:
             return answer
-        if trouble and _succession is not None:
-            if told is None and not isinstance(_succession, Gathering):
+        if trouble and _failover is not None:
+            if assignment is None and not isinstance(_failover, PeerDiscovery):
                 return Stop(NO_MEMBER, f"the launcher was gone before this process was in the job: {trouble}")
             if time.monotonic() - reached >= _timeout_s():
-                return Stop(NO_MEMBER, f"for {_timeout_s():g} s there was no roster of this job: {trouble}")
-            if _succession.find(_moves, SLICE_S):
+                return Stop(
+                    NO_MEMBER,
+                    f"for {_timeout_s():g} s there was no membership coordinator of this job: {trouble}",
+                )
+            if _failover.find(_moves, SLICE_S):
                 reached = time.monotonic()
-        if told is None and isinstance(_succession, Gathering):
-            _succession.look_again()
+        if assignment is None and isinstance(_failover, PeerDiscovery):
+            _failover.look_again()
         if time.monotonic() >= say_at:
             say(f"waiting for generation {seen + 1} of the job for {time.monotonic() - began:.0f} s")
             say_at += SAY_EVERY_S
@@ -206,7 +211,7 @@ def _start_feeding(who: Identity, number: int, one_host: bool) -> None:
 
 def offer_replica(commit: int, pack: replica.Pack) -> None:
     """All ranks hold this commit: rank 0 gives it to the spares. pack is called on another thread, later or never."""
-    if _feeder is not None and told is not None and told.rank == 0:
+    if _feeder is not None and assignment is not None and assignment.rank == 0:
         _feeder.offer(commit, pack)
 
 
@@ -222,20 +227,20 @@ def take_replica() -> replica.Replica | None:
     return feed.take() if feed is not None else None
 
 
-def _end(answer: Out | Stop) -> NoReturn:
+def _end(answer: Evicted | Stop) -> NoReturn:
     if answer.code:
         say(answer.text)
     raise SystemExit(answer.code)
 
 
-def _follow() -> Membership:
-    """The connection of init() to the roster of now."""
+def _follow() -> MembershipClient:
+    """The connection of init() to the coordinator of now."""
     global _who, _link, _moves
     assert _link is not None
-    if _succession is not None and _succession.moves != _moves:
+    if _failover is not None and _failover.moves != _moves:
         _link.close()
-        _moves, _who = _succession.moves, _succession.who
-        _link = Membership(_who, HELLO_S, shows=True)
+        _moves, _who = _failover.moves, _failover.who
+        _link = MembershipClient(_who, HELLO_S, shows=True)
     return _link
 
 
@@ -246,25 +251,26 @@ def code_of_leaving(is_elastic: bool = True) -> int:
 
 
 def leave(reason: str) -> None:
-    """Tells the roster that this process leaves now, as planned: its end is no failure, and nobody waits for it."""
+    """Tells the coordinator that this process leaves now, as planned: its end is no failure, and nobody waits for
+    it."""
     _depart(reason, at_once=True)
 
 
 def announce(reason: str) -> None:
-    """Tells the roster that this process is to leave as soon as others have its state."""
+    """Tells the coordinator that this process is to leave as soon as others have its state."""
     _depart(reason, at_once=False)
 
 
 def _depart(reason: str, at_once: bool) -> None:
     if _who is not None:
-        link = Membership(_now(_who), HELLO_S, shows=False)
+        link = MembershipClient(_now(_who), HELLO_S, shows=False)
         link.depart(reason, at_once)
         link.close()
 
 
 def _now(who: Identity) -> Identity:
-    """With the addresses of the roster of now."""
-    return _succession.who if _succession is not None else who
+    """With the addresses of the coordinator of now."""
+    return _failover.who if _failover is not None else who
 
 
 def leave_requested() -> str | None:
@@ -293,7 +299,7 @@ def _notice_signal() -> signal.Signals | None:
 
 
 def listen(listener: Listener) -> None:
-    """listener(wanted, update), on the thread hc-roster, for each notice from now on, and for one that stands."""
+    """listener(wanted, update), on the thread hc-membership, for each notice from now on, and for one that stands."""
     with _mutex:
         _listeners.append(listener)
         standing = _thread.standing if _thread is not None else (0, 0)
@@ -301,15 +307,15 @@ def listen(listener: Listener) -> None:
         listener(*standing)
 
 
-class _RosterThread(threading.Thread):
+class _MembershipThread(threading.Thread):
     """Long polls for notices; in its breaks it looks whether this process has to go."""
 
     def __init__(self, who: Identity) -> None:
-        super().__init__(name="hc-roster", daemon=True)
+        super().__init__(name="hc-membership", daemon=True)
         self.leaving = ""  # why this process is to leave
         self._who, self._pid = who, os.getpid()
-        self._link = Membership(who, HELLO_S, shows=False)
-        self._moves = 0  # of the succession, when the link was made
+        self._link = MembershipClient(who, HELLO_S, shows=False)
+        self._moves = 0  # of the failover, when the link was made
         self.standing = (0, 0)  # the newest notice: generation wanted, update
         self._asked_s = 0.0  # when SIGTERM came
         self._ends = False  # the job does
@@ -340,7 +346,7 @@ class _RosterThread(threading.Thread):
         self._bell.set()
 
     def _announce(self) -> None:
-        """Thread hc-notice: tells the roster of the wish to leave, and leaves when no commit comes."""
+        """Thread hc-notice: tells the coordinator of the wish to leave, and leaves when no commit comes."""
         self._bell.wait()
         announce(self.leaving)
         limit_s = seconds(os.environ, "NOTICE", 30.0)
@@ -355,12 +361,12 @@ class _RosterThread(threading.Thread):
         os._exit(code_of_leaving())
 
     def _follow(self) -> bool:
-        """Whether there is another roster; then it has been turned to."""
-        if _succession is None or _succession.moves == self._moves:
+        """Whether there is another coordinator; then it has been turned to."""
+        if _failover is None or _failover.moves == self._moves:
             return False
         self._link.close()
-        self._moves = _succession.moves
-        self._link = Membership(_succession.who, HELLO_S, shows=False)
+        self._moves = _failover.moves
+        self._link = MembershipClient(_failover.who, HELLO_S, shows=False)
         return True
 
     def run(self) -> None:
@@ -370,19 +376,19 @@ class _RosterThread(threading.Thread):
                 seq = 0
             try:
                 answer = self._link.notice(seq, max(offered, default=0))
-            except (errors.PeerLost, membership.Elsewhere):
-                if _succession is None or (told is None and not isinstance(_succession, Gathering)):
+            except (errors.PeerLost, client.NotCoordinator):
+                if _failover is None or (assignment is None and not isinstance(_failover, PeerDiscovery)):
                     return  # the launcher is gone, and soon we are
-                _succession.find(self._moves, SLICE_S)
+                _failover.find(self._moves, SLICE_S)
                 continue
             except (errors.HorovodInternalError, OSError):
-                if _succession is not None and time.monotonic() - heard_s >= SILENT_S:
-                    _succession.find(self._moves, SLICE_S)
+                if _failover is not None and time.monotonic() - heard_s >= SILENT_S:
+                    _failover.find(self._moves, SLICE_S)
                 time.sleep(RETRY_S)
                 continue
             heard_s = time.monotonic()
-            if _succession is not None:
-                _succession.heard()
+            if _failover is not None:
+                _failover.heard()
             if isinstance(answer, Stop):
                 self._ends = True
                 if self.leaving:  # it was the end of the job, not of this process only
@@ -400,4 +406,4 @@ class _RosterThread(threading.Thread):
 
 def number() -> int:
     """Of the newest generation that held this process; 0: none did yet."""
-    return told.number if told is not None else 0
+    return assignment.number if assignment is not None else 0

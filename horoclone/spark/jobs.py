@@ -152,7 +152,7 @@ class SparkElasticJob(_SaysWhy, ElasticJob):
         result = super()._result()
         for flag, parameter in _PARAMETERS.items():
             result = result._replace(text=(result.text or "").replace(flag, parameter) or None)
-        record = self._desk.roster.record
+        record = self._service.coordinator.record
         if result.exit_code != 0 or record is None or self._ending.reason == ending.FAILURE:
             return result
         values = {rank: self._members[key].result for rank, key in enumerate(record.indexes)}

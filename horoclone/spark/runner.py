@@ -1,7 +1,8 @@
 """horoclone.spark.run and run_elastic: a function on all ranks of a job, each rank in a task of a Spark application.
 
-This process, the driver, is the launcher: it hosts the rendezvous server and the roster, starts and ends ranks through
-the tasks (door.py), and carries their output. What they call travels as a broadcast variable of Spark.
+This process, the driver, is the launcher: it hosts the rendezvous server and the membership coordinator, starts and
+ends ranks through the tasks (door.py), and carries their output. What they call travels as a broadcast variable of
+Spark.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def test_an_indexed_job_trains_and_goes_on_when_pods_are_evicted_and_lost(cluste
     job.replace(2)
     third = wait_for_size(job.pods, 4, second)
 
-    job.pods[0].kill()  # the roster is there
+    job.pods[0].kill()  # the membership coordinator is there
     fourth = wait_for_size(job.pods[1:], 3, third)
     job.replace(0)
     wait_for_size(job.pods, 4, fourth)
@@ -262,7 +262,7 @@ def test_without_the_first_pod_the_others_say_for_whom_they_wait(cluster: Any) -
 
 def test_a_name_that_does_not_resolve_is_told(cluster: Any) -> None:
     pod = one_pod(cluster, 1, HOROCLONE_ELASTIC_TIMEOUT="3", HOROCLONE_SERVICE="trian")
-    ended(pod, 75, r"behind trian no roster of job '1' is seen.*there are: none")
+    ended(pod, 75, r"behind trian no membership coordinator of job '1' is seen.*there are: none")
     fixed = one_pod(cluster, 1, HOROCLONE_ELASTIC="0", HOROCLONE_START_TIMEOUT="3", HOROCLONE_SERVICE="trian")
     ended(fixed, 1, r"train-0\.trian:\d+ \(Name or service not known\)")
 

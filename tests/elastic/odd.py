@@ -45,7 +45,7 @@ class Weights(VariablesState):
 
 
 class AnotherBuild:
-    """Of which the roster is told."""
+    """Of which the membership coordinator is told."""
 
     @staticmethod
     def build_info() -> str:

@@ -169,8 +169,8 @@ def test_a_look_that_hangs_does_not_keep_the_launcher(elastic: Any, tmp_path: Pa
     [
         "elastic.run.failed=kill#2; elastic.run.between=kill#3",  # while others recover; the new ones as well
         "init.told=exit:9@2#1; init.gathered=raise:Timeout@3#0",
-        "roster.suspect=delay:0.3; roster.form=delay:0.1@3+; launcher.ended=delay:0.2",
-        "elastic.commit.saved=exit:9@7#1",  # each worker of this slot, between its copy and the word to the roster
+        "membership.suspect=delay:0.3; membership.form=delay:0.1@3+; launcher.ended=delay:0.2",
+        "elastic.commit.saved=exit:9@7#1",  # each worker of this slot, between its copy and the word to the membership coordinator
     ],
 )
 def test_faults_at_named_points_change_no_sum(launch: Any, watch: Any, tmp_path: Path, faults: str) -> None:

@@ -76,12 +76,12 @@ def test_ranks_train_to_their_end_without_their_launcher(elastic: Callable[..., 
 def test_survivors_form_the_next_generation_without_the_launcher(
     elastic: Callable[..., Any], victims: Sequence[int], takeovers: int
 ) -> None:
-    """Rank 0 is the roster then: where it is lost as well, rank 1 is the next one, and so on."""
+    """Rank 0 is the membership coordinator then: where it is lost as well, rank 1 is the next one, and so on."""
     job = elastic(["-np", 4, "--min-np", 1, SURVIVE], steps=80)
     pids = job.whole(1)
     job.step(5)
     lose_launcher(job)
-    job.wait(lambda: "this process is the roster now" in job.started.stderr, "a takeover")
+    job.wait(lambda: "this process is the membership coordinator now" in job.started.stderr, "a takeover")
     newest = 1
     for victim in victims:
         os.kill(pids[victim], signal.SIGKILL)
@@ -104,7 +104,7 @@ def test_a_stopped_rank_that_wakes_up_later_ends_with_75_and_disturbs_nobody(
     pids = job.whole(1)
     job.step(5)
     lose_launcher(job)
-    job.wait(lambda: "this process is the roster now" in job.started.stderr, "a takeover")
+    job.wait(lambda: "this process is the membership coordinator now" in job.started.stderr, "a takeover")
     os.kill(pids[2], signal.SIGSTOP)
     assert job.of_size(2, after=1) == {0: pids[0], 1: pids[1]}
     os.kill(pids[2], signal.SIGCONT)

@@ -158,7 +158,10 @@ def test_the_cut_off_side_ends_with_75_and_new_workers_come_when_the_network_is_
     assert run.of_size(2, after=1) == {0: first[0], 1: first[1]}
     for rank in (2, 3):
         assert wait_for(tmp_path / f"rank.{rank}.code", "\n") == "75\n"
-        assert "the roster of this job cannot be reached" in (tmp_path / f"rank.{rank}.err").read_text()
+        assert (
+            "the membership coordinator of this job cannot be reached"
+            in (tmp_path / f"rank.{rank}.err").read_text()
+        )
     assert run.newest() == 2
     hosts.heal()
     back = run.of_size(4, after=2)
@@ -176,7 +179,9 @@ def test_ranks_on_two_hosts_go_on_when_their_launcher_dies(job: Any, hosts: Host
     run.is_alone = True
     run.started.process.kill()
     far = lines / "rank.2"
-    wait_for(far / "stderr", "this process is the roster now (generation 1)")  # the lowest of the other host
+    wait_for(
+        far / "stderr", "this process is the membership coordinator now (generation 1)"
+    )  # the lowest of the other host
     assert "generation" not in (far / "stdout").read_text().split("\n", 1)[1], "nobody was interrupted"
     os.kill(first[1], signal.SIGKILL)
     text = wait_for(far / "stdout", "of 3 pid")
@@ -229,7 +234,10 @@ def test_the_host_with_the_launcher_and_rank_0_is_lost_and_the_other_host_goes_o
     os.kill(first[0], signal.SIGKILL)
     text = wait_for(lines / "rank.1" / "stdout", "done ")
     assert "done 0 2 100" in text and f"rank 0 of 2 pid {first[1]} " in text, text
-    assert "this process is the roster now (generation 1)" in (lines / "rank.1" / "stderr").read_text()
+    assert (
+        "this process is the membership coordinator now (generation 1)"
+        in (lines / "rank.1" / "stderr").read_text()
+    )
     hosts.heal()
     assert not run.started.left_over(30)
 
@@ -248,7 +256,7 @@ def test_a_host_that_the_script_finds_later_joins(job: Any, hosts: Hosts, tmp_pa
     run.finish()
 
 
-def test_a_process_that_cannot_reach_its_roster_ends_with_75(launch: Any) -> None:
+def test_a_process_that_cannot_reach_its_coordinator_ends_with_75(launch: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # it listens, and nobody answers there
         environment = {
             "HOROCLONE_ELASTIC": "1",
@@ -259,7 +267,9 @@ def test_a_process_that_cannot_reach_its_roster_ends_with_75(launch: Any) -> Non
         }
         code = "import horoclone; horoclone.init()"
         done = launch([sys.executable, "-c", code], env=environment, check=False, timeout_s=40)
-    assert done.returncode == 75 and "the roster of this job cannot be reached" in done.stderr, done.output
+    assert (
+        done.returncode == 75 and "the membership coordinator of this job cannot be reached" in done.stderr
+    ), done.output
 
 
 @pytest.mark.netns

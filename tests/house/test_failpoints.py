@@ -85,9 +85,9 @@ def test_counts_and_ranks_choose_when_and_where() -> None:
 
 def test_several_threads_count_together() -> None:
     seen: list[float] = []
-    failpoints.on("roster.form", lambda: seen.append(time.monotonic()), first=51)
+    failpoints.on("membership.form", lambda: seen.append(time.monotonic()), first=51)
     threads = [
-        threading.Thread(target=lambda: [failpoints.reach("roster.form") for _ in range(20)])
+        threading.Thread(target=lambda: [failpoints.reach("membership.form") for _ in range(20)])
         for _ in range(5)
     ]
     for thread in threads:

@@ -1,6 +1,6 @@
 """Thousands of whole elastic jobs on a simulated clock: no commit is lost or torn, no sample is lost or counts twice.
 
-Real are the roster, run_fn, states and samplers; there are no processes and no network.
+Real are the membership coordinator, run_fn, states and samplers; there are no processes and no network.
 
 Each process of a job is a thread that runs hvd.elastic.run until it waits: for a collective, or for a generation. One
 of them runs at a time, and which one is drawn, as are kills, newcomers, requests to leave, and when anybody hears of
@@ -19,14 +19,14 @@ from typing import Any
 
 import pytest
 
-from horoclone.bootstrap import roster
-from horoclone.bootstrap.roster import Limits, Out, Record, Roster, Stop
 from horoclone.elastic import member, run, state
 from horoclone.elastic.generation import Generation
 from horoclone.elastic.run import run_fn
 from horoclone.elastic.sampler import ElasticSampler
 from horoclone.elastic.state import ObjectState
 from horoclone.errors import PeerLost
+from horoclone.membership import coordinator
+from horoclone.membership.coordinator import Coordinator, Evicted, Limits, Record, Stop
 from horoclone.runtime import facts, life
 
 EPOCHS = 3
@@ -51,7 +51,7 @@ class Process:
 
     def __init__(self, world: World, number: int) -> None:
         self.world, self.number = world, number
-        self.id = number.to_bytes(roster.ID_BYTES, "little")
+        self.id = number.to_bytes(coordinator.ID_BYTES, "little")
         self.now: Record | None = None
         self.is_away = False  # it has shut its generation down
         self.calls = 0  # collectives in its generation
@@ -127,7 +127,7 @@ class World:
         size = self.chance.randint(1, 4)
         smallest = self.chance.randint(1, size)
         self.largest = self.chance.choice([size, size + 2])
-        self.roster = Roster(Limits(size, smallest, self.largest), self.chance.randbytes)
+        self.coordinator = Coordinator(Limits(size, smallest, self.largest), self.chance.randbytes)
         self.baton = threading.Semaphore(0)
         self.failure: BaseException | None = None
         self.processes: list[Process] = []
@@ -219,17 +219,17 @@ class World:
             me.is_away = True
             seen = me.now.number if me.now is not None else 0
             if me.now is not None and me.lost_rank is not None:
-                self.roster.suspect(seen, me.lost_rank, self.clock)
+                self.coordinator.suspect(seen, me.lost_rank, self.clock)
             me.lost_rank = None
             answer = None
             while not isinstance(answer, Record):
                 if me.leaving:
                     self._leave(me.leaving)
                     raise SystemExit(0)
-                self.roster.form(me.id, seen, me.offered, self.clock)
+                self.coordinator.form(me.id, seen, me.offered, self.clock)
                 me.wait(lambda: bool(me.leaving) or self._is_to_look_again(me))
-                answer = self.roster.answer(me.id)
-                if isinstance(answer, Out | Stop):
+                answer = self.coordinator.answer(me.id)
+                if isinstance(answer, Evicted | Stop):
                     raise SystemExit(answer.code)
             assert self.records.setdefault(answer.number, answer) == answer
             me.now, me.calls, me.is_away = answer, 0, False
@@ -237,15 +237,17 @@ class World:
                 self.gather(None, "connect")
             except PeerLost:
                 continue
-            self.roster.established(answer.number)
+            self.coordinator.established(answer.number)
             return
 
     def _is_to_look_again(self, me: Process) -> bool:
-        """There is an answer, or the roster has released it, and it asks again, as it does every second."""
-        return self.roster.members[me.id].waits_after is None or self.roster.answer(me.id) is not None
+        """There is an answer, or the membership coordinator has released it, and it asks again, as it does every second."""
+        return (
+            self.coordinator.members[me.id].waits_after is None or self.coordinator.answer(me.id) is not None
+        )
 
     def _leave(self, reason: str) -> None:
-        self.roster.leave(self.current.id, reason, self.clock)
+        self.coordinator.leave(self.current.id, reason, self.clock)
 
     def broadcast(self, mine: Any, root_rank: int, name: str) -> Any:
         root, sent = self.gather((root_rank, pickle.dumps(mine)), name)[root_rank]
@@ -302,8 +304,10 @@ class World:
     def start(self) -> None:
         process = Process(self, len(self.processes))
         self.processes.append(process)
-        self.roster.start(process.id, f"host{process.number % 2}", process.number, self.clock, near=True)
-        self.roster.join(process.id, b"incarnat", f"host{process.number % 2}", process.number, self.clock)
+        self.coordinator.start(process.id, f"host{process.number % 2}", process.number, self.clock, near=True)
+        self.coordinator.join(
+            process.id, b"incarnat", f"host{process.number % 2}", process.number, self.clock
+        )
 
     def alive(self) -> list[Process]:
         return [one for one in self.processes if not one.ended]
@@ -312,9 +316,9 @@ class World:
         """Something happens. Mostly a process goes on."""
         self.clock += self.chance.choice([0.0, 0.0, 0.001, 0.05])
         for one in self.alive():
-            self.roster.heard(one.id, self.clock)
+            self.coordinator.heard(one.id, self.clock)
         self._hear_of_ends()
-        self.roster.step(self.clock)
+        self.coordinator.step(self.clock)
         draw = self.chance.random()
         alive = self.alive()
         if not self.is_calm and draw < 0.03 and len(alive) > 1:
@@ -334,12 +338,12 @@ class World:
         for one in alive:
             if one.ended in ("done", "left", "out"):
                 if one.ended == "done":
-                    self.roster.finish(self.clock)
-                self.roster.dead(one.id, f"it {one.ended}", self.clock)
+                    self.coordinator.finish(self.clock)
+                self.coordinator.dead(one.id, f"it {one.ended}", self.clock)
 
     def _victim(self, alive: list[Process]) -> Process:
         """Mostly one without whom somebody is left who has the state."""
-        members = self.roster.live()
+        members = self.coordinator.live()
         spared = [
             one for one in alive if members and one.id == members[-1].id and self.chance.random() < 0.95
         ]
@@ -347,20 +351,20 @@ class World:
 
     def _kill(self, victim: Process) -> None:
         victim.kill()
-        self.roster.disconnected(victim.id, self.clock)
+        self.coordinator.disconnected(victim.id, self.clock)
         self.unheard.append((self.clock + self.chance.choice([0.0, 0.01, 0.3]), victim))
 
     def _hear_of_ends(self) -> None:
         """The launcher has seen that a process has ended."""
         for when, one in [(when, one) for when, one in self.unheard if when <= self.clock]:
             self.unheard.remove((when, one))
-            self.roster.dead(one.id, "it was killed", self.clock)
+            self.coordinator.dead(one.id, "it was killed", self.clock)
 
     def _announce(self, one: Process) -> None:
-        """A notice comes to a process, and its own wish to leave to the roster."""
+        """A notice comes to a process, and its own wish to leave to the membership coordinator."""
         if one.leaving:
-            self.roster.announce(one.id, one.leaving, self.clock)
-        seq, wanted, update = self.roster.notice()
+            self.coordinator.announce(one.id, one.leaving, self.clock)
+        seq, wanted, update = self.coordinator.notice()
         if one.state is not None and seq > one.heard and one.now is not None and wanted > one.now.number:
             one.heard = seq
             one.state.on_hosts_updated(wanted, update)
@@ -381,7 +385,7 @@ class World:
         if self.finished:
             assert all(done == self.finished[0] for done in self.finished), self.finished
             return "done"
-        return "lost" if self.roster.stopped is not None else "left"
+        return "lost" if self.coordinator.stopped is not None else "left"
 
 
 HISTORIES, PARTS = 3000, 3
@@ -405,7 +409,7 @@ def test_whatever_happens_each_sample_counts_once_and_no_commit_is_lost(
         if end == "done":
             assert len(world.finished[0]) == EPOCHS, seed
         elif end == "lost":
-            stopped = world.roster.stopped
+            stopped = world.coordinator.stopped
             assert stopped is not None and stopped.text.startswith("nobody is left"), seed
     assert ends["done"] > 0.5 * HISTORIES / PARTS, ends
     assert generations > 3 * HISTORIES / PARTS, generations

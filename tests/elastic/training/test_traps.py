@@ -32,7 +32,7 @@ NAMED = {
     ],
     3: [
         "elastic/training/test_run.py::test_the_generation_says_whether_there_is_a_sync_not_the_rank",
-        "bootstrap/test_roster.py::test_sync_is_skipped_only_when_all_hold_the_same_newest_commit_and_nobody_is_new",
+        "membership/test_coordinator.py::test_sync_is_skipped_only_when_all_hold_the_same_newest_commit_and_nobody_is_new",
         "elastic/test_kills.py::test_below_the_smallest_size_the_survivors_wait_for_the_new_worker",
     ],
     4: [
@@ -61,7 +61,7 @@ NAMED = {
     ],
     12: ["elastic/training/test_traps.py::test_9_10_12_a_rank_that_comes"],
     13: [
-        "bootstrap/test_roster.py::test_survivors_keep_their_order_without_a_wait_when_all_have_come",
+        "membership/test_coordinator.py::test_survivors_keep_their_order_without_a_wait_when_all_have_come",
         "elastic/test_kills.py::test_survivors_go_on_and_the_slots_get_new_workers",
         "elastic/test_kills.py::test_when_all_are_lost_the_job_ends_with_the_report_of_the_first",
     ],
@@ -71,11 +71,11 @@ NAMED = {
         "elastic/test_kills.py::test_under_horovods_name_the_first_failure_closes_the_host",
     ],
     15: [
-        "bootstrap/test_roster.py::test_the_first_generation_may_be_smaller_when_time_is_over",
+        "membership/test_coordinator.py::test_the_first_generation_may_be_smaller_when_time_is_over",
         "launch/test_elastic_flags.py::test_what_is_not_said_is_as_in_horovod",
     ],
     16: [
-        "bootstrap/test_roster.py::test_when_one_has_finished_the_others_go_on_however_few_and_nobody_new_begins"
+        "membership/test_coordinator.py::test_when_one_has_finished_the_others_go_on_however_few_and_nobody_new_begins"
     ],
     17: [
         "launch/test_elastic_policy.py::test_a_cooldown_grows_as_horovods_and_is_not_made_longer_while_it_lasts",

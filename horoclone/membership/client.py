@@ -1,6 +1,7 @@
-"""A member's side of the roster (desk.py): joins, waits for a generation, hears notices; and the job of one generation.
+"""A member's side of the coordinator (service.py): joins, waits for a generation, hears notices; and the job of one
+generation.
 
-Thread: one at a time for each Membership; a process has one for init() and one for notices.
+Thread: one at a time for each MembershipClient; a process has one for init() and one for notices.
 """
 
 from __future__ import annotations
@@ -18,28 +19,29 @@ from typing import NamedTuple
 from horoclone import errors, failpoints
 from horoclone.bootstrap import exchange, launchers, service, wire
 from horoclone.bootstrap.client import GONE, HELLO_S, SLICE_S, Client
-from horoclone.bootstrap.desk import GENERATION_KEY, INCARNATION_BYTES, Told
-from horoclone.bootstrap.roster import ID_BYTES, Notice, Out, Stop
+from horoclone.membership.assignment import GENERATION_KEY, INCARNATION_BYTES, Assignment
+from horoclone.membership.coordinator import ID_BYTES, Evicted, RescaleNotice, Stop
 
 Say = Callable[[str], None]
 SAY_EVERY_S = 10.0
 
-# What a member says who could be the roster and is not. HEARS: it hears another one. WAITS: it looks for one, too.
+# What a member says who could be the coordinator and is not. HEARS: it hears another one. WAITS: it looks for one, too.
 # ABSENT: nobody listens there any more. FRESH: it was in no generation yet. FOREIGN: whoever is there has another
-# secret, or is of another job. SILENT: nobody answers. REFUSES: it is the roster, and does not let this process in.
+# secret, or is of another job. SILENT: nobody answers. REFUSES: it is the coordinator, and does not let this process
+# in.
 HEARS, WAITS, DECLINES, ABSENT, FRESH, FOREIGN, SILENT, REFUSES = range(8)
 
 
-class Elsewhere(errors.HorovodInternalError):
-    """Who was asked is not the roster. state: HEARS, WAITS or DECLINES."""
+class NotCoordinator(errors.HorovodInternalError):
+    """Who was asked is not the coordinator. state: HEARS, WAITS or DECLINES."""
 
     def __init__(self, body: bytes) -> None:
-        super().__init__("this process is not the roster of the job now")
+        super().__init__("this process is not the membership coordinator of the job now")
         self.state = body[0] if body else DECLINES
 
 
 class Identity(NamedTuple):
-    """Who this process is, and where its roster is."""
+    """Who this process is, and where its coordinator is."""
 
     id: bytes
     incarnation: bytes
@@ -49,7 +51,7 @@ class Identity(NamedTuple):
     secret: bytes
     job: str
     build: str = ""  # of horoclone: what all members must have alike
-    own: tuple[str, ...] = ()  # where this process would be the roster
+    own: tuple[str, ...] = ()  # where this process would be the coordinator
 
 
 def identity(environ: Mapping[str, str]) -> Identity:
@@ -82,13 +84,13 @@ def identity(environ: Mapping[str, str]) -> Identity:
 
 
 def _identity_behind(place: service.Place, environ: Mapping[str, str]) -> Identity:
-    """Of a process that nobody has announced. slot: its number in the whole job. Who the roster is shows later."""
+    """Of a process that nobody has announced. slot: its number in the whole job. Who the coordinator is shows later."""
     secret = service.secret_of(place, environ)
     drawn = secrets.token_bytes(ID_BYTES), secrets.token_bytes(INCARNATION_BYTES)
     return Identity(*drawn, place.host, place.index, (), secret, place.job)
 
 
-class Membership(Client):
+class MembershipClient(Client):
     """shows: whether its connection is this process's presence while ranks connect."""
 
     def __init__(self, who: Identity, timeout_s: float, shows: bool) -> None:
@@ -103,10 +105,12 @@ class Membership(Client):
         connection.settimeout(HELLO_S)
         connection.sendall(wire.frame(bytes([wire.JOIN]) + name))
         status, body = self._receive(time.monotonic() + HELLO_S)
-        if status == wire.ELSEWHERE:
-            raise Elsewhere(body)
+        if status == wire.NOT_COORDINATOR:
+            raise NotCoordinator(body)
         if status == wire.REJECTED:
-            raise errors.Unsupported(f"the roster refuses this process: {body.decode(errors='replace')}")
+            raise errors.Unsupported(
+                f"the membership coordinator refuses this process: {body.decode(errors='replace')}"
+            )
         if status != wire.OK or len(body) != 4:
             raise ConnectionError(wire.CLOSED_BY_PEER)
         if who.own:
@@ -118,7 +122,8 @@ class Membership(Client):
             super()._introduce(connection)
 
     def probe(self, timeout_s: float) -> int | None:
-        """One attempt to join. None: this is the roster, and the connection stays; else what Elsewhere says."""
+        """One attempt to join. None: this is the coordinator, and the connection stays; else what NotCoordinator
+        says."""
         try:
             self._connection = self._one_round(time.monotonic() + timeout_s)
             if self._connection is None:
@@ -129,7 +134,7 @@ class Membership(Client):
             self._introduce(self._connection)
             self._met = True
             return None
-        except Elsewhere as error:
+        except NotCoordinator as error:
             self.close()
             return error.state
         except errors.Unsupported:
@@ -139,35 +144,36 @@ class Membership(Client):
             self.close()
             return DECLINES
 
-    def form(self, seen: int, commits: tuple[int, ...], wait_s: float) -> Told | Out | Stop | None:
-        """Waits that long for the generation after `seen`; None: not yet. Timeout when the roster cannot be reached."""
-        failpoints.reach("roster.form")
+    def form(self, seen: int, commits: tuple[int, ...], wait_s: float) -> Assignment | Evicted | Stop | None:
+        """Waits that long for the generation after `seen`; None: not yet. Timeout when the coordinator cannot be
+        reached."""
+        failpoints.reach("membership.form")
         request = struct.pack("<BIQB", wire.FORM, int(wait_s * 1000), seen, len(commits))
         request += struct.pack(f"<{len(commits)}Q", *commits)
         status, body = self._ask(request, time.monotonic() + self._timeout_s, wait_s)
-        return Told(body) if status == wire.OK else _end(status, body)
+        return Assignment(body) if status == wire.OK else _end(status, body)
 
-    def notice(self, seq: int, commit: int) -> Notice | Stop | None:
+    def notice(self, seq: int, commit: int) -> RescaleNotice | Stop | None:
         """The next notice after this one; None: there is none yet. commit: the newest that this process holds."""
-        failpoints.reach("roster.notice")
+        failpoints.reach("membership.notice")
         request = struct.pack("<BIQQ", wire.NOTICE, int(SLICE_S * 1000), seq, commit)
         status, body = self._ask(request, time.monotonic() + self._timeout_s, SLICE_S)
         if status == wire.OK:
-            return Notice(*struct.unpack("<QQB", body))
+            return RescaleNotice(*struct.unpack("<QQB", body))
         end = _end(status, body)
         return end if isinstance(end, Stop) else None
 
     def depart(self, reason: str, at_once: bool) -> None:
-        """Tells the roster that this process will leave at the next commit, or leaves at once. Best effort."""
-        failpoints.reach("roster.leave")
-        self._tell_roster(bytes([wire.DEPART, at_once]) + reason.encode(errors="replace")[:512])
+        """Tells the coordinator that this process will leave at the next commit, or leaves at once. Best effort."""
+        failpoints.reach("membership.leave")
+        self._tell_coordinator(bytes([wire.DEPART, at_once]) + reason.encode(errors="replace")[:512])
 
     def suspect(self, number: int, rank: int) -> bool:
-        """Tells the roster that this process has lost a rank of this generation. Whether it could be told."""
-        failpoints.reach("roster.suspect")
-        return self._tell_roster(struct.pack("<BQI", wire.SUSPECT, number, rank))
+        """Tells the coordinator that this process has lost a rank of this generation. Whether it could be told."""
+        failpoints.reach("membership.suspect")
+        return self._tell_coordinator(struct.pack("<BQI", wire.SUSPECT, number, rank))
 
-    def _tell_roster(self, payload: bytes) -> bool:
+    def _tell_coordinator(self, payload: bytes) -> bool:
         try:
             self._ask(payload, time.monotonic() + HELLO_S)
             return True
@@ -175,28 +181,35 @@ class Membership(Client):
             return False  # it hears of our end from the launcher
 
 
-def _end(status: int, body: bytes) -> Out | Stop | None:
+def _end(status: int, body: bytes) -> Evicted | Stop | None:
     if status == wire.NOT_YET:
         return None
-    if status == wire.ELSEWHERE:
-        raise Elsewhere(body)
-    if status not in (wire.OUT, wire.STOP) or len(body) < 4:
-        raise errors.HorovodInternalError(f"the roster answered {body.decode(errors='replace')!r}")
+    if status == wire.NOT_COORDINATOR:
+        raise NotCoordinator(body)
+    if status not in (wire.EVICTED, wire.STOP) or len(body) < 4:
+        raise errors.HorovodInternalError(
+            f"the membership coordinator answered {body.decode(errors='replace')!r}"
+        )
     code, text = struct.unpack_from("<i", body)[0], body[4:].decode(errors="replace")
-    return Out(code, text) if status == wire.OUT else Stop(code, text)
+    return Evicted(code, text) if status == wire.EVICTED else Stop(code, text)
 
 
 class GenerationJob(exchange.Job):
     """The world of one generation. Its number is in the name of the job and its nonce in the secret of every handshake
     between ranks, so that a process of another generation is refused whatever it knows."""
 
-    def __init__(self, rendezvous: exchange.Rendezvous, told: Told) -> None:
+    def __init__(self, rendezvous: exchange.Rendezvous, assignment: Assignment) -> None:
         super().__init__(
-            rendezvous, told.rank, told.size, f"generation-{told.number}", None, list(told.indexes)
+            rendezvous,
+            assignment.rank,
+            assignment.size,
+            f"generation-{assignment.number}",
+            None,
+            list(assignment.indexes),
         )
-        self.generation = told.number
-        self._number, self._gathered = told.number, 0
-        label = b"horoclone generation " + struct.pack("<Q", told.number) + told.nonce
+        self.generation = assignment.number
+        self._number, self._gathered = assignment.number, 0
+        label = b"horoclone generation " + struct.pack("<Q", assignment.number) + assignment.nonce
         self._own_secret = hmac.new(rendezvous.secret, label, hashlib.sha256).digest()
 
     @property
@@ -217,7 +230,7 @@ class GenerationJob(exchange.Job):
         return f"{GENERATION_KEY}{self._number}" + (f".{self._gathered}" if self._gathered > 1 else "")
 
 
-def rendezvous(who: Identity, client: Membership, one_host: bool) -> exchange.Rendezvous:
+def rendezvous(who: Identity, client: MembershipClient, one_host: bool) -> exchange.Rendezvous:
     """The rendezvous of all generations; `client` stays connected between them."""
     key = ("elastic", os.getpid())
     return exchange.Rendezvous(key, who.job, who.secret, False, client, one_host=one_host)

@@ -1,4 +1,4 @@
-"""Who may go on when a network is cut or the launcher is gone: votes, what a record tells, and seats over sockets."""
+"""Who may go on when a network is cut or the launcher is gone: votes, what a record tells, and standbys over sockets."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from typing import Any
 
 import pytest
 
-from horoclone.bootstrap import heritage, roster
-from horoclone.bootstrap.desk import Desk, Told, packed
-from horoclone.bootstrap.membership import Elsewhere, Identity, Membership
 from horoclone.bootstrap.rendezvous import Server
-from horoclone.bootstrap.roster import LOW_BITS, Limits, Out, Record, Roster, Stop
-from horoclone.bootstrap.succession import Seat, Succession
+from horoclone.membership import coordinator, snapshot
+from horoclone.membership.assignment import Assignment, packed
+from horoclone.membership.client import Identity, MembershipClient, NotCoordinator
+from horoclone.membership.coordinator import LOW_BITS, Coordinator, Evicted, Limits, Record, Stop
+from horoclone.membership.failover import Failover, StandbyService
+from horoclone.membership.service import MembershipService
 
 SECRET = b"0123456789abcdef"
 
 
 def name(number: int) -> bytes:
-    return number.to_bytes(roster.ID_BYTES, "little")
+    return number.to_bytes(coordinator.ID_BYTES, "little")
 
 
-def job(count: int, **limits: object) -> Roster:
-    """A roster whose first generation, of `count` members on as many hosts, is whole."""
-    one = Roster(Limits(**{"size": count, "majority": True, **limits}), lambda size: bytes(size))
+def job(count: int, **limits: object) -> Coordinator:
+    """A coordinator whose first generation, of `count` members on as many hosts, is whole."""
+    one = Coordinator(Limits(**{"size": count, "majority": True, **limits}), lambda size: bytes(size))
     for number in range(count):
         one.start(name(number), f"host{number}", 0, 0)
         one.join(name(number), b"i%d" % number, f"host{number}", 0, 0)
@@ -36,12 +37,12 @@ def job(count: int, **limits: object) -> Roster:
     return one
 
 
-def told(one: Roster, number: int) -> Told:
+def told(one: Coordinator, number: int) -> Assignment:
     assert one.record is not None
-    return Told(packed(one.record, name(number), heritage.packed(one)))
+    return Assignment(packed(one.record, name(number), snapshot.packed(one)))
 
 
-def come(one: Roster, numbers: list[int], seen: int, now: float) -> None:
+def come(one: Coordinator, numbers: list[int], seen: int, now: float) -> None:
     for number in numbers:
         one.form(name(number), seen, (), now)
 
@@ -63,7 +64,7 @@ def test_of_silent_members_the_majority_goes_on_or_half_with_the_lowest(
     one = job(count, timeout_s=100.0)
     come(one, here, 1, 1)
     now = one.next_s()
-    assert now <= 1 + roster.UNHEARD_S
+    assert now <= 1 + coordinator.HEARTBEAT_TIMEOUT_S
     one.step(now)
     answers = [one.answer(name(number)) for number in here]
     if goes_on:
@@ -89,43 +90,43 @@ def test_who_has_certainly_ended_does_not_vote() -> None:
     one.dead(name(0), "it was killed", 1)
     one.leave(name(1), "SIGTERM", 1)
     come(one, [2], 1, 1)
-    one.step(1 + roster.UNHEARD_S)
+    one.step(1 + coordinator.HEARTBEAT_TIMEOUT_S)
     assert isinstance(one.answer(name(2)), Record)
     other = job(4)
     other.dead(name(0), "its host was lost", 1, is_certain=False)
     come(other, [2, 3], 1, 1)
-    other.step(1 + roster.UNHEARD_S)
+    other.step(1 + coordinator.HEARTBEAT_TIMEOUT_S)
     assert other.answer(name(2)) is None
 
 
 def test_a_generation_that_was_never_whole_does_not_change_who_votes() -> None:
     one = job(3)
     come(one, [0, 1], 1, 1)
-    one.step(1 + roster.UNHEARD_S)
+    one.step(1 + coordinator.HEARTBEAT_TIMEOUT_S)
     assert one.record is not None and one.record.number == 2
     come(one, [0], 2, 50)  # member 1 did not come to connect: it may be with member 2
-    one.step(50 + roster.UNHEARD_S)
+    one.step(50 + coordinator.HEARTBEAT_TIMEOUT_S)
     assert one.answer(name(0)) is None
 
 
-def test_a_record_tells_an_heir_all_that_it_needs() -> None:
+def test_a_record_tells_a_candidate_all_that_it_needs() -> None:
     one = job(3, smallest=2, largest=8, resets=5)
     for number in (0, 2):
         one.members[name(number)].addresses = f"10.0.0.{number}:1,10.1.0.{number}:1"
     one.members[name(0)].near = True
     one.dead(name(1), "it was killed", 1)
-    known = heritage.unpacked(told(one, 2).rest)
-    assert known.heirs() == [2, 0], "of another host than the roster's first"
+    known = snapshot.unpacked(told(one, 2).rest)
+    assert known.failover_candidates() == [2, 0], "of another host than the coordinator's first"
     assert known.limits == one.limits and known.voters == one.voters and known.gone == (name(1),)
     assert known.members[2].addresses == ("10.0.0.2:1", "10.1.0.2:1")
-    again = heritage.resumed(told(one, 2), known, True, lambda size: bytes(size), 5.0)
+    again = snapshot.resumed(told(one, 2), known, True, lambda size: bytes(size), 5.0)
     assert again.record is not None and again.record._replace(nonce=b"") == one.record._replace(nonce=b"")  # type: ignore[union-attr]
     come(again, [0, 2], 1, 6)
-    again.step(5 + heritage.FIND_S + roster.UNHEARD_S)
+    again.step(5 + snapshot.FIND_S + coordinator.HEARTBEAT_TIMEOUT_S)
     answer = again.answer(name(2))
     assert isinstance(answer, Record) and answer.members == (name(0), name(2))
     assert answer.number == (1 << 16 | 2) << LOW_BITS | 2, (
-        "a takeover, the heir's rank, and the count goes on"
+        "a takeover, the rank of the candidate, and the count goes on"
     )
     assert again._resets() == 1
 
@@ -133,11 +134,11 @@ def test_a_record_tells_an_heir_all_that_it_needs() -> None:
 @pytest.mark.parametrize("body", [b"", b"{}", b"[1]", b'[[1],[],["zz"],[]]', b"\xff" * 9])
 def test_a_record_that_makes_no_sense_is_refused(body: bytes) -> None:
     with pytest.raises(ConnectionError, match="makes no sense"):
-        heritage.unpacked(body)
+        snapshot.unpacked(body)
 
 
 def test_of_any_cut_at_most_one_side_goes_on() -> None:
-    """Random deaths, known to both sides or to one of them, and random sides: two rosters never both form."""
+    """Random deaths, known to both sides or to one of them, and random sides: two coordinators never both form."""
     chance, both = random.Random(7), 0
     for _ in range(2000):
         count = chance.randint(2, 7)
@@ -145,8 +146,8 @@ def test_of_any_cut_at_most_one_side_goes_on() -> None:
         sides: list[list[int]] = [[], [], []]
         for number in range(count):
             chance.choice(sides).append(number)  # the third: the dead
-        second = heritage.resumed(
-            told(first, 0), heritage.unpacked(told(first, 0).rest), True, lambda size: bytes(size), 0.0
+        second = snapshot.resumed(
+            told(first, 0), snapshot.unpacked(told(first, 0).rest), True, lambda size: bytes(size), 0.0
         )
         formed = 0
         for one, side in ((first, sides[0]), (second, sides[1])):
@@ -154,7 +155,7 @@ def test_of_any_cut_at_most_one_side_goes_on() -> None:
                 if chance.random() < 0.6:
                     one.dead(name(number), "it was killed", 1)
             come(one, side, 1, 1)
-            one.step(1 + heritage.FIND_S + roster.UNHEARD_S)
+            one.step(1 + snapshot.FIND_S + coordinator.HEARTBEAT_TIMEOUT_S)
             formed += bool(side) and isinstance(one.answer(name(side[0])), Record)
         assert formed < 2, sides
         both += formed
@@ -162,23 +163,23 @@ def test_of_any_cut_at_most_one_side_goes_on() -> None:
 
 
 class Job:
-    """A launcher's roster and members with seats, over sockets of this host."""
+    """A launcher's coordinator and members with standbys, over sockets of this host."""
 
     def __init__(self, count: int) -> None:
-        self.desk = Desk(Limits(count, majority=True), secrets.token_bytes)
-        self.desk.heritage = heritage.packed
-        self.launcher = Server(SECRET, "job", 100, ["127.0.0.1"], self.desk)
+        self.service = MembershipService(Limits(count, majority=True), secrets.token_bytes)
+        self.service.snapshot = snapshot.packed
+        self.launcher = Server(SECRET, "job", 100, ["127.0.0.1"], self.service)
         self.said: list[str] = []
-        self.members: list[Succession] = []
-        self.links: list[Membership] = []
+        self.members: list[Failover] = []
+        self.links: list[MembershipClient] = []
         for slot in range(count):
             id_ = secrets.token_bytes(16)
-            self.desk.roster.start(id_, "here", slot, time.monotonic())
+            self.service.coordinator.start(id_, "here", slot, time.monotonic())
             who = Identity(
                 id_, secrets.token_bytes(8), "here", slot, tuple(self.launcher.addresses), SECRET, "job"
             )
-            self.members.append(Succession(who, ["127.0.0.1"], 100, self.said.append))
-        self.links = [Membership(one.who, 5, shows=False) for one in self.members]
+            self.members.append(Failover(who, ["127.0.0.1"], 100, self.said.append))
+        self.links = [MembershipClient(one.who, 5, shows=False) for one in self.members]
 
     def form(self, ranks: list[int], seen: int) -> list[Any]:
         for rank in ranks:
@@ -186,7 +187,7 @@ class Job:
         return [self.links[rank].form(seen, (), 5.0) for rank in ranks]
 
     def lose_launcher(self) -> None:
-        """All have noticed it, and member 0 is the roster."""
+        """All have noticed it, and member 0 is the coordinator."""
         self.launcher.close()
         for rank in (1, 2):
             assert not self.members[rank].find(0, 0.0), "the lowest comes before them"
@@ -194,7 +195,7 @@ class Job:
 
     def follow(self, rank: int) -> None:
         self.links[rank].close()
-        self.links[rank] = Membership(self.members[rank].who, 5, shows=False)
+        self.links[rank] = MembershipClient(self.members[rank].who, 5, shows=False)
 
     def close(self) -> None:
         for link in self.links:
@@ -211,7 +212,7 @@ def three() -> Iterator[Job]:
     one = Job(3)
     answers = one.form([0, 1, 2], 0)
     for answer in answers:  # in the order of ranks
-        assert isinstance(answer, Told)
+        assert isinstance(answer, Assignment)
         one.members[answer.rank].learn(answer)
         one.members[answer.rank].connected()
     yield one
@@ -223,40 +224,45 @@ def test_the_lowest_takes_over_and_the_others_find_it(three: Job) -> None:
     three.lose_launcher()
     assert three.members[2].find(0, 5.0) and three.members[1].find(0, 5.0)
     assert three.members[1].who.addresses == three.members[2].who.addresses == three.members[0].who.own
-    assert sum("this process is the roster now (generation 1)" in line for line in three.said) == 1
+    assert (
+        sum("this process is the membership coordinator now (generation 1)" in line for line in three.said)
+        == 1
+    )
     for rank in range(3):
         three.follow(rank)
     second = three.form([0, 1, 2], 1)
     assert {(one.number, one.size) for one in second} == {(1 << 48 | 2, 3)}
 
 
-def test_who_is_no_roster_says_so_and_who_knows_less_gives_its_seat_up(three: Job) -> None:
-    idle = Membership(three.members[1].who._replace(addresses=three.members[0].who.own), 5, shows=False)
-    with pytest.raises(Elsewhere):
+def test_who_is_no_coordinator_says_so_and_who_knows_less_gives_its_place_up(three: Job) -> None:
+    idle = MembershipClient(three.members[1].who._replace(addresses=three.members[0].who.own), 5, shows=False)
+    with pytest.raises(NotCoordinator):
         idle.form(1, (), 0.0)
     three.lose_launcher()
     assert three.members[1].find(0, 5.0)
     three.follow(1)
-    with pytest.raises(Elsewhere):
-        three.links[1].form(2, (), 1.0)  # it was told generation 2 by the launcher, the roster of now was not
+    with pytest.raises(NotCoordinator):
+        three.links[1].form(
+            2, (), 1.0
+        )  # it was told generation 2 by the launcher, the coordinator of now was not
     idle.close()
 
 
-def test_an_evicted_member_and_a_stranger_are_refused_by_a_seat_as_well(three: Job) -> None:
+def test_an_evicted_member_and_a_stranger_are_refused_by_a_standby_as_well(three: Job) -> None:
     three.lose_launcher()
-    seat: Seat = three.members[0]._seat
+    standby: StandbyService = three.members[0]._standby
     for rank in (0, 1, 2):
         assert rank == 0 or three.members[rank].find(0, 5.0)
         three.follow(rank)
     evicted = three.members[2].who.id
-    with seat.mutex:
-        seat.roster.dead(evicted, "nobody has heard of it any more", time.monotonic())
-    assert all(isinstance(one, Told) and one.size == 2 for one in three.form([0, 1], 1))
+    with standby.mutex:
+        standby.coordinator.dead(evicted, "nobody has heard of it any more", time.monotonic())
+    assert all(isinstance(one, Assignment) and one.size == 2 for one in three.form([0, 1], 1))
     answer = three.links[2].form(1, (), 5.0)
-    assert isinstance(answer, Out) and answer.code == 75 and "nobody has heard" in answer.text
+    assert isinstance(answer, Evicted) and answer.code == 75 and "nobody has heard" in answer.text
     stranger = three.members[1].who._replace(secret=b"another secret!!")
     other = three.members[1].who._replace(id=secrets.token_bytes(16))
     for who in (stranger, other):
-        link = Membership(who, 1, shows=False)
+        link = MembershipClient(who, 1, shows=False)
         assert link.probe(2.0) is not None
         link.close()

@@ -2,7 +2,7 @@
 
 A member is a process named by 16 random bytes. It joins, waits inside init() for a generation that includes it (form),
 and comes back for the next one when that generation is lost or when members come or leave. One record describes a
-generation to everybody; no number is given to two of them. Thread: one at a time (desk.py holds a lock).
+generation to everybody; no number is given to two of them. Thread: one at a time (service.py holds a lock).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ NONCE_BYTES = 32
 NO_UPDATE, REMOVED, ADDED = 0, 1, 2  # flags of a notice, as Horovod's HostUpdateResult
 TOGETHER_S = 2.0  # how long a process that wants to join waits for others that are being started
 PROGRESS_S = 10.0  # a member that was in the job for so long has not failed at once
-SILENT_S = 5.0  # a member whom others have lost is dead when the roster has not heard of it for so long
-LOW_BITS = 32  # of a generation's number: these count, those above name who counts (succession.py)
-UNHEARD_S = 30.0  # so is, while a generation is formed, one of whom nobody says anything
+SILENT_S = 5.0  # a member whom others have lost is dead when the coordinator has not heard of it for so long
+LOW_BITS = 32  # of a generation's number: these count, those above name who counts (failover.py)
+HEARTBEAT_TIMEOUT_S = 30.0  # so is, while a generation is formed, one of whom nobody says anything
 AT_START_S = (
     30.0  # so long do those who are enough for the first generation wait for others that are being started
 )
@@ -33,7 +33,7 @@ class Limits(NamedTuple):
     """size: of the first generation. largest, resets: None for no limit. timeout_s: bounds every wait.
 
     majority: a generation needs more than half of those members of the last whole one that are not known to be dead, or
-    half of them with the lowest. Another roster may have the rest.
+    half of them with the lowest. Another coordinator may have the rest.
     """
 
     size: int
@@ -61,7 +61,7 @@ class Record(NamedTuple):
         return tuple(rank for rank, before in enumerate(self.previous) if before < 0)
 
 
-class Out(NamedTuple):
+class Evicted(NamedTuple):
     """The others go on without this process. code: with which it should end."""
 
     code: int
@@ -75,7 +75,7 @@ class Stop(NamedTuple):
     text: str
 
 
-class Notice(NamedTuple):
+class RescaleNotice(NamedTuple):
     """Another generation, of number `wanted`, shall be formed at the next commit. seq: rises with each."""
 
     seq: int
@@ -83,10 +83,10 @@ class Notice(NamedTuple):
     update: int
 
 
-NO_NOTICE = Notice(0, 0, NO_UPDATE)
+NO_NOTICE = RescaleNotice(0, 0, NO_UPDATE)
 
 
-class Refusal(Exception):
+class JoinRejected(Exception):
     """Who asks may not be told anything, and why."""
 
 
@@ -108,9 +108,9 @@ class Member:
     waiting_s: float = 0.0
     commits: tuple[int, ...] = ()
     connections: int = 0
-    near: bool = False  # on the roster's own host, where no network is between
+    near: bool = False  # on the coordinator's own host, where no network is between
     planned: int = 0
-    addresses: str = ""  # where it would be the roster itself (succession.py)
+    addresses: str = ""  # where it would be the coordinator itself (failover.py)
     commit_before: int = 0  # the newest of the job when it came into its first generation
     suspected: bool = False  # another member has lost it
     leaving: str = ""  # it has said that it will go
@@ -122,7 +122,7 @@ class Member:
 
 
 @dataclass(eq=False)
-class Roster:
+class Coordinator:
     """open_to_all: whether a process that nobody has announced by start() may join; its slot is its rank among others
     that are new, and it takes the place of who had it before. term: the high half of numbers. expected: hosts of the
     first generation, where they are known; for the text when some do not come.
@@ -139,18 +139,18 @@ class Roster:
     finishing: bool = False  # a member has ended with success: whoever comes now comes too late
     members: dict[bytes, Member] = field(default_factory=dict)
     newest_commit: int = 0
-    given_up: list[bytes] = field(default_factory=list)  # alive perhaps; whoever started them should end them
+    fenced: list[bytes] = field(default_factory=list)  # alive perhaps; whoever started them should end them
     too_few: str = ""  # why the first generation will never have its smallest size
     term: int = 0
     voters: tuple[bytes, ...] = ()  # of the last generation in which everybody came to connect, by rank
-    _lacking_s: float | None = (
+    _quorum_lost_since_s: float | None = (
         None  # since when somebody is silent, and the others are too few to go on without
     )
-    certainly_gone: set[bytes] = field(default_factory=set)  # dead or left for sure, not only silent
+    confirmed_dead: set[bytes] = field(default_factory=set)  # dead or left for sure, not only silent
     _next_index: int = 0
     _forming_s: float | None = None
     _handing_over_s: float | None = None  # since when only those who are to leave have the state
-    _notice: Notice = NO_NOTICE
+    _notice: RescaleNotice = NO_NOTICE
     _commits_before: dict[bytes, int] = field(
         default_factory=dict
     )  # of the survivors, when they formed the newest
@@ -178,7 +178,7 @@ class Roster:
         if (
             build != self.build and self.build
         ):  # the ranks would refuse it, and all of them would end with that
-            raise Refusal(
+            raise JoinRejected(
                 f"it is horoclone {build or 'of an unknown version'}, and the job's other processes are horoclone "
                 f"{self.build}; install the same horoclone on every host"
             )
@@ -186,14 +186,14 @@ class Roster:
         member = self.members.get(id_)
         if member is None:
             if not self.open_to_all:
-                raise Refusal(
+                raise JoinRejected(
                     "nobody has started a member of this name; was the environment of another job copied?"
                 )
             self._make_room(host, slot, now)
             self.start(id_, host, slot, now, planned=slot)
             member = self.members[id_]
         if member.incarnation not in (b"", incarnation):
-            raise Refusal(
+            raise JoinRejected(
                 f"two processes say that they are member {member.index} ({member.host}, slot {member.slot}); was a "
                 "process started with the environment of a worker? Take HOROCLONE_MEMBER out of its environment"
             )
@@ -203,14 +203,15 @@ class Roster:
         return member.index
 
     def numbers_from(self, index: int) -> None:
-        """Members that come get numbers from here on: another roster has given the lower ones."""
+        """Members that come get numbers from here on: another coordinator has given the lower ones."""
         self._next_index = max(self._next_index, index)
 
     def _make_room(self, host: str, slot: int, now: float) -> None:
-        """Who started a process at this place anew has seen the end of the one before. Refusal if that one lives."""
+        """Who started a process at this place anew has seen the end of the one before. JoinRejected if that one
+        lives."""
         for other in [one for one in self.members.values() if (one.host, one.slot) == (host, slot)]:
             if other.connections and not other.gone and now - other.heard_s < SILENT_S:
-                raise Refusal(
+                raise JoinRejected(
                     f"another process is {host} (number {slot}) in this job, and it is alive. Are there two of one "
                     "name or number (JOB_COMPLETION_INDEX, HOROCLONE_HOSTNAME), or two jobs behind one service with "
                     "one HOROCLONE_JOB?"
@@ -277,14 +278,14 @@ class Roster:
         """It leaves now, as planned."""
         member = self.members[id_]
         member.leaving = reason or member.leaving or "it left"
-        self.certainly_gone.add(id_)
+        self.confirmed_dead.add(id_)
         self._lose(member, f"it left: {member.leaving}", 0)
         self.step(now)
 
     def dead(self, id_: bytes, text: str, now: float, is_certain: bool = True) -> None:
         """From who knows: its process has ended. is_certain: it was seen, and not only its host was lost."""
         if is_certain:
-            self.certainly_gone.add(id_)
+            self.confirmed_dead.add(id_)
         self._lose(self.members[id_], text, NO_MEMBER)
         self.step(now)
 
@@ -304,11 +305,11 @@ class Roster:
         if self.record is not None and self.record.number == number:
             self.voters = self.record.members
 
-    def unwant(self, id_: bytes, reason: str, now: float) -> None:
+    def drain(self, id_: bytes, reason: str, now: float) -> None:
         """It shall go: its host is not to be used any more."""
-        self.unwant_all({id_: reason}, now)
+        self.drain_all({id_: reason}, now)
 
-    def unwant_all(self, workers: Mapping[bytes, str], now: float) -> None:
+    def drain_all(self, workers: Mapping[bytes, str], now: float) -> None:
         """They shall go in one generation, each for this reason."""
         for id_, reason in workers.items():
             self.members[id_].unwanted = reason
@@ -346,7 +347,7 @@ class Roster:
 
     # --- what members are told
 
-    def answer(self, id_: bytes) -> Record | Out | Stop | None:
+    def answer(self, id_: bytes) -> Record | Evicted | Stop | None:
         """To form(); None: it has to wait."""
         member = self.members[id_]
         if member.waits_after is None:
@@ -355,18 +356,20 @@ class Roster:
         if self.stopped is not None:
             return self.stopped
         if member.gone:
-            return Out(member.out_code, member.gone)
+            return Evicted(member.out_code, member.gone)
         if record is not None and member.generation == record.number and member.waits_after < record.number:
             return record
         if member.waits_after != member.generation:
-            return Out(NO_MEMBER, f"generation {member.waits_after} is over, and it was not in the last one")
+            return Evicted(
+                NO_MEMBER, f"generation {member.waits_after} is over, and it was not in the last one"
+            )
         if (member.leaving or member.unwanted) and member not in self._old():
-            return Out(0, member.leaving or member.unwanted)
+            return Evicted(0, member.leaving or member.unwanted)
         if self.finishing and not member.generation:
-            return Out(0, "the job is done")
+            return Evicted(0, "the job is done")
         return None
 
-    def notice(self) -> Notice:
+    def notice(self) -> RescaleNotice:
         """The newest; seq 0: there has been none."""
         return self._notice
 
@@ -381,7 +384,7 @@ class Roster:
                 due.append(self._alone_until_s())
             unready, until_s = self._unready()
             due += [until_s] if unready else []
-            if self._lacking_s is None:
+            if self._quorum_lost_since_s is None:
                 due += [self._patience_s(one) for one in self._old() if not self._comes(one)]
         elif self.record is not None:
             due += [one.waiting_s + TOGETHER_S for one in self._newcomers()]
@@ -433,19 +436,25 @@ class Roster:
         missing = [one for one in self._old() if not self._comes(one)]
         overdue = [one for one in missing if is_late or now >= self._patience_s(one)]
         if overdue and not is_late and not self._may_go_on([one for one in self._old() if self._comes(one)]):
-            self._lacking_s = now if self._lacking_s is None else self._lacking_s
+            self._quorum_lost_since_s = (
+                now if self._quorum_lost_since_s is None else self._quorum_lost_since_s
+            )
             return  # nobody is given up by those who may be the ones that are cut off
-        if self._lacking_s is not None and now >= self._lacking_s + SILENT_S and not is_late:
+        if (
+            self._quorum_lost_since_s is not None
+            and now >= self._quorum_lost_since_s + SILENT_S
+            and not is_late
+        ):
             for one in overdue:
                 one.heard_s = now  # the network is whole again: the others come back one by one
             overdue = []
-        self._lacking_s = None
+        self._quorum_lost_since_s = None
         for one in missing:
             if one in overdue:
                 why = "it did not come back" if is_late else "nobody has heard of it any more"
                 self._lose(one, f"{why} (generation {one.generation})", NO_MEMBER)
                 if not self.limits.majority:  # else by _make: it may be we who are cut off
-                    self.given_up.append(one.id)
+                    self.fenced.append(one.id)
         if any(not one.gone for one in missing):
             return
         if self._is_state_lost():
@@ -487,23 +496,23 @@ class Roster:
 
     def _watch_hand_over(self, now: float) -> None:
         """Ends the job where those who are to leave have waited for too long for others, who would take the state."""
-        bearers = self._bearers()
-        if not bearers:
+        last_holders = self._last_holders()
+        if not last_holders:
             self._handing_over_s = None
             return
         self._handing_over_s = now if self._handing_over_s is None else self._handing_over_s
         if now >= self._handing_over_s + self.limits.timeout_s:
             self.stop(
                 1,
-                f"{bearers[0].leaving or bearers[0].unwanted}, and for {self.limits.timeout_s:g} s nobody came to whom "
-                "the state of the training could be handed over; --elastic-timeout (seconds) waits longer",
+                f"{last_holders[0].leaving or last_holders[0].unwanted}, and for {self.limits.timeout_s:g} s nobody "
+                "came to whom the state of the training could be handed over; --elastic-timeout (seconds) waits longer",
             )
 
     def is_handing_over(self) -> bool:
         """Whether those who are to leave go on for the time being: nobody else has the state."""
-        return bool(self._bearers())
+        return bool(self._last_holders())
 
-    def _bearers(self) -> list[Member]:
+    def _last_holders(self) -> list[Member]:
         """Those of them, by rank: as long as others come, or may come because their hosts are only not named."""
         going = [one for one in self.live() if one.leaving or one.unwanted]
         if not going or not self.newest_commit or self.finishing:
@@ -520,13 +529,13 @@ class Roster:
         largest = self.limits.largest
         if largest is None:
             return old + new
-        bearers = self._bearers()
-        if bearers:
+        last_holders = self._last_holders()
+        if last_holders:
             largest = max(largest, 2)  # one more than there should be, for a moment
-            staying = [one for one in old if one not in bearers][: largest - 1]
+            staying = [one for one in old if one not in last_holders][: largest - 1]
             taking = new[: largest - 1 - len(staying)]
-            bearers = bearers[: largest - len(staying) - len(taking)]
-            return [one for one in old if one in bearers or one in staying] + taking
+            last_holders = last_holders[: largest - len(staying) - len(taking)]
+            return [one for one in old if one in last_holders or one in staying] + taking
         return (old + new)[: max(largest, 1)]
 
     def _alone_until_s(self) -> float:
@@ -573,7 +582,7 @@ class Roster:
             )
 
     def _voting(self) -> list[bytes]:
-        return [id_ for id_ in self.voters if id_ not in self.certainly_gone]
+        return [id_ for id_ in self.voters if id_ not in self.confirmed_dead]
 
     def _votes(self, ready: list[Member]) -> tuple[int, int]:
         """How many of those who may vote are here, and how many there are."""
@@ -581,7 +590,7 @@ class Roster:
         return sum(id_ in here for id_ in voting), len(voting)
 
     def _may_go_on(self, ready: list[Member]) -> bool:
-        """Whether nobody else can have a majority. Two rosters cannot both: who is dead votes for neither."""
+        """Whether nobody else can have a majority. Two coordinators cannot both: who is dead votes for neither."""
         if not self.limits.majority or not (voting := self._voting()):
             return True
         votes, voters = self._votes(ready)
@@ -626,7 +635,7 @@ class Roster:
             one.generation, one.released, one.suspected = number, 0, False
         if self.limits.majority and before is not None:
             left = [id_ for id_ in before.members if self.members[id_].out_code == NO_MEMBER]
-            self.given_up += [id_ for id_ in left if id_ not in self.certainly_gone]
+            self.fenced += [id_ for id_ in left if id_ not in self.confirmed_dead]
         if len(ready) == 1:
             self.established(number)  # it meets nobody
         self._forming_s = None
@@ -636,7 +645,7 @@ class Roster:
         record = self.record
         members = [] if record is None else [self.members[id_] for id_ in record.members]
         is_doubted = any(one.suspected and one.host == member.host for one in members)
-        return member.heard_s + (SILENT_S if is_doubted else UNHEARD_S)
+        return member.heard_s + (SILENT_S if is_doubted else HEARTBEAT_TIMEOUT_S)
 
     def _is_forming(self) -> bool:
         if self.record is None:
@@ -650,8 +659,8 @@ class Roster:
             return
         update = NO_UPDATE
         live = self.live()
-        bearers = self._bearers()
-        if any(one.leaving or one.unwanted for one in live) and not bearers:
+        last_holders = self._last_holders()
+        if any(one.leaving or one.unwanted for one in live) and not last_holders:
             update |= REMOVED
         new = self._newcomers()
         staying = sum(1 for one in live if not (one.leaving or one.unwanted))
@@ -659,15 +668,15 @@ class Roster:
         has_room = largest is None or staying < largest
         if new and has_room and not self.finishing:
             all_there = not self.coming() or now >= min(one.waiting_s for one in new) + TOGETHER_S
-            update |= (ADDED | REMOVED if bearers else ADDED) if all_there else NO_UPDATE
+            update |= (ADDED | REMOVED if last_holders else ADDED) if all_there else NO_UPDATE
         last = self._notice
         if update and (last.wanted, last.update) != (self.next_number(), update):
-            self._notice = Notice(last.seq + 1, self.next_number(), update)
+            self._notice = RescaleNotice(last.seq + 1, self.next_number(), update)
 
     def _old(self) -> list[Member]:
         """Members of the newest generation who may be in the next, by rank."""
-        bearers = self._bearers()
-        return [one for one in self.live() if one in bearers or not (one.leaving or one.unwanted)]
+        last_holders = self._last_holders()
+        return [one for one in self.live() if one in last_holders or not (one.leaving or one.unwanted)]
 
     def _newcomers(self) -> list[Member]:
         """Those who wait for their first generation, as planned, the oldest first."""
@@ -704,4 +713,4 @@ class Roster:
             self._close_host_of(member)
             member.gone, member.out_code = text, code
             if member.near and not member.connections and member.incarnation:
-                self.certainly_gone.add(member.id)  # on one host a connection ends with its process only
+                self.confirmed_dead.add(member.id)  # on one host a connection ends with its process only

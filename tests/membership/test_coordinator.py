@@ -6,29 +6,38 @@ import random
 
 import pytest
 
-from horoclone.bootstrap import roster
-from horoclone.bootstrap.roster import ADDED, REMOVED, Limits, Out, Record, Refusal, Roster, Stop
+from horoclone.membership import coordinator
+from horoclone.membership.coordinator import (
+    ADDED,
+    REMOVED,
+    Coordinator,
+    Evicted,
+    JoinRejected,
+    Limits,
+    Record,
+    Stop,
+)
 
 
 def name(number: int) -> bytes:
-    return number.to_bytes(roster.ID_BYTES, "little")
+    return number.to_bytes(coordinator.ID_BYTES, "little")
 
 
-def job(count: int, **limits: object) -> Roster:
-    """A roster with `count` members that have joined."""
-    one = Roster(Limits(**{"size": count, **limits}), lambda size: bytes(size))
+def job(count: int, **limits: object) -> Coordinator:
+    """A coordinator with `count` members that have joined."""
+    one = Coordinator(Limits(**{"size": count, **limits}), lambda size: bytes(size))
     for number in range(count):
         come(one, number)
     return one
 
 
-def come(one: Roster, number: int, now: float = 0.0) -> None:
+def come(one: Coordinator, number: int, now: float = 0.0) -> None:
     one.start(name(number), "host", number, now)
     one.join(name(number), b"i%d" % number, "host", number, now)
 
 
 def formed(
-    one: Roster, numbers: list[int], seen: int, now: float = 0.0, commits: tuple[int, ...] = ()
+    one: Coordinator, numbers: list[int], seen: int, now: float = 0.0, commits: tuple[int, ...] = ()
 ) -> Record:
     """They all call form(); the record that every one of them is told."""
     for number in numbers:
@@ -69,7 +78,9 @@ def test_a_member_has_progressed_once_a_commit_was_made_with_it() -> None:
     one.form(name(3), 0, (), 4)
     formed(one, [0, 1], 3, 4, (9, 10))
     one.holds(name(0), 11)
-    assert one.has_progressed(name(3), 4.0, 5.0) and one.has_progressed(name(2), 2.0, 2.0 + roster.PROGRESS_S)
+    assert one.has_progressed(name(3), 4.0, 5.0) and one.has_progressed(
+        name(2), 2.0, 2.0 + coordinator.PROGRESS_S
+    )
 
 
 def test_what_became_of_a_member_is_known_once_the_others_form_the_next_generation() -> None:
@@ -90,7 +101,7 @@ def test_what_became_of_a_member_is_known_once_the_others_form_the_next_generati
 
 def test_a_plan_says_which_rank_is_whose_whoever_starts_them_first() -> None:
     """Workers of one host have neighbouring ranks, in the order of their slots, as Horovod's driver plans them."""
-    one = Roster(Limits(3), lambda size: bytes(size))
+    one = Coordinator(Limits(3), lambda size: bytes(size))
     for number, rank in ((0, 2), (1, 0), (2, 1)):
         one.start(name(number), "host", number, 0, planned=rank)
         one.join(name(number), b"i%d" % number, "host", number, 0)
@@ -130,7 +141,7 @@ def test_a_process_that_joins_waits_for_those_that_start_with_it_but_not_long() 
     come(one, 1, 1)
     come(one, 2, 1)
     one.form(name(1), 0, (), 10)
-    assert one.notice().seq == 0 and one.next_s() == 10 + roster.TOGETHER_S
+    assert one.notice().seq == 0 and one.next_s() == 10 + coordinator.TOGETHER_S
     one.step(one.next_s())
     assert one.notice().update == ADDED
 
@@ -206,16 +217,16 @@ def test_a_member_that_was_given_up_is_refused() -> None:
     one.form(name(0), 1, (), 2)
     one.form(name(1), 1, (), 2)
     assert one.answer(name(0)) is None
-    one.step(roster.SILENT_S + 1)
-    assert one.given_up == [name(2)]
+    one.step(coordinator.SILENT_S + 1)
+    assert one.fenced == [name(2)]
     assert isinstance(one.answer(name(0)), Record)
     one.form(name(2), 1, (), 9)
     answer = one.answer(name(2))
-    assert isinstance(answer, Out) and answer.code == roster.NO_MEMBER
+    assert isinstance(answer, Evicted) and answer.code == coordinator.NO_MEMBER
 
 
 def test_a_host_that_is_cut_off_takes_all_its_silent_members_with_it() -> None:
-    one = Roster(Limits(4), lambda size: bytes(size))
+    one = Coordinator(Limits(4), lambda size: bytes(size))
     for number in range(4):
         one.start(name(number), f"host-{number // 2}", number, 0)
         one.join(name(number), b"i", f"host-{number // 2}", number, 0)
@@ -224,17 +235,17 @@ def test_a_host_that_is_cut_off_takes_all_its_silent_members_with_it() -> None:
     one.form(name(0), 1, (), 2)
     one.form(name(1), 1, (), 2)
     one.step(one.next_s())
-    assert one.given_up == [name(2), name(3)] and one.answer(name(1)) is one.record
+    assert one.fenced == [name(2), name(3)] and one.answer(name(1)) is one.record
 
 
 def test_a_silent_member_of_whom_nobody_says_anything_is_waited_for_a_while() -> None:
     one = job(2)
     formed(one, [0, 1], 0)
     one.form(name(0), 1, (), 2)
-    one.step(roster.UNHEARD_S - 0.1)
+    one.step(coordinator.HEARTBEAT_TIMEOUT_S - 0.1)
     assert one.answer(name(0)) is None
-    one.step(roster.UNHEARD_S)
-    assert one.answer(name(0)) is one.record and one.given_up == [name(1)]
+    one.step(coordinator.HEARTBEAT_TIMEOUT_S)
+    assert one.answer(name(0)) is one.record and one.fenced == [name(1)]
 
 
 def test_one_that_others_have_lost_and_that_speaks_is_not_given_up() -> None:
@@ -265,14 +276,14 @@ def test_whoever_leaves_as_planned_is_not_waited_for_and_ends_with_zero() -> Non
     record = formed(one, [1], 1, 2)
     assert record.members == (name(1),)
     one.form(name(0), 1, (), 3)
-    assert one.answer(name(0)) == Out(0, "SIGTERM")
+    assert one.answer(name(0)) == Evicted(0, "SIGTERM")
 
 
 def test_two_processes_of_one_name_and_strangers_are_refused() -> None:
     one = job(1)
-    with pytest.raises(Refusal, match="two processes"):
+    with pytest.raises(JoinRejected, match="two processes"):
         one.join(name(0), b"another", "host", 0, 0)
-    with pytest.raises(Refusal, match="another job"):
+    with pytest.raises(JoinRejected, match="another job"):
         one.join(name(9), b"x", "host", 0, 0)
     one.open_to_all = True
     assert one.join(name(9), b"x", "another", 0, 0) == 1
@@ -283,11 +294,13 @@ def test_whoever_comes_to_a_place_replaces_who_was_there_before_unless_that_one_
     one.open_to_all = True
     formed(one, [0, 1], 0)
     one.established(1)
-    with pytest.raises(Refusal, match=r"another process is host \(number 0\) in this job, and it is alive"):
+    with pytest.raises(
+        JoinRejected, match=r"another process is host \(number 0\) in this job, and it is alive"
+    ):
         one.join(name(8), b"x", "host", 0, 1)
     one.disconnected(name(0), 2)
     one.join(name(8), b"x", "host", 0, 2)
-    assert one.members[name(0)].gone and name(0) in one.certainly_gone
+    assert one.members[name(0)].gone and name(0) in one.confirmed_dead
     one.form(name(8), 0, (), 2)
     assert one.answer(name(8)) is None
     one.form(name(1), 1, (), 2)
@@ -316,7 +329,7 @@ def test_when_one_has_finished_the_others_go_on_however_few_and_nobody_new_begin
     one.finish(1)
     one.dead(name(0), "exit code 0", 1)
     one.form(name(3), 0, (), 1)
-    assert isinstance(one.answer(name(3)), Out)
+    assert isinstance(one.answer(name(3)), Evicted)
     assert formed(one, [1, 2], 1, 2).members == (name(1), name(2))
 
 
@@ -328,7 +341,7 @@ def test_a_process_of_another_build_is_refused_with_both_names() -> None:
             one.join(name(number), b"x", "host", number, 0, build)
         else:
             with pytest.raises(
-                Refusal, match=r"it is horoclone (0.1.0\+bb|of an unk.*n), and .* horoclone 0.1.0\+aa"
+                JoinRejected, match=r"it is horoclone (0.1.0\+bb|of an unk.*n), and .* horoclone 0.1.0\+aa"
             ):
                 one.join(name(number), b"x", "host", number, 0, build)
     assert [one.members[name(number)].connections for number in range(4)] == [1, 0, 0, 1]
@@ -374,7 +387,7 @@ def test_who_came_and_was_never_synchronised_does_not_begin_anew_alone(finishing
     one.form(name(2), 2, (), 2)
     answer = one.answer(name(2))
     if finishing:
-        assert answer == Out(0, "the job is done")
+        assert answer == Evicted(0, "the job is done")
     else:
         assert isinstance(answer, Stop) and "who had the state of the training" in answer.text
 
@@ -391,7 +404,7 @@ def test_survivors_do_not_wait_for_a_newcomer_that_was_not_synchronised_and_it_c
     assert isinstance(record, Record) and record.newcomers == (2,)
     one.dead(name(1), "killed in sync", 2)
     one.form(name(0), 2, (7, 8), 2)
-    assert one.answer(name(0)) is None and one.next_s() == pytest.approx(2 + roster.UNREADY_S)
+    assert one.answer(name(0)) is None and one.next_s() == pytest.approx(2 + coordinator.UNREADY_S)
     one.step(one.next_s())
     third = one.answer(name(0))
     assert isinstance(third, Record) and third.members == (name(0),) and third.skip_sync and third.commit == 8
@@ -435,8 +448,8 @@ def test_without_any_commit_whoever_is_left_goes_on() -> None:
 def test_who_is_to_leave_keeps_its_generation_until_it_has_left() -> None:
     one = job(2)
     formed(one, [0, 1], 0)
-    one.unwant(name(0), "host a is not there any more", 1)
-    one.unwant(name(1), "host a is not there any more", 1)
+    one.drain(name(0), "host a is not there any more", 1)
+    one.drain(name(1), "host a is not there any more", 1)
     come(one, 2)
     one.form(name(2), 0, (), 2)
     assert one.answer(name(2)) is None and one.record is not None and one.record.number == 1
@@ -464,7 +477,7 @@ def test_those_who_are_to_leave_stay_until_others_have_the_state() -> None:
     assert one.notice().update == REMOVED and one.notice().wanted == 4 and not one.is_handing_over()
     for number in (0, 1):
         one.form(name(number), 3, (7,), 7)
-        assert one.answer(name(number)) == Out(0, "SIGTERM")
+        assert one.answer(name(number)) == Evicted(0, "SIGTERM")
     assert formed(one, [2], 3, 8, (7,)).members == (name(2),)
 
 
@@ -479,10 +492,10 @@ def test_a_handover_needs_no_more_places_than_there_are() -> None:
     one.form(name(0), 1, (5,), 2)
     one.form(name(1), 1, (5,), 2)
     assert one.record is not None and one.record.members == (name(0), name(2))
-    assert one.answer(name(1)) == Out(0, "host a is gone")
+    assert one.answer(name(1)) == Evicted(0, "host a is gone")
     one.holds(name(2), 6)
     one.form(name(0), 2, (6,), 3)
-    assert one.answer(name(0)) == Out(0, "host a is gone")
+    assert one.answer(name(0)) == Evicted(0, "host a is gone")
     assert formed(one, [2], 2, 3, (6,)).members == (name(2), name(3))
 
 
@@ -508,22 +521,22 @@ def test_where_nobody_comes_those_who_are_asked_leave_and_the_displaced_wait() -
 
 
 def test_the_first_generation_waits_a_while_for_all_who_are_being_started() -> None:
-    one = Roster(Limits(2, 1, 4), lambda size: bytes(size))
+    one = Coordinator(Limits(2, 1, 4), lambda size: bytes(size))
     for number in range(4):
         come(one, number)
     one.form(name(3), 0, (), 1)
     one.form(name(1), 0, (), 2)
-    assert one.record is None and one.next_s() == 2 + roster.AT_START_S
+    assert one.record is None and one.next_s() == 2 + coordinator.AT_START_S
     one.dead(name(0), "killed", 3)
     assert one.record is None
     one.form(name(2), 0, (), 4)
     assert one.record is not None and one.record.members == (name(1), name(2), name(3))
-    one = Roster(Limits(2, 1, 4), lambda size: bytes(size))
+    one = Coordinator(Limits(2, 1, 4), lambda size: bytes(size))
     for number in range(4):
         come(one, number)
     for number in (3, 1):
         one.form(name(number), 0, (), 2)
-    one.step(2 + roster.AT_START_S)
+    one.step(2 + coordinator.AT_START_S)
     assert one.record is not None and one.record.members == (name(1), name(3))
 
 
@@ -544,7 +557,7 @@ def test_no_more_can_come_to_the_first_generation_than_is_said() -> None:
 
 
 def test_where_a_failure_closes_a_host_the_others_there_leave_in_the_same_generation() -> None:
-    one = Roster(Limits(4), lambda size: bytes(size), whole_hosts=True)
+    one = Coordinator(Limits(4), lambda size: bytes(size), whole_hosts=True)
     for number in range(4):
         one.start(name(number), f"host{number // 2}", number % 2, 0)
         one.join(name(number), b"i%d" % number, f"host{number // 2}", number % 2, 0)
@@ -554,11 +567,11 @@ def test_where_a_failure_closes_a_host_the_others_there_leave_in_the_same_genera
     one.suspect(1, 0, 1)
     one.disconnected(name(0), 1)
     assert one.record is not None and one.record.members == (name(2), name(3)) and one.record.number == 2
-    assert isinstance(one.answer(name(1)), Out)
+    assert isinstance(one.answer(name(1)), Evicted)
 
 
 class Life:
-    """A random life: processes as the roster would meet them, each in one of the states out, running, waiting, ended."""
+    """A random life: processes as the coordinator would meet them, each in one of the states out, running, waiting, ended."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -566,7 +579,7 @@ class Life:
         smallest = self.random.randint(1, size)
         largest = self.random.choice([None, size, size + 2])
         self.now = 0.0
-        self.roster = Roster(
+        self.coordinator = Coordinator(
             Limits(size, smallest, largest, self.random.choice([20.0, 600.0])), self.random.randbytes
         )
         self.seen: dict[int, int] = {}  # process -> number of the newest generation that it knows
@@ -581,17 +594,17 @@ class Life:
 
     def begin(self) -> None:
         number = len(self.seen)
-        come(self.roster, number, self.now)
+        come(self.coordinator, number, self.now)
         self.seen[number], self.commits[number] = 0, []
         self.alive.add(number)
 
     def form(self, number: int) -> None:
         self.waiting.add(number)
-        self.roster.form(name(number), self.seen[number], self.commits[number][-2:], self.now)
+        self.coordinator.form(name(number), self.seen[number], self.commits[number][-2:], self.now)
 
     def act(self) -> None:
         self.now += self.random.choice([0.0, 0.01, 0.5, 3.0])
-        self.roster.step(self.now)
+        self.coordinator.step(self.now)
         running = sorted(self.alive - self.waiting - self.stuck)
         choice = self.random.random()
         if choice < 0.5 and running:
@@ -599,30 +612,30 @@ class Life:
         elif choice < 0.6 and self.alive:
             victim = self.random.choice(sorted(self.alive))
             self.end(victim)
-            self.roster.dead(name(victim), "killed", self.now)
+            self.coordinator.dead(name(victim), "killed", self.now)
         elif choice < 0.64 and running:
-            self.roster.leave(name(victim := self.random.choice(running)), "", self.now)
+            self.coordinator.leave(name(victim := self.random.choice(running)), "", self.now)
             self.end(victim)
         elif choice < 0.67 and self.alive:
-            self.roster.announce(name(self.random.choice(sorted(self.alive))), "", self.now)
+            self.coordinator.announce(name(self.random.choice(sorted(self.alive))), "", self.now)
         elif choice < 0.70 and self.waiting:  # its connection broke; it asks again later
-            self.roster.withdraw(name(again := self.random.choice(sorted(self.waiting))))
+            self.coordinator.withdraw(name(again := self.random.choice(sorted(self.waiting))))
             self.waiting.discard(again)
             self.asked_again.add(again)
         elif choice < 0.73 and running:
             self.stuck.add(self.random.choice(running))
-        elif choice < 0.78 and self.roster.record is not None:
-            record = self.roster.record
+        elif choice < 0.78 and self.coordinator.record is not None:
+            record = self.coordinator.record
             rank = self.random.randrange(len(record.members))
-            self.roster.suspect(record.number, rank, self.now)
+            self.coordinator.suspect(record.number, rank, self.now)
         elif choice < 0.84 and len(self.seen) < 40:
             self.begin()
         elif running:
             number = self.random.choice(running)
-            self.roster.heard(name(number), self.now)
+            self.coordinator.heard(name(number), self.now)
             if number in self.asked_again:
                 return  # it is in init() still
-            self.commits[number].append(self.roster.newest_commit + self.random.randint(0, 1))
+            self.commits[number].append(self.coordinator.newest_commit + self.random.randint(0, 1))
         self.listen()
 
     def end(self, number: int) -> None:
@@ -634,7 +647,7 @@ class Life:
         for number in sorted(self.waiting):
             if self.random.random() < 0.3:
                 continue
-            answer = self.roster.answer(name(number))
+            answer = self.coordinator.answer(name(number))
             if isinstance(answer, Record):
                 self.check(number, answer)
                 self.seen[number] = answer.number
@@ -642,15 +655,15 @@ class Life:
                 self.asked_again.discard(number)
             elif answer is not None:  # the process ends, and who has started it sees that
                 self.end(number)
-                self.roster.dead(name(number), "exit code 0", self.now)
-            elif self.roster.members[name(number)].waits_after is None:
+                self.coordinator.dead(name(number), "exit code 0", self.now)
+            elif self.coordinator.members[name(number)].waits_after is None:
                 self.form(number)  # it asks again every second
 
     def check(self, number: int, record: Record) -> None:
         assert self.records.setdefault(record.number, record) == record
         assert record.number > self.seen[number], "a member of an old generation was let in again"
         assert name(number) in record.members and len(set(record.members)) == len(record.members)
-        limits = self.roster.limits
+        limits = self.coordinator.limits
         assert limits.smallest <= len(record.members) <= (limits.largest or 99)
         before = self.records.get(record.number - 1)
         old = [one for one in record.previous if one >= 0]
@@ -664,51 +677,51 @@ class Life:
             assert not record.newcomers and record.commit > 0
         if record.commit:
             for rank, id_ in enumerate(record.members):
-                held = self.roster.members[id_].commits
+                held = self.coordinator.members[id_].commits
                 assert record.previous[rank] < 0 or record.commit in held or record.number < self.newest()
             assert record.previous[record.commit_root] >= 0
 
     def newest(self) -> int:
-        return self.roster.record.number if self.roster.record is not None else 0
+        return self.coordinator.record.number if self.coordinator.record is not None else 0
 
     def settle(self) -> None:
         """From now on nobody dies and everybody who can comes: nobody may wait for ever.
 
-        Who hangs goes on hanging, but not all at once: if nobody reaches a commit, no roster can help.
+        Who hangs goes on hanging, but not all at once: if nobody reaches a commit, no coordinator can help.
         """
-        if {one.index for one in self.roster.live() if not one.leaving} <= self.stuck:
+        if {one.index for one in self.coordinator.live() if not one.leaving} <= self.stuck:
             self.stuck.clear()
-        for _ in range(self.roster.limits.size):
+        for _ in range(self.coordinator.limits.size):
             self.begin()
         for _ in range(200):
             for number in sorted(self.alive - self.waiting - self.stuck):
                 if self.seen[number] < self.newest() or self.seen[number] == 0 or self.is_wanted():
                     self.form(number)
             self.listen()
-            due = self.roster.next_s()
+            due = self.coordinator.next_s()
             if due < float("inf"):
                 self.now = max(self.now, due)
-                self.roster.step(self.now)
+                self.coordinator.step(self.now)
             if not self.waiting and not self.is_wanted():
                 break
         may_enter = [
             number
             for number in self.waiting
-            if self.seen[number] == 0 or self.roster.members[name(number)].released == self.seen[number]
+            if self.seen[number] == 0 or self.coordinator.members[name(number)].released == self.seen[number]
         ]
-        largest = self.roster.limits.largest
-        full = largest is not None and len(self.roster.live()) >= largest
-        assert self.roster.stopped or (self.waiting == set(may_enter) and (full or not may_enter)), (
+        largest = self.coordinator.limits.largest
+        full = largest is not None and len(self.coordinator.live()) >= largest
+        assert self.coordinator.stopped or (self.waiting == set(may_enter) and (full or not may_enter)), (
             self.waiting
         )
 
     def is_wanted(self) -> bool:
-        record = self.roster.record
+        record = self.coordinator.record
         if record is None:
             return False
-        if any(self.roster.members[id_].waits_after == record.number for id_ in record.members):
+        if any(self.coordinator.members[id_].waits_after == record.number for id_ in record.members):
             return True
-        return self.roster.notice().wanted == record.number + 1
+        return self.coordinator.notice().wanted == record.number + 1
 
 
 @pytest.mark.parametrize("part", range(10))

@@ -1,4 +1,4 @@
-"""Members and the roster over real connections: records, notices, what an old member or a stranger is told."""
+"""Members and the coordinator over real connections: records, notices, what an old member or a stranger is told."""
 
 from __future__ import annotations
 
@@ -14,36 +14,37 @@ import pytest
 from horoclone import errors
 from horoclone.bootstrap import wire
 from horoclone.bootstrap.client import Client
-from horoclone.bootstrap.desk import Desk, Told
-from horoclone.bootstrap.membership import GenerationJob, Identity, Membership, identity, rendezvous
 from horoclone.bootstrap.rendezvous import Server
-from horoclone.bootstrap.roster import Limits, Out, Stop
+from horoclone.membership.assignment import Assignment
+from horoclone.membership.client import GenerationJob, Identity, MembershipClient, identity, rendezvous
+from horoclone.membership.coordinator import Evicted, Limits, Stop
+from horoclone.membership.service import MembershipService
 
 SECRET = b"0123456789abcdef"
 
 
 class Rendezvous:
-    """A server with a roster, and members of it."""
+    """A server with a coordinator, and members of it."""
 
     def __init__(self, **limits: object) -> None:
-        self.desk = Desk(Limits(**limits), secrets.token_bytes)  # type: ignore[arg-type]
-        self.server = Server(SECRET, "job", 100, ["127.0.0.1"], self.desk)
-        self.links: list[Membership] = []
+        self.service = MembershipService(Limits(**limits), secrets.token_bytes)  # type: ignore[arg-type]
+        self.server = Server(SECRET, "job", 100, ["127.0.0.1"], self.service)
+        self.links: list[MembershipClient] = []
 
     def started(self) -> Identity:
         id_ = secrets.token_bytes(16)
-        with self.desk.mutex:
-            self.desk.roster.start(id_, "here", len(self.links), time.monotonic())
+        with self.service.mutex:
+            self.service.coordinator.start(id_, "here", len(self.links), time.monotonic())
         return Identity(id_, secrets.token_bytes(8), "here", 0, tuple(self.server.addresses), SECRET, "job")
 
-    def link(self, who: Identity | None = None) -> Membership:
-        self.links.append(Membership(who or self.started(), 10, shows=True))
+    def link(self, who: Identity | None = None) -> MembershipClient:
+        self.links.append(MembershipClient(who or self.started(), 10, shows=True))
         return self.links[-1]
 
-    def dies(self, link: Membership) -> None:
+    def dies(self, link: MembershipClient) -> None:
         link.close()
-        with self.desk.mutex:
-            self.desk.roster.dead(link._who.id, "it was killed", time.monotonic())
+        with self.service.mutex:
+            self.service.coordinator.dead(link._who.id, "it was killed", time.monotonic())
         self.server.ring()
 
     def close(self) -> None:
@@ -60,14 +61,14 @@ def two() -> Iterator[Rendezvous]:
 
 
 def form(
-    links: list[Membership], seen: int, commits: tuple[int, ...] = (), wait_s: float = 5
+    links: list[MembershipClient], seen: int, commits: tuple[int, ...] = (), wait_s: float = 5
 ) -> list[object]:
     with ThreadPoolExecutor(len(links)) as pool:
         return list(pool.map(lambda link: link.form(seen, commits, wait_s), links))
 
 
-def told(answers: list[object]) -> list[Told]:
-    found = [one for one in answers if isinstance(one, Told)]
+def told(answers: list[object]) -> list[Assignment]:
+    found = [one for one in answers if isinstance(one, Assignment)]
     assert len(found) == len(answers), answers
     return found
 
@@ -91,7 +92,7 @@ def test_the_answer_comes_within_milliseconds_of_the_last_word(two: Rendezvous) 
     two.dies(b)
     with ThreadPoolExecutor(1) as pool:
         began = time.monotonic()
-        assert isinstance(pool.submit(a.form, 1, (), 5).result(), Told)
+        assert isinstance(pool.submit(a.form, 1, (), 5).result(), Assignment)
         assert time.monotonic() - began < 0.1
 
 
@@ -110,7 +111,7 @@ def test_a_member_that_was_given_up_is_out(two: Rendezvous) -> None:
     two.dies(b)
     told(form([a], 1))
     answer = two.link(who).form(1, (), 5)
-    assert isinstance(answer, Out) and answer.code == 75
+    assert isinstance(answer, Evicted) and answer.code == 75
 
 
 def test_ranks_gather_in_the_newest_generation_only_and_as_themselves(two: Rendezvous) -> None:
@@ -156,7 +157,7 @@ def test_notices_come_while_a_generation_runs(two: Rendezvous) -> None:
         notice = waiting.result(5)
         assert notice == (1, 2, 2)
         told(form([a, b], 1))
-        assert isinstance(newcomer.result(5), Told)
+        assert isinstance(newcomer.result(5), Assignment)
     assert watcher.notice(1, 0) is None
     b.depart("SIGTERM", at_once=False)
     assert watcher.notice(1, 0) == (2, 3, 1)
@@ -169,8 +170,8 @@ def test_the_end_of_the_job_reaches_everybody(two: Rendezvous) -> None:
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(a.form, 0, (), 5)
         time.sleep(0.1)
-        with two.desk.mutex:
-            two.desk.roster.stop(3, "enough")
+        with two.service.mutex:
+            two.service.coordinator.stop(3, "enough")
         two.server.ring()
         assert waiting.result(5) == Stop(3, "enough")
 

@@ -1,8 +1,9 @@
-"""A succession that begins without a launcher: processes behind a service (service.py) find their roster by themselves.
+"""A failover that begins without a launcher: processes behind a service (service.py) find their coordinator by
+themselves.
 
-Who comes asks everybody whom the service's name leads to. One of them may be the roster of the job; where all say that
-they are in no job yet, process 0 becomes its first roster. It waits for HOROCLONE_SIZE processes, and looks again and
-again whether there is another roster after all: its own view of the service may be older than the job.
+Who comes asks everybody whom the service's name leads to. One of them may be the coordinator of the job; where all say
+that they are in no job yet, process 0 becomes its first coordinator. It waits for HOROCLONE_SIZE processes, and looks
+again and again whether there is another coordinator after all: its own view of the service may be older than the job.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import time
 from collections.abc import Callable, Mapping
 
 from horoclone import errors
-from horoclone.bootstrap import heritage, service, wire
+from horoclone.bootstrap import service, wire
 from horoclone.bootstrap.client import CONNECT_S
-from horoclone.bootstrap.desk import Told
-from horoclone.bootstrap.membership import (
+from horoclone.membership import snapshot
+from horoclone.membership.assignment import Assignment
+from horoclone.membership.client import (
     ABSENT,
     FOREIGN,
     FRESH,
@@ -23,18 +25,18 @@ from horoclone.bootstrap.membership import (
     REFUSES,
     SILENT,
     Identity,
-    Membership,
+    MembershipClient,
 )
-from horoclone.bootstrap.roster import Limits
-from horoclone.bootstrap.succession import SILENT_S, Succession, ask_all
+from horoclone.membership.coordinator import Limits
+from horoclone.membership.failover import SILENT_S, Failover, ask_all
 
 REFUSED_S = 10.0  # for so long must process 0 refuse us before we believe that it is of this job
-HAND_OVER_S = 5.0  # so long does a roster that ends wait for the others to go on without it
+HAND_OVER_S = 5.0  # so long does a coordinator that ends wait for the others to go on without it
 LOOK_EVERY_S = 0.05
 
 
-class Gathering(Succession):
-    """Thread: as Succession. trouble: what the last look has found, for people."""
+class PeerDiscovery(Failover):
+    """Thread: as Failover. trouble: what the last look has found, for people."""
 
     def __init__(
         self, who: Identity, place: service.Place, environ: Mapping[str, str], say: Callable[[str], None]
@@ -43,7 +45,7 @@ class Gathering(Succession):
         self._bounds = service.bounds_of(place, environ)
         bindings = service.bindings(self._port, environ)
         try:
-            super().__init__(who, bindings, heritage.MOST_MEMBERS, say, open_to_all=True)
+            super().__init__(who, bindings, snapshot.MAX_MEMBERS, say, open_to_all=True)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
@@ -54,16 +56,16 @@ class Gathering(Succession):
         # The port is the same everywhere, so on another host the loopback address would lead to that host itself.
         others = tuple(one for one in self.who.own if not one.startswith("127."))
         self.who = self.who._replace(own=others or self.who.own)
-        self._seat.state = FRESH
-        self._seat.tell = self._relax
+        self._standby.state = FRESH
+        self._standby.tell = self._relax
         self._silent_since: dict[str, float] = {}
         self._refused_since = 0.0
         self.trouble = ""
 
-    def learn(self, told: Told) -> None:
-        super().learn(told)
-        if self._seat.state == FRESH:
-            self._seat.state = HEARS
+    def learn(self, assignment: Assignment) -> None:
+        super().learn(assignment)
+        if self._standby.state == FRESH:
+            self._standby.state = HEARS
 
     def _look_around(self) -> bool | None:
         try:
@@ -80,19 +82,19 @@ class Gathering(Succession):
             return False
         doubtful = self._doubtful(answers)
         if doubtful:
-            self.trouble = self._told_by(doubtful, "somebody may know another roster")
+            self.trouble = self._told_by(doubtful, "somebody may know another membership coordinator")
             return False
         self._found()
         return True
 
-    def _ask_everybody(self) -> tuple[dict[str, int | None], Membership | None]:
-        """What each address behind the service has said, and a connection to the roster where one of them is it.
+    def _ask_everybody(self) -> tuple[dict[str, int | None], MembershipClient | None]:
+        """What each address behind the service has said, and a connection to the coordinator where one of them is it.
 
         OSError when the resolver does not tell the addresses.
         """
         addresses = [wire.format_address(one, self._port) for one in service.addresses(self._place.service)]
         links = {
-            one: Membership(self.who._replace(addresses=(one,)), CONNECT_S, shows=False)
+            one: MembershipClient(self.who._replace(addresses=(one,)), CONNECT_S, shows=False)
             for one in addresses
             if one not in self.who.own
         }
@@ -105,7 +107,7 @@ class Gathering(Succession):
         words = {ABSENT: "nobody listens", FOREIGN: "refuses us", SILENT: "no answer", FRESH: "waits as well"}
         who = ", ".join(f"{one} ({words.get(state or 0, 'is in a job')})" for one, state in answers.items())
         job, name = self._place.job, self._place.service
-        return f"behind {name} no roster of job {job!r} is seen, {what}; there are: {who or 'none'}"
+        return f"behind {name} no membership coordinator of job {job!r} is seen, {what}; there are: {who or 'none'}"
 
     def _see_whether_refused(self, answers: dict[str, int | None]) -> None:
         """Unsupported when process 0 of this very job has refused us for a while."""
@@ -143,22 +145,22 @@ class Gathering(Succession):
         place, bounds = self._place, self._bounds
         least = max(bounds.smallest, place.size // 2 + 1) if bounds.majority else bounds.smallest
         limits = Limits(place.size, least, bounds.largest, bounds.timeout_s, None, bounds.majority)
-        self._seat.found(limits, tuple(place.host_of(index) for index in range(place.size)))
+        self._standby.found(limits, tuple(place.host_of(index) for index in range(place.size)))
         self._server.ring()
-        link = Membership(self.who._replace(addresses=self.who.own), CONNECT_S, shows=False)
+        link = MembershipClient(self.who._replace(addresses=self.who.own), CONNECT_S, shows=False)
         link.reach(CONNECT_S)
         self._move(link, self.who.own)
 
     def _relax(self) -> None:
         """The first generation is there: from now on it is the user's smallest number that counts."""
-        roster = self._seat.roster
-        if roster.record is not None and roster.limits.smallest != self._bounds.smallest:
-            roster.limits = roster.limits._replace(smallest=self._bounds.smallest)
+        coordinator = self._standby.coordinator
+        if coordinator.record is not None and coordinator.limits.smallest != self._bounds.smallest:
+            coordinator.limits = coordinator.limits._replace(smallest=self._bounds.smallest)
 
     def look_again(self) -> None:
-        """While the first generation is not there: is somebody in a job of which this roster has not known?"""
-        with self._seat.mutex:
-            waits = self._seat.is_roster and self._seat.roster.record is None
+        """While the first generation is not there: is somebody in a job of which this coordinator has not known?"""
+        with self._standby.mutex:
+            waits = self._standby.is_coordinator and self._standby.coordinator.record is None
         if not waits:
             return
         try:
@@ -169,29 +171,30 @@ class Gathering(Succession):
             link.close()
         if any(state not in (ABSENT, FRESH, FOREIGN, SILENT) for state in answers.values()):
             self._say(
-                "another process behind the service is in this job already; this one looks for its roster"
+                "another process behind the service is in this job already; this one looks for its membership "
+                "coordinator"
             )
-            self._seat.give_up(FRESH)
+            self._standby.give_up(FRESH)
             self._server.ring()
 
     def hand_over(self) -> None:
-        """A roster that ends waits, for a while, until the others have formed a generation without it: then all of them
-        know the same, and one of them goes on as the roster."""
-        if not self._seat.is_roster:
+        """A coordinator that ends waits, for a while, until the others have formed a generation without it: then all of
+        them know the same, and one of them goes on as the coordinator."""
+        if not self._standby.is_coordinator:
             return
         deadline = time.monotonic() + HAND_OVER_S
-        with self._seat.mutex:
-            roster = self._seat.roster
-            if self.who.id in roster.members:
-                roster.dead(self.who.id, "its process has ended", time.monotonic())
+        with self._standby.mutex:
+            coordinator = self._standby.coordinator
+            if self.who.id in coordinator.members:
+                coordinator.dead(self.who.id, "its process has ended", time.monotonic())
         self._server.ring()
         while time.monotonic() < deadline:
-            with self._seat.mutex:
-                others = [one for one in roster.live() if one.id != self.who.id and one.connections]
-                record = roster.record
+            with self._standby.mutex:
+                others = [one for one in coordinator.live() if one.id != self.who.id and one.connections]
+                record = coordinator.record
                 is_settled = record is None or (
-                    self.who.id not in record.members and roster.voters == record.members
+                    self.who.id not in record.members and coordinator.voters == record.members
                 )
-            if not others or is_settled or not self._seat.is_roster:
+            if not others or is_settled or not self._standby.is_coordinator:
                 return
             time.sleep(LOOK_EVERY_S)

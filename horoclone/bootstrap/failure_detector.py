@@ -36,7 +36,7 @@ def _order(one: Failure) -> tuple[bool, float]:
     return one.consequence, one.at_s
 
 
-class Presence:
+class FailureDetector:
     """Ranks are numbered as the launcher numbers them, whatever part of them calls init."""
 
     def __init__(self) -> None:
