@@ -279,7 +279,7 @@ def the_name_horovod_comes_and_goes_with_it(pip: list[Any], wheel: Path, tmp_pat
         )
 
     def found() -> str:
-        code = "try:\n import horovod; print(getattr(horovod, 'kind', horovod.__name__))\nexcept ImportError: print('none')"
+        code = "try:\n import horovod; print(getattr(horovod, 'kind', type(horovod).__module__.partition('.')[0]))\nexcept ImportError: print('none')"
         done = subprocess.run([pip[0], "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
         return done.stdout.strip() or done.stderr
 
