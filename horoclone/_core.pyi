@@ -252,7 +252,7 @@ class Runtime:
     def share_page(
         self, fd: int, offset: int, program: bytes
     ) -> None: ...  # before connect; fd stays the caller's
-    def page(self) -> bytes: ...  # horoclone.live.page decodes it
+    def page(self) -> bytes: ...  # horoclone.live.rank_metrics decodes it
     def counters(self) -> str: ...  # JSON
     def describe(self) -> str: ...
 

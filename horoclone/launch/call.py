@@ -49,11 +49,11 @@ def _descriptors() -> tuple[int, int]:
     folder = os.environ.pop("HOROCLONE_FUNCTION_FOLDER", None)
     if folder is None:
         inherited = [int(one) for one in os.environ.pop("HOROCLONE_FUNCTION_FDS").split(",")]
-        page = os.environ.get("HOROCLONE_PAGE", "").partition(":")[0]
+        metrics = os.environ.get("HOROCLONE_PAGE", "").partition(":")[0]
         for descriptor in (
             *inherited,
             int(os.environ["HOROCLONE_SECRET_FD"]),
-            *([int(page)] if page else ()),
+            *([int(metrics)] if metrics else ()),
         ):
             os.set_inheritable(descriptor, False)  # nothing that the function starts has a use for them
         source, target = inherited

@@ -21,9 +21,9 @@ from horoclone.bootstrap.rendezvous import Server
 from horoclone.launch import ending, frames, report
 from horoclone.launch.environment import exported, rank_variables, thread_variables
 from horoclone.launch.hosts import Placement, is_local, usable_cores
+from horoclone.launch.job_metrics import LOOK_EVERY_S, JobMetrics
 from horoclone.launch.link import LOST, REFUSED, HostLink, Link, Reach, SshOptions
 from horoclone.launch.output import STDERR, STDOUT, RankStream, Screen, open_files, rank_folder
-from horoclone.launch.pages import LOOK_EVERY_S, Pages
 from horoclone.launch.process import LocalRank, LocalRanks, is_open, memory_kills, read_memory
 from horoclone.launch.signals import FORWARDED, Signals, empty
 from horoclone.launch.usage import LaunchError, is_out_of_descriptors, out_of_descriptors, ranks_text, say
@@ -105,7 +105,7 @@ class Job:
         self._links: list[Link] = []
         self._owner: LocalRanks | None = None
         self._server: Server | None = None
-        self._pages = Pages(request.command)
+        self._pages = JobMetrics(request.command)
         self._secret = secrets.token_bytes(32) if request.reach is None else request.reach.secret
         self._ending = ending.Ending(request.grace_s)
         self._launch_error: LaunchError | None = None

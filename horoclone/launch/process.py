@@ -268,7 +268,7 @@ class LocalRanks:
         page: tuple[int, int] | None = None,
     ) -> LocalRank:
         """LaunchError with exit code 127 or 126 when the command cannot be run. stdin None: /dev/null. folder: where
-        its output goes, too; only a keeper asks. page: Pages.passed()."""
+        its output goes, too; only a keeper asks. page: JobMetrics.passed()."""
         inherited = [self._secret]
         environment = {**environment, "HOROCLONE_SECRET_FD": str(self._secret)}
         if page is not None:

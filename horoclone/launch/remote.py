@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from horoclone.launch import frames
 from horoclone.launch.environment import thread_variables
 from horoclone.launch.hosts import Placement, usable_cores
+from horoclone.launch.job_metrics import LOOK_EVERY_S, JobMetrics
 from horoclone.launch.machine import own_mark
-from horoclone.launch.pages import LOOK_EVERY_S, Pages
 from horoclone.launch.process import LocalRank, LocalRanks, memory_kills, read_memory
 from horoclone.launch.usage import LaunchError
 
@@ -57,7 +57,7 @@ class Remote:
         self._secret = b"" if given is None else given.secret
         self._function: bytes | None = None if given is None else given.function
         self._owner: LocalRanks | None = None
-        self._pages: Pages | None = None
+        self._pages: JobMetrics | None = None
         self._ranks: dict[int, LocalRank] = {}
         self._told_exit: set[int] = set()
         self._told_gone: set[int] = set()
@@ -129,7 +129,7 @@ class Remote:
         if self._outlives:
             os.set_blocking(1, False)
         self._owner = LocalRanks(self._secret, self._function)
-        self._pages = Pages(self._spec["command"])
+        self._pages = JobMetrics(self._spec["command"])
         for rank_text, own in self._spec["ranks"].items():
             rank = int(rank_text)
             self._pages.add(rank, _placement_of(own))

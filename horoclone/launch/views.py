@@ -1,6 +1,6 @@
 """--dashboard and --metrics-port: what is needed is examined before the job starts, then both run beside it.
 
-They read the ranks' pages from threads of their own. Nothing that goes wrong with them after the start ends the job.
+They read the ranks' metrics from threads of their own. Nothing that goes wrong with them after the start ends the job.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from horoclone.launch.usage import LaunchError, say
 from horoclone.live.job import Event, of_process
 from horoclone.live.overview import Source
-from horoclone.live.page import Page
+from horoclone.live.rank_metrics import RankMetrics
 
 if TYPE_CHECKING:
     from horoclone.live.dashboard.content import Content
@@ -110,9 +110,10 @@ class Views:
         say(f"metrics: http://{_reachable(address)}:{self._metrics.port}/metrics", self._program)
 
     def begin(self) -> None:
-        """The job of this process is about to start: it has its book, which our threads read as anybody else does."""
+        """The job of this process is about to start: it has its metrics segment, which our threads read as anybody else
+        does."""
         if self._metrics is not None:
-            self._metrics.show(_own_job().pages)
+            self._metrics.show(_own_job().ranks)
         if self._listening is not None:
             from horoclone.live.dashboard.content import Content
             from horoclone.live.dashboard.server import Dashboard
@@ -151,9 +152,9 @@ def _in_a_line(exit_code: int, report: str | None) -> str:
 
 
 class _Nothing:
-    """Where the launcher had no memory for a book: the job runs, and there is nothing to see."""
+    """Where the launcher had no memory for a metrics segment: the job runs, and there is nothing to see."""
 
-    def pages(self) -> list[Page]:
+    def ranks(self) -> list[RankMetrics]:
         return []
 
     def events(self) -> list[Event]:

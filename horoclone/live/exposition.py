@@ -1,4 +1,4 @@
-"""What `horoclonerun --metrics-port` serves: the ranks' pages as Prometheus metrics. Needs prometheus_client.
+"""What `horoclonerun --metrics-port` serves: the ranks' metrics for Prometheus. Needs prometheus_client.
 
 Names follow https://prometheus.io/docs/practices/naming/; deploy/grafana has a dashboard that uses them.
 """
@@ -22,119 +22,120 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from horoclone import visitors
-from horoclone.live import page as pages_of
+from horoclone.live import rank_metrics
 from horoclone.live.overview import late_seconds, late_times, state_of, upper_bounds_s
-from horoclone.live.page import Page
+from horoclone.live.rank_metrics import RankMetrics
 
 PREFIX = "horoclone_"
 _RANK = ["rank", "host"]
 
-# name -> (what it is, how to get it from a page)
-GAUGES: dict[str, tuple[str, Callable[[Page], float]]] = {
+# name -> (what it is, how to get it from the metrics of a rank)
+GAUGES: dict[str, tuple[str, Callable[[RankMetrics], float]]] = {
     "rank_up": (
         "1 while the process of the rank runs.",
-        lambda page: float(state_of(page) not in ("lost", "ended")),
+        lambda metrics: float(state_of(metrics) not in ("lost", "ended")),
     ),
     "rank_stalled": (
         "1 while the rank waits for others for longer than the stall check allows.",
-        lambda page: float(state_of(page) == "stalled"),
+        lambda metrics: float(state_of(metrics) == "stalled"),
     ),
-    "generation": ("Which generation of the world the rank is in.", lambda page: page.generation),
-    "start_time_seconds": ("When init() began, Unix time.", lambda page: page.started),
+    "generation": ("Which generation of the world the rank is in.", lambda metrics: metrics.generation),
+    "start_time_seconds": ("When init() began, Unix time.", lambda metrics: metrics.started),
     "heartbeat_time_seconds": (
         "When the rank last gave a sign of life, Unix time; it gives none while it has nothing to do.",
-        lambda page: page.heartbeat,
+        lambda metrics: metrics.heartbeat,
     ),
-    "step_duration_seconds": ("How long the last whole step took.", lambda page: page.step_seconds),
+    "step_duration_seconds": ("How long the last whole step took.", lambda metrics: metrics.step_seconds),
     "step_communication_seconds": (
         "For how long of the last whole step operations were under way.",
-        lambda page: page.step_communication_seconds,
+        lambda metrics: metrics.step_communication_seconds,
     ),
     "step_waited_seconds": (
         "For how long of the last whole step a thread of the program waited for operations.",
-        lambda page: page.step_waited_seconds,
+        lambda metrics: metrics.step_waited_seconds,
     ),
 }
-COUNTERS: dict[str, tuple[str, Callable[[Page], float]]] = {
-    "steps": ("Steps that have begun.", lambda page: page.step),
+COUNTERS: dict[str, tuple[str, Callable[[RankMetrics], float]]] = {
+    "steps": ("Steps that have begun.", lambda metrics: metrics.step),
     "communication_seconds": (
         "Time in which any operation was under way.",
-        lambda page: page.communication_seconds,
+        lambda metrics: metrics.communication_seconds,
     ),
     "overlapped_seconds": (
         "Of that, time in which no thread of the program waited.",
-        lambda page: page.overlapped_seconds,
+        lambda metrics: metrics.overlapped_seconds,
     ),
 }
 
 
-class PagesCollector(Collector):
-    """Reads the pages anew at each scrape. read_pages: called from the threads of the server, one at a time."""
+class RanksCollector(Collector):
+    """Reads the ranks' metrics anew at each scrape. read_ranks: called from the threads of the server, one at a
+    time."""
 
-    def __init__(self, read_pages: Callable[[], Sequence[Page]]) -> None:
-        self._read_pages = read_pages
+    def __init__(self, read_ranks: Callable[[], Sequence[RankMetrics]]) -> None:
+        self._read_ranks = read_ranks
         self._one_at_a_time = threading.Lock()
 
     def describe(self) -> Iterator[Metric]:
-        """Empty: a registry would ask collect() for the names, before there are pages."""
+        """Empty: a registry would ask collect() for the names, before there are ranks."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
         with self._one_at_a_time:
-            pages = list(self._read_pages())
-        yield from families(pages)
+            ranks = list(self._read_ranks())
+        yield from families(ranks)
 
 
-def families(pages: Sequence[Page]) -> Iterator[Metric]:
-    """The metrics of these pages, each with the labels rank and host."""
+def families(ranks: Sequence[RankMetrics]) -> Iterator[Metric]:
+    """The metrics of these ranks, each with the labels rank and host."""
     info = InfoMetricFamily(f"{PREFIX}rank", "Which process the rank is.", labels=_RANK)
     state = GaugeMetricFamily(
         f"{PREFIX}rank_state",
         "1 for the state in which the rank is, 0 for the others.",
         labels=[*_RANK, "state"],
     )
-    for page in pages:
-        ours = _labels(page)
+    for metrics in ranks:
+        ours = _labels(metrics)
         info.add_metric(
-            ours, {"pid": str(page.pid), "local_rank": str(page.local_rank), "size": str(page.size)}
+            ours, {"pid": str(metrics.pid), "local_rank": str(metrics.local_rank), "size": str(metrics.size)}
         )
-        for name in pages_of.STATES:
-            state.add_metric([*ours, name], float(name == state_of(page)))
+        for name in rank_metrics.STATES:
+            state.add_metric([*ours, name], float(name == state_of(metrics)))
     yield info
     yield state
     for name, (text, value) in GAUGES.items():
         gauge = GaugeMetricFamily(PREFIX + name, text, labels=_RANK)
-        for page in pages:
-            gauge.add_metric(_labels(page), value(page))
+        for metrics in ranks:
+            gauge.add_metric(_labels(metrics), value(metrics))
         yield gauge
     for name, (text, value) in COUNTERS.items():
         counter = CounterMetricFamily(PREFIX + name, text, labels=_RANK)
-        for page in pages:
-            counter.add_metric(_labels(page), value(page))
+        for metrics in ranks:
+            counter.add_metric(_labels(metrics), value(metrics))
         yield counter
-    yield _waits(pages)
-    yield from _late(pages)
-    yield from _operations(pages)
+    yield _waits(ranks)
+    yield from _late(ranks)
+    yield from _operations(ranks)
 
 
-def _labels(page: Page) -> list[str]:
-    return [str(page.rank), page.host]
+def _labels(metrics: RankMetrics) -> list[str]:
+    return [str(metrics.rank), metrics.host]
 
 
-def _waits(pages: Sequence[Page]) -> Metric:
+def _waits(ranks: Sequence[RankMetrics]) -> Metric:
     waited = CounterMetricFamily(
         f"{PREFIX}waited_seconds",
         "Time that threads of the program waited for operations, before (peers) and after (transfer) data moved.",
         labels=[*_RANK, "reason"],
     )
-    for page in pages:
-        waited.add_metric([*_labels(page), "peers"], page.waited_for_peers_seconds)
-        waited.add_metric([*_labels(page), "transfer"], page.waited_for_transfer_seconds)
+    for metrics in ranks:
+        waited.add_metric([*_labels(metrics), "peers"], metrics.waited_for_peers_seconds)
+        waited.add_metric([*_labels(metrics), "transfer"], metrics.waited_for_transfer_seconds)
     return waited
 
 
-def _late(pages: Sequence[Page]) -> Iterator[Metric]:
-    hosts = {page.rank: page.host for page in pages}
+def _late(ranks: Sequence[RankMetrics]) -> Iterator[Metric]:
+    hosts = {metrics.rank: metrics.host for metrics in ranks}
     times = CounterMetricFamily(
         f"{PREFIX}rank_last_to_come",
         "How often the rank was the last one to come to an operation.",
@@ -145,15 +146,15 @@ def _late(pages: Sequence[Page]) -> Iterator[Metric]:
         "How long others have waited for the rank, as one of them saw it.",
         labels=_RANK,
     )
-    for rank, count in late_times(pages).items():
+    for rank, count in late_times(ranks).items():
         times.add_metric([str(rank), hosts.get(rank, "")], count)
-    for rank, value in late_seconds(pages).items():
+    for rank, value in late_seconds(ranks).items():
         seconds.add_metric([str(rank), hosts.get(rank, "")], value)
     yield times
     yield seconds
 
 
-def _operations(pages: Sequence[Page]) -> Iterator[Metric]:
+def _operations(ranks: Sequence[RankMetrics]) -> Iterator[Metric]:
     labels = [*_RANK, "operation"]
     count = CounterMetricFamily(f"{PREFIX}operations", "Operations that have ended.", labels=labels)
     moved = CounterMetricFamily(
@@ -171,9 +172,9 @@ def _operations(pages: Sequence[Page]) -> Iterator[Metric]:
         labels=labels,
     )
     bounds = ["+Inf" if bound is None else repr(bound) for bound in upper_bounds_s()]
-    for page in pages:
-        for kind, one in page.operations.items():
-            ours = [*_labels(page), kind]
+    for metrics in ranks:
+        for kind, one in metrics.operations.items():
+            ours = [*_labels(metrics), kind]
             count.add_metric(ours, one.count)
             moved.add_metric(ours, one.bytes)
             queued.add_metric(ours, one.queued_seconds)
@@ -213,17 +214,17 @@ class MetricsServer:
     """Answers scrapes from threads of its own. OSError where the address cannot be had. port: 0 takes any free one."""
 
     def __init__(self, address: str, port: int) -> None:
-        self._read_pages: Callable[[], Sequence[Page]] = lambda: []
+        self._read_ranks: Callable[[], Sequence[RankMetrics]] = lambda: []
         registry = prometheus_client.CollectorRegistry(auto_describe=False)
-        registry.register(PagesCollector(lambda: self._read_pages()))
+        registry.register(RanksCollector(lambda: self._read_ranks()))
         self._server = _Server.at(address, port)
         self._server.set_app(prometheus_client.make_wsgi_app(registry))
         self.port: int = self._server.server_port
         threading.Thread(target=self._server.serve_forever, name="hc-metrics", daemon=True).start()
 
-    def show(self, read_pages: Callable[[], Sequence[Page]]) -> None:
+    def show(self, read_ranks: Callable[[], Sequence[RankMetrics]]) -> None:
         """From now on these; before there were none."""
-        self._read_pages = read_pages
+        self._read_ranks = read_ranks
 
     def close(self) -> None:
         """Takes no new scrape. Does not wait: its loop looks only twice a second whether it is to end."""

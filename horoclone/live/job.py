@@ -1,8 +1,8 @@
-"""The jobs of this user on this host, and their ranks' pages. Reads only; works while a job hangs.
+"""The jobs of this user on this host, and their ranks' metrics. Reads only; works while a job hangs.
 
-A job of horoclonerun is found by its launcher's process: the launcher has the pages of all ranks, those of other hosts
-too (book.py). Of one that mpirun, srun or torchrun has started the ranks of this host are seen, in a folder of the user
-(folder.py).
+A job of horoclonerun is found by its launcher's process: the launcher has the metrics of all ranks, those of other
+hosts too (job_segment.py). Of one that mpirun, srun or torchrun has started the ranks of this host are seen, in the
+runtime directory (runtime_directory.py).
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import contextlib
 import dataclasses
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 
-from horoclone.live import folder, page, processes
-from horoclone.live.book import NAME, Event, Reader
-from horoclone.live.page import Page, Seen
+from horoclone.live import processes, rank_metrics, runtime_directory
+from horoclone.live.job_segment import NAME, Event, Reader
+from horoclone.live.rank_metrics import RankMetrics, Seen
 
 __all__ = ["Event", "Job", "NoJob", "find", "jobs", "of_process"]
 
@@ -35,23 +36,28 @@ class Job:
     command: str
     started: float
     launcher: int | None
-    _read_pages: Callable[[], list[Page]] = dataclasses.field(repr=False, compare=False)
+    _read_ranks: Callable[[], list[RankMetrics]] = dataclasses.field(repr=False, compare=False)
     _read_events: Callable[[], list[Event]] = dataclasses.field(repr=False, compare=False)
 
-    def pages(self) -> list[Page]:
-        """One page for each rank, by rank; in an elastic job those of the newest generation, and of processes that are
-        still to join it. Empty once the job is over. The page of a rank that has ended stays for as long as the job."""
-        return self._read_pages()
+    def ranks(self) -> list[RankMetrics]:
+        """The metrics of each rank, by rank; in an elastic job those of the newest generation, and of processes that
+        are still to join it. Empty once the job is over. Those of a rank that has ended stay for as long as the job."""
+        return self._read_ranks()
+
+    def pages(self) -> list[RankMetrics]:
+        """Deprecated: the former name of ranks()."""
+        warnings.warn("Job.pages() is called Job.ranks()", DeprecationWarning, stacklevel=2)
+        return self.ranks()
 
     def events(self) -> list[Event]:
-        """The last events, oldest first; of a job without our launcher those that the pages show now."""
+        """The last events, oldest first; of a job without our launcher those that the metrics show now."""
         return self._read_events()
 
 
 def jobs() -> list[Job]:
-    """Every job of this user that has a process on this host, the newest last. Folders that dead jobs without a
+    """Every job of this user that has a process on this host, the newest last. Directories that dead jobs without a
     launcher have left are removed on the way."""
-    folder.remove_dead(os.environ)
+    runtime_directory.remove_dead(os.environ)
     found = [*_with_launcher(_own_processes()), *_without_launcher()]
     return sorted(found, key=lambda one: one.started)
 
@@ -93,20 +99,20 @@ def _own_processes() -> Iterator[int]:
 
 
 def _with_launcher(pids: Iterable[int]) -> list[Job]:
-    """A book is open in the launcher and in its ranks, which may survive it, and in who reads it; the launcher's is
-    preferred."""
+    """A metrics segment is open in the launcher and in its ranks, which may survive it, and in who reads it; the
+    launcher's is preferred."""
     readers: dict[int, Reader] = {}
     for pid in pids:
-        for path in _books(pid):
+        for path in _segments(pid):
             with contextlib.suppress(OSError, ValueError):
                 reader = Reader(path)
                 if reader.inode not in readers or reader.about["pid"] == pid:
                     readers[reader.inode] = reader
     found = [_job_of(reader) for reader in readers.values() if not reader.is_over]
-    return [one for one in found if one.launcher is not None or one.pages()]
+    return [one for one in found if one.launcher is not None or one.ranks()]
 
 
-def _books(pid: int) -> Iterator[str]:
+def _segments(pid: int) -> Iterator[str]:
     with contextlib.suppress(OSError):
         for name in os.listdir(f"/proc/{pid}/fd"):
             path = f"/proc/{pid}/fd/{name}"
@@ -117,13 +123,13 @@ def _books(pid: int) -> Iterator[str]:
 
 def _job_of(reader: Reader) -> Job:
     about = reader.about
-    launcher = processes.Mark(about["pid"], about["process_start"], about["namespace"])
+    launcher = processes.ProcessIdentity(about["pid"], about["process_start"], about["namespace"])
 
-    def pages() -> list[Page]:
+    def ranks() -> list[RankMetrics]:
         if reader.is_over:
             return []
         goes_on = processes.lives(launcher)
-        found = _read(reader.pages(), with_other_hosts=goes_on)
+        found = _read(reader.blocks(), with_other_hosts=goes_on)
         return _newest(found) if goes_on or any(map(_is_up, found)) else []
 
     return Job(
@@ -131,7 +137,7 @@ def _job_of(reader: Reader) -> Job:
         command=about["command"],
         started=about["started"],
         launcher=about["pid"] if processes.lives(launcher) else None,
-        _read_pages=pages,
+        _read_ranks=ranks,
         _read_events=reader.events,
     )
 
@@ -141,7 +147,7 @@ def _job_of(reader: Reader) -> Job:
 
 def _without_launcher() -> list[Job]:
     by_job: dict[str, list[str]] = {}
-    for job, path in folder.page_paths(os.environ):
+    for job, path in runtime_directory.block_paths(os.environ):
         by_job.setdefault(job, []).append(path)
     found = []
     for job in by_job:
@@ -151,12 +157,12 @@ def _without_launcher() -> list[Job]:
 
 
 def _job_in_folder(job: str) -> Job | None:
-    def pages() -> list[Page]:
-        paths = [path for of_job, path in folder.page_paths(os.environ) if of_job == job]
+    def ranks() -> list[RankMetrics]:
+        paths = [path for of_job, path in runtime_directory.block_paths(os.environ) if of_job == job]
         found = _read(filter(None, map(_content, paths)))
         return _newest(found) if any(map(_is_up, found)) else []
 
-    now = pages()
+    now = ranks()
     if not now:
         return None
     return Job(
@@ -164,25 +170,25 @@ def _job_in_folder(job: str) -> Job | None:
         command=now[0].program,
         started=min(one.started for one in now),
         launcher=None,
-        _read_pages=pages,
-        _read_events=lambda: _seen_now(pages()),
+        _read_ranks=ranks,
+        _read_events=lambda: _seen_now(ranks()),
     )
 
 
 def _content(path: str) -> bytes | None:
     try:
         with open(path, "rb", buffering=0) as file:
-            return page.copy_from_file(file.fileno(), 0)
+            return rank_metrics.copy_from_file(file.fileno(), 0)
     except OSError:
         return None
 
 
-def _seen_now(pages: list[Page]) -> list[Event]:
+def _seen_now(ranks: list[RankMetrics]) -> list[Event]:
     now = time.time()
     found = []
-    for one in pages:
+    for one in ranks:
         if one.state == "stalled":
-            found.append(Event(now, "stall", page.stall_text(one), (one.rank,)))
+            found.append(Event(now, "stall", rank_metrics.stall_text(one), (one.rank,)))
         elif one.state == "lost":
             found.append(
                 Event(one.heartbeat, "loss", f"rank {one.rank} (pid {one.pid}) is gone", (one.rank,))
@@ -193,31 +199,31 @@ def _seen_now(pages: list[Page]) -> list[Event]:
 # ---- both
 
 
-def _read(memories: Iterable[memoryview | bytes], with_other_hosts: bool = True) -> list[Page]:
+def _read(memories: Iterable[memoryview | bytes], with_other_hosts: bool = True) -> list[RankMetrics]:
     """with_other_hosts: somebody still passes their pages on."""
     found = []
     for memory in memories:
         with contextlib.suppress(ValueError):
-            copy = page.consistent_copy(memory)
-            seen, is_elsewhere = Seen(), page.is_of_another_host(copy)
+            copy = rank_metrics.consistent_copy(memory)
+            seen, is_elsewhere = Seen(), rank_metrics.is_of_another_host(copy)
             if is_elsewhere and not with_other_hosts:
                 continue
             if not is_elsewhere:
-                mark = page.mark_of(copy)
-                seen = Seen(processes.lives(mark), processes.is_stopped(mark))
-            found.append(page.decode(copy, time.time(), seen))
+                process = rank_metrics.identity_of(copy)
+                seen = Seen(processes.lives(process), processes.is_stopped(process))
+            found.append(rank_metrics.decode(copy, time.time(), seen))
     return found
 
 
-def _is_up(one: Page) -> bool:
+def _is_up(one: RankMetrics) -> bool:
     return one.state not in ("ended", "lost")
 
 
-def _newest(pages: list[Page]) -> list[Page]:
-    """Of the pages that a rank number has had the one that counts."""
-    newest = max((one.generation for one in pages), default=0)
-    chosen: dict[int, Page] = {}
-    for one in pages:
+def _newest(ranks: list[RankMetrics]) -> list[RankMetrics]:
+    """Of the metrics that a rank number has had those that count."""
+    newest = max((one.generation for one in ranks), default=0)
+    chosen: dict[int, RankMetrics] = {}
+    for one in ranks:
         if one.generation != newest and not _is_up(one):
             continue  # it has left, or was lost, before the others went on
         other = chosen.get(one.rank)

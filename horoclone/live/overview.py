@@ -1,4 +1,4 @@
-"""What the views show of a job: figures of each rank and of all, out of pages that were read one after the other.
+"""What the views show of a job: figures of each rank and of all, out of metrics that were read one after the other.
 
 Rates are over the last seconds, not since the start. Pure but for the job that is asked.
 """
@@ -13,18 +13,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from horoclone.live.job import Event
-from horoclone.live.page import BUCKETS, Operation, Page
+from horoclone.live.rank_metrics import BUCKETS, Operation, RankMetrics
 
 WINDOW_S = 5.0  # for which a rate is given
 MOST_EVENTS = 200
-# In the order of how much they matter to who looks. A rank that has failed is "lost", whatever its page says.
+# In the order of how much they matter to who looks. A rank that has failed is "lost", whatever its metrics say.
 STATES = ("lost", "stalled", "starting", "waiting", "running", "ended")
 
 
 class Source(Protocol):
     """As far as a view is concerned: live.job.Job, or the launcher's own."""
 
-    def pages(self) -> list[Page]: ...
+    def ranks(self) -> list[RankMetrics]: ...
     def events(self) -> list[Event]: ...
 
 
@@ -78,32 +78,35 @@ class Observer:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._before: deque[dict[tuple[int, int], Page]] = deque()  # (rank, pid) -> page, of the last seconds
+        self._before: deque[dict[tuple[int, int], RankMetrics]] = (
+            deque()
+        )  # (rank, pid) -> metrics, of the last seconds
         self._events: tuple[Event, ...] = ()
 
     def look(self) -> Overview:
-        return self.digest(self._source.pages(), self._source.events())
+        return self.digest(self._source.ranks(), self._source.events())
 
-    def digest(self, pages: Sequence[Page], events: Sequence[Event]) -> Overview:
-        """What these pages and events say, as the next look after those before."""
-        current = {(page.rank, page.pid): page for page in pages}
-        now = max((page.now for page in pages), default=0.0)
+    def digest(self, ranks: Sequence[RankMetrics], events: Sequence[Event]) -> Overview:
+        """What these metrics and events say, as the next look after those before."""
+        current = {(metrics.rank, metrics.pid): metrics for metrics in ranks}
+        now = max((metrics.now for metrics in ranks), default=0.0)
         while len(self._before) > 1 and _time_of(self._before[1]) <= now - WINDOW_S:
             self._before.popleft()
-        late = late_seconds(pages)
+        late = late_seconds(ranks)
         rows = tuple(
-            _row(page, self._earlier(key, page), late.get(page.rank, 0.0)) for key, page in current.items()
+            _row(metrics, self._earlier(key, metrics), late.get(metrics.rank, 0.0))
+            for key, metrics in current.items()
         )
         self._before.append(current)
         seen, self._events = set(self._events), tuple(events[-MOST_EVENTS:])
-        active = [page for page in pages if state_of(page) in ("running", "waiting", "stalled")]
-        steps = [page.step_seconds for page in active if page.step_seconds]
+        active = [metrics for metrics in ranks if state_of(metrics) in ("running", "waiting", "stalled")]
+        steps = [metrics.step_seconds for metrics in active if metrics.step_seconds]
         slowest = max(late, key=lambda rank: late[rank], default=None)
         return Overview(
             now=now,
             rows=rows,
-            operations=total(page.operations for page in pages),
-            step=max((page.step for page in active or pages), default=0),
+            operations=total(metrics.operations for metrics in ranks),
+            step=max((metrics.step for metrics in active or ranks), default=0),
             step_s=statistics.median(steps) if steps else None,
             slowest_step_s=max(steps, default=None),
             communication=_mean(row.communication for row in rows),
@@ -113,18 +116,18 @@ class Observer:
             new_events=tuple(one for one in self._events if one not in seen),
         )
 
-    def _earlier(self, key: tuple[int, int], page: Page) -> Page | None:
-        """The oldest page of the window of this process since its last init()."""
-        for pages in self._before:
-            found = pages.get(key)
-            if found is not None and found.started == page.started and found.now < page.now:
+    def _earlier(self, key: tuple[int, int], metrics: RankMetrics) -> RankMetrics | None:
+        """The oldest metrics of this process in the window since its last init()."""
+        for ranks in self._before:
+            found = ranks.get(key)
+            if found is not None and found.started == metrics.started and found.now < metrics.now:
                 return found
         return None
 
 
-def state_of(page: Page) -> str:
-    """The page's state; a process that ended with another exit code than 0 has failed, whatever it wrote before."""
-    return "lost" if page.exit_code not in (None, 0) else page.state
+def state_of(metrics: RankMetrics) -> str:
+    """The rank's state; a process that ended with another exit code than 0 has failed, whatever it wrote before."""
+    return "lost" if metrics.exit_code not in (None, 0) else metrics.state
 
 
 def end_of(exit_code: int | None) -> str:
@@ -139,20 +142,20 @@ def end_of(exit_code: int | None) -> str:
         return f"signal {-exit_code}"
 
 
-def late_seconds(pages: Iterable[Page]) -> dict[int, float]:
-    """rank -> how long others have waited for it, as that page says which has the most."""
+def late_seconds(ranks: Iterable[RankMetrics]) -> dict[int, float]:
+    """rank -> how long others have waited for it, as that rank says which has the most."""
     found: dict[int, float] = {}
-    for page in pages:
-        for one in page.late:
+    for metrics in ranks:
+        for one in metrics.late:
             found[one.rank] = max(found.get(one.rank, 0.0), one.seconds)
     return found
 
 
-def late_times(pages: Iterable[Page]) -> dict[int, int]:
-    """rank -> how often it was the last one to come, as that page says which has the most."""
+def late_times(ranks: Iterable[RankMetrics]) -> dict[int, int]:
+    """rank -> how often it was the last one to come, as that rank says which has the most."""
     found: dict[int, int] = {}
-    for page in pages:
-        for one in page.late:
+    for metrics in ranks:
+        for one in metrics.late:
             found[one.rank] = max(found.get(one.rank, 0), one.times)
     return found
 
@@ -180,55 +183,57 @@ def upper_bounds_s() -> tuple[float | None, ...]:
     return (*(2**at / 1e6 for at in range(BUCKETS - 1)), None)
 
 
-def _row(page: Page, before: Page | None, late_s: float) -> Row:
-    state = state_of(page)
+def _row(metrics: RankMetrics, before: RankMetrics | None, late_s: float) -> Row:
+    state = state_of(metrics)
     moves = state in ("running", "waiting")  # what it does now may be told
-    elapsed_s = page.now - before.now if before is not None else 0.0
+    elapsed_s = metrics.now - before.now if before is not None else 0.0
     communication = overlap = None
-    if page.step_seconds:
-        communication, overlap = page.communication_share, page.overlap
+    if metrics.step_seconds:
+        communication, overlap = metrics.communication_share, metrics.overlap
     elif before is not None and elapsed_s > 0:
-        busy_s = page.communication_seconds - before.communication_seconds
+        busy_s = metrics.communication_seconds - before.communication_seconds
         communication = min(1.0, max(0.0, busy_s / elapsed_s))
-        overlap = (page.overlapped_seconds - before.overlapped_seconds) / busy_s if busy_s > 0 else None
-    rate = (page.bytes - before.bytes) / elapsed_s if before is not None and elapsed_s > 0 else None
+        overlap = (metrics.overlapped_seconds - before.overlapped_seconds) / busy_s if busy_s > 0 else None
+    rate = (metrics.bytes - before.bytes) / elapsed_s if before is not None and elapsed_s > 0 else None
     return Row(
-        rank=page.rank,
-        host=page.host,
-        pid=page.pid,
+        rank=metrics.rank,
+        host=metrics.host,
+        pid=metrics.pid,
         state=state,
-        note=_note(page, state),
-        generation=page.generation,
-        step=page.step,
-        steps_per_s=1 / page.step_seconds_smoothed if moves and page.step_seconds_smoothed else None,
-        step_s=page.step_seconds or None,
+        note=_note(metrics, state),
+        generation=metrics.generation,
+        step=metrics.step,
+        steps_per_s=1 / metrics.step_seconds_smoothed if moves and metrics.step_seconds_smoothed else None,
+        step_s=metrics.step_seconds or None,
         communication=communication if moves or state == "stalled" else None,
         overlap=None if overlap is None or not moves else min(1.0, max(0.0, overlap)),
-        bytes=page.bytes,
+        bytes=metrics.bytes,
         bytes_per_s=rate if moves or state == "stalled" else None,
         late_s=late_s,
-        operation=_last(page),
+        operation=_last(metrics),
     )
 
 
-def _note(page: Page, state: str) -> str:
+def _note(metrics: RankMetrics, state: str) -> str:
     if state == "lost":
-        return end_of(page.exit_code)
+        return end_of(metrics.exit_code)
     if state != "stalled":
         return ""
-    who = f", for rank{'' if len(page.stalled_for) == 1 else 's'} {','.join(map(str, page.stalled_for))}"
-    return page.stalled_on + (who if page.stalled_for else "")
+    who = (
+        f", for rank{'' if len(metrics.stalled_for) == 1 else 's'} {','.join(map(str, metrics.stalled_for))}"
+    )
+    return metrics.stalled_on + (who if metrics.stalled_for else "")
 
 
-def _last(page: Page) -> str:
-    last = page.last_operation
+def _last(metrics: RankMetrics) -> str:
+    last = metrics.last_operation
     if last is None:
         return ""
     return f"{last.kind} '{last.name}'" if last.name else last.kind
 
 
-def _time_of(pages: Mapping[tuple[int, int], Page]) -> float:
-    return max((page.now for page in pages.values()), default=0.0)
+def _time_of(ranks: Mapping[tuple[int, int], RankMetrics]) -> float:
+    return max((metrics.now for metrics in ranks.values()), default=0.0)
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -7,7 +7,7 @@ import os
 from typing import NamedTuple
 
 
-class Mark(NamedTuple):
+class ProcessIdentity(NamedTuple):
     """What tells a process from every other one. started: in ticks since the host was booted, 0: unknown. namespace:
     in which the pid means something, 0: unknown."""
 
@@ -16,9 +16,9 @@ class Mark(NamedTuple):
     namespace: int
 
 
-def own_mark() -> Mark:
+def own_identity() -> ProcessIdentity:
     """Of this process."""
-    return Mark(os.getpid(), _fields(os.getpid())[1], own_namespace())
+    return ProcessIdentity(os.getpid(), _fields(os.getpid())[1], own_namespace())
 
 
 @functools.cache  # a process keeps its own
@@ -31,23 +31,23 @@ def own_namespace() -> int:
 
 
 def start_of(pid: int) -> int:
-    """When it was started, as in Mark; 0: there is no such process."""
+    """When it was started, as in ProcessIdentity; 0: there is no such process."""
     return _fields(pid)[1]
 
 
-def lives(mark: Mark) -> bool:
+def lives(process: ProcessIdentity) -> bool:
     """Whether it is still there and no zombie. True where nobody here can tell: in another namespace."""
-    if not mark.pid or (mark.namespace and mark.namespace != own_namespace()):
+    if not process.pid or (process.namespace and process.namespace != own_namespace()):
         return True
-    state, started = _fields(mark.pid)
-    return state not in ("", "Z", "X") and (not mark.started or started == mark.started)
+    state, started = _fields(process.pid)
+    return state not in ("", "Z", "X") and (not process.started or started == process.started)
 
 
-def is_stopped(mark: Mark) -> bool:
+def is_stopped(process: ProcessIdentity) -> bool:
     """Whether a signal, or a debugger, has stopped it."""
-    if not mark.pid or (mark.namespace and mark.namespace != own_namespace()):
+    if not process.pid or (process.namespace and process.namespace != own_namespace()):
         return False
-    return _fields(mark.pid)[0] in ("T", "t")
+    return _fields(process.pid)[0] in ("T", "t")
 
 
 def _fields(pid: int) -> tuple[str, int]:

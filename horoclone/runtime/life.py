@@ -15,7 +15,7 @@ from horoclone import errors, failpoints, selection
 from horoclone import process_sets as sets
 from horoclone.bootstrap import address_space, exchange, mpi_link
 from horoclone.process_sets import ProcessSet
-from horoclone.runtime import attached, current, ending, member, newcomer, offspring, pages, stacks
+from horoclone.runtime import attached, current, ending, member, newcomer, offspring, shared_metrics, stacks
 from horoclone.runtime.current import say
 from horoclone.runtime.gpu_libraries import with_libraries
 from horoclone.runtime.native_module import core, new_runtime
@@ -184,7 +184,7 @@ def _connect(job: Job, deadline: float) -> Runtime:
     runtime = new_runtime(settings)
     try:
         stacks.watch_stack(runtime, os.environ)
-        pages.share(runtime, job, os.environ)
+        shared_metrics.share(runtime, job, os.environ)
         own = mpi_link.offer(os.environ, job.name, known)
         endpoints, offers = mpi_link.split(job.gather(own.around(runtime.endpoint()), deadline, say))
         if mpi_link.must_start(offers):

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from horoclone.live import page
+from horoclone.live import rank_metrics
 from horoclone.runtime.current import native
 
 
@@ -38,7 +38,7 @@ def metrics() -> dict[str, Any]:
     "gpu" says how tensors in GPU memory are reduced, once there were some: process set id -> {backend ("nccl", "peers"
     or "host"), reason, no_kernels: "" or why what NCCL does not do by itself goes through host memory}.
 
-    Times, in seconds, of this rank's page of measurements (docs/observing.md says how each is measured):
+    Times, in seconds, of this rank's metrics block (docs/observing.md says how each is measured):
     "by_operation": kind ("allreduce", ...) -> {count, bytes, queued_seconds, running_seconds, histogram}, where
     histogram[i] counts those that took less than 2**i microseconds and no less than half of that, the last one all
     that took longer;
@@ -52,7 +52,7 @@ def metrics() -> dict[str, Any]:
     """
     runtime = native()
     counters: dict[str, Any] = json.loads(runtime.counters())
-    counters.update(_times(page.read(runtime.page())))
+    counters.update(_times(rank_metrics.read(runtime.page())))
     last_ready = {int(set_id): ranks for set_id, ranks in counters["last_ready"].items()}
     counters["last_ready"] = last_ready
     counters["gpu"] = {int(set_id): way for set_id, way in counters["gpu"].items()}
@@ -64,8 +64,8 @@ def metrics() -> dict[str, Any]:
     return counters
 
 
-def _times(now: page.Page) -> dict[str, Any]:
-    """What metrics() tells out of the page."""
+def _times(now: rank_metrics.RankMetrics) -> dict[str, Any]:
+    """What metrics() tells out of the metrics block."""
     return {
         "by_operation": {
             kind: {**dataclasses.asdict(done), "histogram": list(done.histogram)}

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from horoclone.runtime import asked
+from horoclone.runtime import stack_dump_handler
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
@@ -34,7 +34,8 @@ def watch_stack(native: Runtime, environ: Mapping[str, str]) -> None:
 
     A real-time signal that nobody uses makes faulthandler write that thread's stack into a pipe: a handler in C that
     needs neither the GIL nor any lock, so that it also works in a sleep or an extension that never returns. Does
-    nothing with HOROCLONE_STALL_STACKS=0, or when no signal is free. The same for who asks from outside (asked.py).
+    nothing with HOROCLONE_STALL_STACKS=0, or when no signal is free. The same for who asks from outside
+    (stack_dump_handler.py).
     """
     switched_off = environ.get("HOROCLONE_STALL_STACKS", "1").strip().lower() in ("0", "false", "no", "off")
     if switched_off or not _prepare():
@@ -42,7 +43,7 @@ def watch_stack(native: Runtime, environ: Mapping[str, str]) -> None:
         return
     assert _pipe is not None and _signal is not None
     native.watch_stack(_signal, _pipe[0], threading.get_native_id(), "\n".join(_LIBRARIES))
-    asked.listen(_free_signal)
+    stack_dump_handler.listen(_free_signal)
 
 
 def _prepare() -> bool:

@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-for name in ("synthetic_pages", "browser", "terminal"):
+for name in ("synthetic_metrics", "browser", "terminal"):
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
         assert spec is not None and spec.loader is not None

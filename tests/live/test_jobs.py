@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from horoclone.live import job
-from horoclone.live.page import Page
+from horoclone.live.rank_metrics import RankMetrics
 
 RUN = [sys.executable, "-m", "horoclone.launch"]
 WORKER = """
@@ -72,8 +72,8 @@ def job_of(started: Any) -> job.Job:
     return until(lambda: job.of_process(started.process.pid), started)[0]
 
 
-def all_step(found: job.Job, ranks: int, least: int) -> list[Page] | None:
-    pages = found.pages()
+def all_step(found: job.Job, ranks: int, least: int) -> list[RankMetrics] | None:
+    pages = found.ranks()
     return pages if len(pages) == ranks and all(one.step >= least for one in pages) else None
 
 
@@ -87,7 +87,7 @@ def test_a_job_is_seen_while_it_runs_stalls_and_loses_a_rank(launch: Any, worker
     pages = until(lambda: all_step(found, 2, 30), started)
     began, before = time.perf_counter(), pages[0].step
     until(lambda: all_step(found, 2, 100), started)
-    now = found.pages()[0]
+    now = found.ranks()[0]
     took = (time.perf_counter() - began) / (now.step - before)
     # Of the last few steps, and each sleeps for 10 ms; test_measurements.py compares the two exactly.
     assert 0.01 <= now.step_seconds_smoothed < 10 * took
@@ -101,7 +101,7 @@ def test_a_job_is_seen_while_it_runs_stalls_and_loses_a_rank(launch: Any, worker
     )  # fmt: skip
     assert 0 <= now.last_operation.age_seconds < 60 and abs(time.time() - now.heartbeat) < 60
 
-    stalled = until(lambda: [one for one in found.pages() if one.state == "stalled"], started)
+    stalled = until(lambda: [one for one in found.ranks() if one.state == "stalled"], started)
     assert [(one.rank, one.stalled_on, one.stalled_for) for one in stalled] == [
         (0, "allreduce 'weights'", (1,))
     ]
@@ -109,15 +109,15 @@ def test_a_job_is_seen_while_it_runs_stalls_and_loses_a_rank(launch: Any, worker
     assert [event.ranks for event in found.events() if event.kind == "stall"] == [(0,)]
 
     until(lambda: all_step(found, 2, 160), started)
-    until(lambda: [(one.rank, one.seconds > 2) for one in found.pages()[0].late[:1]] == [(1, True)], started)
-    os.kill(found.pages()[1].pid, signal.SIGKILL)
-    lost = until(lambda: [one for one in found.pages() if one.state == "lost"], started)
+    until(lambda: [(one.rank, one.seconds > 2) for one in found.ranks()[0].late[:1]] == [(1, True)], started)
+    os.kill(found.ranks()[1].pid, signal.SIGKILL)
+    lost = until(lambda: [one for one in found.ranks() if one.state == "lost"], started)
     assert [one.rank for one in lost] == [1]
     event = until(lambda: [event for event in found.events() if event.kind == "loss"], started)[0]
     assert event.ranks == (1,) and "SIGKILL" in event.text
     started.process.send_signal(signal.SIGKILL)
     started.process.wait(10)
-    until(lambda: not found.pages() and not job.of_process(started.process.pid), started)
+    until(lambda: not found.ranks() and not job.of_process(started.process.pid), started)
 
 
 def test_a_stopped_rank_is_stalled(launch: Any, worker: Path) -> None:
@@ -125,9 +125,9 @@ def test_a_stopped_rank_is_stalled(launch: Any, worker: Path) -> None:
     found = job_of(started)
     [one] = until(lambda: all_step(found, 1, 5), started)
     os.kill(one.pid, signal.SIGSTOP)
-    until(lambda: found.pages()[0].stalled_on.startswith("the process is stopped"), started, 5)
+    until(lambda: found.ranks()[0].stalled_on.startswith("the process is stopped"), started, 5)
     os.kill(one.pid, signal.SIGCONT)
-    until(lambda: found.pages()[0].state == "running", started, 5)
+    until(lambda: found.ranks()[0].state == "running", started, 5)
 
 
 def test_the_launcher_has_the_pages_of_other_hosts(launch: Any, worker: Path, tmp_path: Path) -> None:
@@ -142,12 +142,12 @@ def test_the_launcher_has_the_pages_of_other_hosts(launch: Any, worker: Path, tm
     pages = until(lambda: all_step(found, 2, 20), started)
     assert pages[1].operations["allreduce"].bytes >= 20 * 4000
     first = pages[1]
-    later = until(lambda: [one for one in found.pages() if one.rank == 1 and one.step > first.step], started)[
+    later = until(lambda: [one for one in found.ranks() if one.rank == 1 and one.step > first.step], started)[
         0
     ]
     assert later.pid == first.pid and abs(later.heartbeat - time.time()) < 60
     os.kill(first.pid, signal.SIGKILL)
-    until(lambda: [one.rank for one in found.pages() if one.state == "lost"] == [1], started, 5)
+    until(lambda: [one.rank for one in found.ranks() if one.state == "lost"] == [1], started, 5)
 
 
 def alone(launch: Any, worker: Path, place: Path | str) -> Any:
@@ -163,10 +163,10 @@ def test_without_a_launcher_pages_lie_in_the_users_folder(
     [one] = until(lambda: all_step(found, 1, 5), first)
     assert one.pid == first.process.pid and one.program.startswith("train.py") and one.local_rank == 0
     left = runtime_dir / "horoclone" / found.id
-    assert [name.split("-")[1] for name in os.listdir(left)] == [f"{first.process.pid}.page"]
+    assert [name.split("-")[1] for name in os.listdir(left)] == [f"{first.process.pid}.metrics"]
     first.process.kill()
     first.process.wait()
-    assert os.listdir(left) and found.pages() == []  # nobody has come to remove it
+    assert os.listdir(left) and found.ranks() == []  # nobody has come to remove it
 
     second = alone(launch, worker, runtime_dir)
     until(lambda: not left.exists() and len(os.listdir(runtime_dir / "horoclone")) == 1, second)
@@ -199,7 +199,7 @@ def test_ranks_of_mpirun_are_one_job(
     pages = until(lambda: all_step(found, 2, 10), started)
     assert [one.rank for one in pages] == [0, 1] and len({one.pid for one in pages}) == 2
     os.kill(pages[1].pid, signal.SIGKILL)
-    until(lambda: [one.state for one in found.pages()][1:] in (["lost"], []), started)
+    until(lambda: [one.state for one in found.ranks()][1:] in (["lost"], []), started)
     started.kill()
     until(lambda: job.jobs() == [] or all(one.id != found.id for one in job.jobs()), started)
     assert not (runtime_dir / "horoclone" / found.id).exists()

@@ -1,4 +1,4 @@
-"""What views show, out of pages: rates, sums, who is slow, and the lines of `horoclone top` at every width."""
+"""What views show, out of metrics: rates, sums, who is slow, and the lines of `horoclone top` at every width."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import io
 import re
 
 import pytest
-from synthetic_pages import NOW, FixedJob, a_mixed_job, a_page, histogram
+from synthetic_metrics import NOW, FixedJob, a_mixed_job, histogram, metrics_of
 
 from horoclone.live.job import Event
 from horoclone.live.overview import Observer, end_of, late_seconds, state_of, total, upper_bounds_s
-from horoclone.live.page import BUCKETS, Late, Operation
+from horoclone.live.rank_metrics import BUCKETS, Late, Operation
 
 
 def test_rates_are_those_of_the_last_seconds_and_shares_those_of_the_last_step() -> None:
     observer = Observer(FixedJob([]))
-    first = observer.digest([a_page(0, now=NOW)], [])
+    first = observer.digest([metrics_of(0, now=NOW)], [])
     assert first.rows[0].bytes_per_s is None and first.bytes_per_s is None
     for second in range(1, 20):  # 1 MB a second, then for five seconds nothing
         moved = 4_000_000 + min(second, 14) * 1_000_000
-        page = a_page(
+        page = metrics_of(
             0, now=NOW + second, operations={"allreduce": Operation(1, moved, 0, 0, histogram(at1=1))}
         )
         seen = observer.digest([page], [])
@@ -34,9 +34,9 @@ def test_rates_are_those_of_the_last_seconds_and_shares_those_of_the_last_step()
 def test_without_steps_the_share_is_that_of_the_last_seconds() -> None:
     observer = Observer(FixedJob([]))
     bare = {"step": 0, "step_seconds": 0.0, "step_seconds_smoothed": 0.0, "step_communication_seconds": 0.0}
-    observer.digest([a_page(0, now=NOW, communication_seconds=1.0, overlapped_seconds=0.5, **bare)], [])
+    observer.digest([metrics_of(0, now=NOW, communication_seconds=1.0, overlapped_seconds=0.5, **bare)], [])
     seen = observer.digest(
-        [a_page(0, now=NOW + 2, communication_seconds=1.5, overlapped_seconds=0.9, **bare)], []
+        [metrics_of(0, now=NOW + 2, communication_seconds=1.5, overlapped_seconds=0.9, **bare)], []
     )
     assert seen.rows[0].communication == pytest.approx(0.25) and seen.rows[0].overlap == pytest.approx(0.8)
     assert seen.rows[0].steps_per_s is None and seen.step_s is None
@@ -44,16 +44,18 @@ def test_without_steps_the_share_is_that_of_the_last_seconds() -> None:
 
 def test_a_process_that_takes_the_place_of_another_begins_anew() -> None:
     observer = Observer(FixedJob([]))
-    observer.digest([a_page(0, pid=1, now=NOW)], [])
-    other = a_page(0, pid=2, now=NOW + 1, started=NOW + 0.5, operations={})
+    observer.digest([metrics_of(0, pid=1, now=NOW)], [])
+    other = metrics_of(0, pid=2, now=NOW + 1, started=NOW + 0.5, operations={})
     assert observer.digest([other], []).rows[0].bytes_per_s is None
-    again = a_page(0, pid=2, now=NOW + 2, started=NOW + 1.5, operations={})  # another init() of one process
+    again = metrics_of(
+        0, pid=2, now=NOW + 2, started=NOW + 1.5, operations={}
+    )  # another init() of one process
     assert observer.digest([again], []).rows[0].bytes_per_s is None
 
 
 def test_a_rank_that_failed_is_lost_whatever_it_wrote_and_shows_no_rate() -> None:
-    assert state_of(a_page(0, state="ended", exit_code=1)) == "lost"
-    assert state_of(a_page(0, state="ended", exit_code=0)) == "ended"
+    assert state_of(metrics_of(0, state="ended", exit_code=1)) == "lost"
+    assert state_of(metrics_of(0, state="ended", exit_code=0)) == "ended"
     assert [end_of(code) for code in (None, 3, -9, -1000)] == [
         "gone",
         "exit code 3",
@@ -68,7 +70,7 @@ def test_a_rank_that_failed_is_lost_whatever_it_wrote_and_shows_no_rate() -> Non
 
 
 def test_who_was_waited_for_is_told_once_though_several_saw_it() -> None:
-    pages = [a_page(0, late=(Late(1, 5, 2.5), Late(2, 1, 0.5))), a_page(1, late=(Late(1, 4, 3.0),))]
+    pages = [metrics_of(0, late=(Late(1, 5, 2.5), Late(2, 1, 0.5))), metrics_of(1, late=(Late(1, 4, 3.0),))]
     assert late_seconds(pages) == {1: 3.0, 2: 0.5}
     seen = Observer(FixedJob(pages)).look()
     assert seen.slowest == 1 and [row.late_s for row in seen.rows] == [0.0, 3.0]
@@ -147,15 +149,15 @@ def test_numbers_are_short() -> None:
 
 def exposed(pages) -> str:
     client = pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
-    from horoclone.live.exposition import PagesCollector
+    from horoclone.live.exposition import RanksCollector
 
     registry = client.CollectorRegistry(auto_describe=False)
-    registry.register(PagesCollector(lambda: pages))
+    registry.register(RanksCollector(lambda: pages))
     return client.generate_latest(registry).decode()
 
 
 def test_metrics_have_prometheus_names_and_every_rank() -> None:
-    text = exposed(a_mixed_job(64).pages())
+    text = exposed(a_mixed_job(64).ranks())
     from prometheus_client.parser import text_string_to_metric_families
 
     families = {family.name: family for family in text_string_to_metric_families(text)}

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from horoclone.live.overview import Observer, Row, Source, upper_bounds_s
-from horoclone.live.page import Operation, Page
+from horoclone.live.rank_metrics import Operation, RankMetrics
 
 
 class Content:
@@ -21,25 +21,27 @@ class Content:
 
     def __init__(self, source: Source, name: str) -> None:
         self._observer, self._source, self._name = Observer(source), source, name
-        self._pages: dict[int, Page] = {}
+        self._ranks: dict[int, RankMetrics] = {}
         self._started = time.time()
         self._ended: dict[str, Any] | None = None
         self._codes: Mapping[int, int] = {}
 
     def end(self, exit_code: int, text: str, codes: Mapping[int, int]) -> None:
-        """The job is over, and its pages are gone. codes: of ranks, as subprocess has them."""
+        """The job is over, and its metrics are gone. codes: of ranks, as subprocess has them."""
         self._codes = codes
         self._ended = {"exit_code": exit_code, "text": text}
 
     def look(self) -> dict[str, Any]:
         """`point` goes into the charts: [Unix s, step s of the median and of the slowest rank, share in communication].
         `events` are those since the look before."""
-        ended, pages = self._ended, self._source.pages()
-        if pages or not self._pages:
-            self._pages = {page.rank: page for page in pages}
+        ended, ranks = self._ended, self._source.ranks()
+        if ranks or not self._ranks:
+            self._ranks = {metrics.rank: metrics for metrics in ranks}
         if ended is not None:
-            self._pages = {rank: _last_of(page, self._codes.get(rank)) for rank, page in self._pages.items()}
-        overview = self._observer.digest(list(self._pages.values()), self._source.events())
+            self._ranks = {
+                rank: _last_of(metrics, self._codes.get(rank)) for rank, metrics in self._ranks.items()
+            }
+        overview = self._observer.digest(list(self._ranks.values()), self._source.events())
         now = time.time()
         point = [now, overview.step_s, overview.slowest_step_s, overview.communication]
         late_s = max((row.late_s for row in overview.rows if row.rank == overview.slowest), default=0.0)
@@ -62,17 +64,17 @@ class Content:
 
     def look_at(self, rank: int) -> dict[str, Any] | None:
         """The operations of one rank, as of the last look; None: there is no such rank."""
-        page = self._pages.get(rank)
-        return None if page is None else {"operations": _operations(page.operations)}
+        metrics = self._ranks.get(rank)
+        return None if metrics is None else {"operations": _operations(metrics.operations)}
 
 
-def _last_of(page: Page, code: int | None) -> Page:
-    """A page that was read before the job ended, with what became of its process. code: None: not known."""
-    if page.exit_code is not None or page.state in ("ended", "lost"):
-        return page
+def _last_of(metrics: RankMetrics, code: int | None) -> RankMetrics:
+    """Metrics that were read before the job ended, with what became of its process. code: None: not known."""
+    if metrics.exit_code is not None or metrics.state in ("ended", "lost"):
+        return metrics
     state = "lost" if code else "ended"
     return dataclasses.replace(
-        page, state=state, exit_code=code, is_stalled=False, stalled_on="", stalled_for=()
+        metrics, state=state, exit_code=code, is_stalled=False, stalled_on="", stalled_for=()
     )
 
 

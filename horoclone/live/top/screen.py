@@ -21,7 +21,7 @@ from types import FrameType
 from rich.console import Console
 from rich.live import Live
 
-from horoclone.live import asking
+from horoclone.live import stack_dump_client
 from horoclone.live.job import Job
 from horoclone.live.overview import Observer, Overview
 from horoclone.live.top.table import NARROWEST, ORDERS, Wish, once, ordered, screenful
@@ -164,8 +164,8 @@ class Top:
         if row is None:
             return
         try:
-            stacks = asking.stacks(row.pid, row.host)
-        except asking.NoAnswer as error:
+            stacks = stack_dump_client.stacks(row.pid, row.host)
+        except stack_dump_client.NoAnswer as error:
             self._say(f"rank {rank}: {error}")
             return
         self._wish.overlay = [
@@ -175,7 +175,7 @@ class Top:
 
     def _record(self) -> None:
         folder = os.path.abspath(f"horoclone-records-{self._job.id}")
-        written, errors = asking.flight_records(
+        written, errors = stack_dump_client.flight_records(
             {row.rank: (row.pid, row.host) for row in self.overview.rows}, folder
         )
         text = f"{len(written)} flight records: horoclone debug {folder}" if written else "no flight record"

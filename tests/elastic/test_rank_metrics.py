@@ -18,18 +18,18 @@ def test_a_view_follows_the_generations(elastic: Any) -> None:
     first = run.whole(1)
     run.step(5)
     view = job.of_process(run.started.process.pid)[0]
-    assert {one.rank: one.pid for one in view.pages()} == first
+    assert {one.rank: one.pid for one in view.ranks()} == first
     os.kill(first[1], signal.SIGKILL)
     again = run.of_size(3, after=1)
 
     def seen() -> bool:
-        pages = view.pages()
-        return {one.rank: one.pid for one in pages} == again and len({one.generation for one in pages}) == 1
+        ranks = view.ranks()
+        return {one.rank: one.pid for one in ranks} == again and len({one.generation for one in ranks}) == 1
 
-    run.wait(seen, "the pages of the newest generation")
+    run.wait(seen, "the metrics of the newest generation")
     events = view.events()
     assert [event.kind for event in events if event.kind != "stall"][:2] == ["member", "loss"]
     assert sum(event.kind == "member" for event in events) >= 2
     assert any(event.kind == "loss" and "SIGKILL" in event.text for event in events)
     run.finish()
-    assert view.pages() == []
+    assert view.ranks() == []

@@ -1,9 +1,9 @@
-"""Where ranks put their pages that no launcher of ours has started: a folder of the user, on memory, mode 0700.
+"""The runtime directory, for the metrics of ranks that no launcher of ours has started: in memory, mode 0700.
 
-$XDG_RUNTIME_DIR/horoclone/JOB/NAMESPACE-PID.page; XDG_RUNTIME_DIR is /run/user/UID where it is not set. A page is dead
-when its process is: the page tells its pid, when that process was started, and in which namespace of processes. A rank
-removes its own at exit; those of killed ranks are removed, once no rank of their job lives, by the next rank of any job
-that comes, or by whoever looks at jobs.
+$XDG_RUNTIME_DIR/horoclone/JOB/NAMESPACE-PID.metrics, a block of 4 KiB (rank_metrics.py); XDG_RUNTIME_DIR is
+/run/user/UID where it is not set. A block is dead when its process is: it has the pid, when that process was started,
+and in which namespace. A rank removes its own at exit; those of killed ranks are removed, once no rank of their job
+lives, by the next rank of any job that comes, or by whoever looks at jobs.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 
-from horoclone.live import page
-from horoclone.live.processes import lives, own_mark
+from horoclone.live import rank_metrics
+from horoclone.live.processes import lives, own_identity
 
-_TRIES = 5  # somebody else may remove the folder, empty still, before our page is in it
-_SUFFIX = ".page"
+_TRIES = 5  # somebody else may remove the directory, empty still, before our block is in it
+_SUFFIX = ".metrics"
 _ON_MEMORY = ("tmpfs", "ramfs")
 
 
 def place(environ: Mapping[str, str]) -> str | None:
-    """The folder of this user; None: nobody says where, or that is no folder of ours."""
+    """The runtime directory of this user; None: nobody says where, or it belongs to somebody else."""
     runtime = environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
     try:
         found = os.stat(runtime)
@@ -34,15 +34,15 @@ def place(environ: Mapping[str, str]) -> str | None:
 
 
 def job_id(name: str) -> str:
-    """What the folder of a job is called."""
+    """The name of a job's directory."""
     return hashlib.sha256(os.fsencode(name)).hexdigest()[:10]
 
 
 def create(environ: Mapping[str, str], job: str, initial: bytes) -> tuple[int, str] | None:
-    """A page of this process in the folder of `job`: (its descriptor, which the caller owns, and its path).
+    """A metrics block of this process in the directory of `job`: (its descriptor, which the caller owns, and its path).
 
-    initial: its first bytes, see page.initial. None where it cannot be: no folder, no memory left, a disk in the place
-    of memory. Never raises OSError.
+    initial: its first bytes, see rank_metrics.initial. None where it cannot be: no directory, no memory left, a disk in
+    the place of memory. Never raises OSError.
     """
     base = place(environ)
     if base is None:
@@ -57,19 +57,19 @@ def create(environ: Mapping[str, str], job: str, initial: bytes) -> tuple[int, s
         return None
 
 
-def _create(folder: str, initial: bytes) -> tuple[int, str] | None:
-    mark = own_mark()
-    path = os.path.join(folder, f"{mark.namespace}-{mark.pid}{_SUFFIX}")
+def _create(directory: str, initial: bytes) -> tuple[int, str] | None:
+    process = own_identity()
+    path = os.path.join(directory, f"{process.namespace}-{process.pid}{_SUFFIX}")
     for _ in range(_TRIES):
         try:
-            _make_private(folder)
-            # It has no name before it has all its bytes: nobody sees half a page, and nothing is left of it.
-            descriptor = os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+            _make_private(directory)
+            # It has no name before it has all its bytes: nobody sees half a block, and nothing is left of it.
+            descriptor = os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:
             continue
         try:
             os.posix_fallocate(
-                descriptor, 0, page.BYTES
+                descriptor, 0, rank_metrics.BYTES
             )  # a full file system says so here, not by SIGBUS later
             os.pwrite(descriptor, initial, 0)
             with contextlib.suppress(FileNotFoundError):
@@ -85,7 +85,7 @@ def _create(folder: str, initial: bytes) -> tuple[int, str] | None:
 
 
 def _give_name(descriptor: int, path: str) -> None:
-    """To a file without one. With a folder's descriptor Python calls linkat(2), which follows the link in /proc."""
+    """To a file without one. With a directory's descriptor Python calls linkat(2), which follows the link in /proc."""
     open_files = os.open("/proc/self/fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.link(str(descriptor), path, src_dir_fd=open_files, follow_symlinks=True)
@@ -93,19 +93,19 @@ def _give_name(descriptor: int, path: str) -> None:
         os.close(open_files)
 
 
-def _make_private(folder: str) -> None:
+def _make_private(directory: str) -> None:
     """PermissionError when it is there and is not ours alone."""
     with contextlib.suppress(FileExistsError):
-        os.mkdir(folder, 0o700)
-    found = os.lstat(folder)
+        os.mkdir(directory, 0o700)
+    found = os.lstat(directory)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise PermissionError(f"{folder} is not a folder of this user")
+        raise PermissionError(f"{directory} is not a directory of this user")
     if found.st_mode & 0o777 != 0o700:  # a umask, or somebody's chmod
-        os.chmod(folder, 0o700)
+        os.chmod(directory, 0o700)
 
 
-def _is_on_memory(folder: str) -> bool:
-    device = os.stat(folder).st_dev
+def _is_on_memory(directory: str) -> bool:
+    device = os.stat(directory).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as file:
         for line in file:
@@ -116,15 +116,15 @@ def _is_on_memory(folder: str) -> bool:
 
 
 def remove(path: str) -> None:
-    """One page, and the folder of its job when it was the last one."""
+    """Removes one block, and the directory of its job when it was the last one."""
     with contextlib.suppress(OSError):
         os.unlink(path)
     with contextlib.suppress(OSError):
         os.rmdir(os.path.dirname(path))
 
 
-def page_paths(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """(job, path) of every page there is, dead ones too."""
+def block_paths(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """(job, path) of every block there is, dead ones too."""
     base = place(environ)
     if base is None:
         return
@@ -134,29 +134,30 @@ def page_paths(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
                 yield job, os.path.join(base, job, name)
 
 
-def _names(folder: str) -> list[str]:
+def _names(directory: str) -> list[str]:
     try:
-        return sorted(os.listdir(folder))
+        return sorted(os.listdir(directory))
     except OSError:
         return []
 
 
 def remove_dead(environ: Mapping[str, str]) -> None:
-    """The folders of jobs of which no process lives. While one does, the page of a dead rank tells that it is lost."""
+    """The directories of jobs of which no process lives. While one does, the block of a dead rank tells that it is
+    lost."""
     base = place(environ)
     for job in _names(base) if base is not None else ():
-        folder = os.path.join(str(base), job)
-        paths = [os.path.join(folder, name) for name in _names(folder) if name.endswith(_SUFFIX)]
+        directory = os.path.join(str(base), job)
+        paths = [os.path.join(directory, name) for name in _names(directory) if name.endswith(_SUFFIX)]
         if not any(_lives(path) for path in paths):
             for path in paths:
                 remove(path)
             with contextlib.suppress(OSError):
-                os.rmdir(folder)
+                os.rmdir(directory)
 
 
 def _lives(path: str) -> bool:
     try:
         with open(path, "rb") as file:
-            return lives(page.mark_of(file.read(page.BYTES)))
+            return lives(rank_metrics.identity_of(file.read(rank_metrics.BYTES)))
     except OSError:
         return False  # somebody else has removed it

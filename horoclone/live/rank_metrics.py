@@ -1,6 +1,6 @@
-"""The page of one rank: 4 KiB of shared memory, into which the core writes and from which anyone may read. Pure.
+"""The metrics of one rank: a block of 4 KiB of shared memory that the core writes and anyone may read. Pure.
 
-The layout is csrc/engine/page/layout.h's; a test compares the two. All numbers are native: pages of other hosts are
+The layout is csrc/engine/page/layout.h's; a test compares the two. All numbers are native: blocks of other hosts are
 copies, and hosts of one job have the same byte order.
 """
 
@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from horoclone.live.processes import Mark
+from horoclone.live.processes import ProcessIdentity
 
 BYTES = 4096
 MAGIC = b"HCPAGE03"
@@ -28,13 +28,13 @@ STATES = ("starting", "running", "waiting", "stalled", "ended", "lost")
 WAITING_AFTER_S = 0.1  # a thread that has waited for so long makes its rank "waiting"
 SILENT_AFTER_S = 10.0  # with operations under way the core gives a sign of life every second
 
-_TRIES = 200  # to read the page while nobody writes it; an update takes some tens of nanoseconds
+_TRIES = 200  # to read the block while nobody writes it; an update takes some tens of nanoseconds
 _WORD = _SEQUENCE = struct.Struct("=Q")
 _SEQUENCE_AT = len(MAGIC)
 _IDENTITY = struct.Struct("=4i5q2I64s64s")
 _IDENTITY_AT = 16
-_MARK = struct.Struct("=i2q")
-_MARK_AT = 28
+_PROCESS = struct.Struct("=i2q")
+_PROCESS_AT = 28
 _STEPS = struct.Struct("=9Q")
 _STEPS_AT = 208
 _COMMUNICATION_AT = 256
@@ -97,7 +97,7 @@ class Late:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Page:
+class RankMetrics:
     """What one rank says about itself, at the moment `now`. Times are Unix seconds; what is summed begins at init().
 
     heartbeat: its last sign of life: at the end of operations, and every second while some are under way; the core of
@@ -166,18 +166,18 @@ class Page:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Seen:
-    """What the reader knows of the process that writes a page. lives False makes a page that was not ended "lost";
+    """What the reader knows of the process that writes a block. lives False makes a block that was not ended "lost";
     is_stopped (by a signal) makes it "stalled"."""
 
     lives: bool = True
     is_stopped: bool = False
 
 
-def read(memory: Any, seen: Seen = Seen()) -> Page:
-    """The page in `memory`: an mmap, bytes, or whatever has a buffer of 4096 bytes.
+def read(memory: Any, seen: Seen = Seen()) -> RankMetrics:
+    """The metrics in `memory`: an mmap, bytes, or whatever has a buffer of 4096 bytes.
 
     It is read until a copy was made while nobody wrote; of a writer that died in the middle of an update, the copy is
-    what it left. ValueError when that is no page, or one of another version.
+    what it left. ValueError when that is no metrics block, or one of another version.
     """
     return decode(consistent_copy(memory), time.time(), seen)
 
@@ -187,7 +187,7 @@ def consistent_copy(memory: Any) -> bytes:
     view = memoryview(memory)
     if view.nbytes < BYTES or bytes(view[:_SEQUENCE_AT]) != MAGIC:
         raise ValueError(
-            f"not a page of measurements of this version: {view.nbytes} bytes that begin with "
+            f"not a metrics block of this version: {view.nbytes} bytes that begin with "
             f"{bytes(view[:_SEQUENCE_AT])!r}, not {BYTES} with {MAGIC!r}"
         )
     copy = b""
@@ -195,7 +195,7 @@ def consistent_copy(memory: Any) -> bytes:
         before = _SEQUENCE.unpack_from(view, _SEQUENCE_AT)[0]
         calls = bytes(view[_RECENT_AT : _RECENT_AT + _WORD.size])
         copy = bytes(view[:BYTES])
-        inside = _SEQUENCE.unpack_from(copy, _SEQUENCE_AT)[0]  # odd where a page from elsewhere is put here
+        inside = _SEQUENCE.unpack_from(copy, _SEQUENCE_AT)[0]  # odd where a block from elsewhere is put here
         after = _SEQUENCE.unpack_from(view, _SEQUENCE_AT)[0]
         if before == inside == after and before % 2 == 0:
             break
@@ -203,7 +203,7 @@ def consistent_copy(memory: Any) -> bytes:
 
 
 def copy_from_file(descriptor: int, at: int) -> bytes:
-    """The same for the page that begins at `at` of a file. OSError; fewer bytes than a page where the file ends."""
+    """The same for the block that begins at `at` of a file. OSError; fewer bytes than a block where the file ends."""
     copy = b""
     for _ in range(_TRIES):
         before = os.pread(descriptor, _IDENTITY_AT, at)
@@ -222,7 +222,7 @@ def _with_calls(copy: bytes, calls: bytes) -> bytes:
 
 
 def replace_in_file(descriptor: int, at: int, copy: bytes) -> None:
-    """Writes a page that came from elsewhere to where readers look; its notes are notes()'s. OSError."""
+    """Writes a block that came from elsewhere to where readers look; its notes are notes()'s. OSError."""
     sequence = _SEQUENCE.unpack_from(copy, _SEQUENCE_AT)[0]
     os.pwrite(descriptor, MAGIC + _SEQUENCE.pack(sequence | 1), at)
     if sequence % 2:  # its writer died, and may have added some of the recent calls to the numbers already
@@ -231,10 +231,10 @@ def replace_in_file(descriptor: int, at: int, copy: bytes) -> None:
     os.pwrite(descriptor, _SEQUENCE.pack(sequence + sequence % 2), at + _SEQUENCE_AT)
 
 
-def mark_of(copy: bytes) -> Mark:
-    """The process that writes the page, or wrote it."""
+def identity_of(copy: bytes) -> ProcessIdentity:
+    """The process that writes the block, or wrote it."""
     _, _, _, pid, started, namespace, *_ = _IDENTITY.unpack_from(copy, _IDENTITY_AT)
-    return Mark(pid, started, namespace)
+    return ProcessIdentity(pid, started, namespace)
 
 
 def is_of_another_host(copy: bytes) -> bool:
@@ -251,32 +251,33 @@ class Origin:
     local_rank: int
     host: str
     program: str
-    mark: Mark
+    process: ProcessIdentity
 
 
 def initial(origin: Origin) -> bytes:
-    """The first bytes of a page that nobody has written yet: its state is "starting"."""
+    """The first bytes of a block that nobody has written yet: its state is "starting"."""
     now_ns = time.time_ns()
-    numbers = (origin.rank, origin.size, origin.local_rank, *origin.mark)
+    numbers = (origin.rank, origin.size, origin.local_rank, *origin.process)
     texts = tuple(text.encode("utf-8", "backslashreplace")[:64] for text in (origin.host, origin.program))
     identity = _IDENTITY.pack(*numbers, 0, now_ns, now_ns, _STARTING, 0, *texts)
     return MAGIC + bytes(_IDENTITY_AT - len(MAGIC)) + identity
 
 
 def notes(received_ns: int, copied_ns: int, exit_code: int | None) -> tuple[int, bytes]:
-    """(where, what) whoever passes a page on, or sees its process end, writes into it. Unix nanoseconds by his clock
-    and by that of the page's own host, 0 on that host; exit_code: as subprocess has it, None while the process runs."""
+    """(where, what) whoever passes a block on, or sees its process end, writes into it. Unix nanoseconds by his clock
+    and by that of the block's own host, 0 on that host; exit_code: as subprocess has it, None while the process
+    runs."""
     is_gone = exit_code is not None
     return _NOTES_AT, _NOTES.pack(received_ns, copied_ns, is_gone, exit_code or 0)
 
 
-def mark_at(at: int, mark: Mark) -> tuple[int, bytes]:
-    """(where, what) whoever has started a rank's process writes into its page, which begins at `at`, before the core
+def identity_at(at: int, process: ProcessIdentity) -> tuple[int, bytes]:
+    """(where, what) whoever has started a rank's process writes into its block, which begins at `at`, before the core
     does."""
-    return at + _MARK_AT, _MARK.pack(*mark)
+    return at + _PROCESS_AT, _PROCESS.pack(*process)
 
 
-def stall_text(one: Page) -> str:
+def stall_text(one: RankMetrics) -> str:
     """One sentence about a rank that is stalled."""
     for_whom = ", ".join(str(rank) for rank in one.stalled_for)
     return f"rank {one.rank} waits: {one.stalled_on}" + (f", for rank {for_whom}" if for_whom else "")
@@ -320,8 +321,8 @@ def _with_recent(copy: bytes) -> bytes:
     return bytes(added)
 
 
-def decode(copy: bytes, now: float, seen: Seen = Seen()) -> Page:
-    """A page out of its 4096 bytes. now: Unix seconds, when they were copied here."""
+def decode(copy: bytes, now: float, seen: Seen = Seen()) -> RankMetrics:
+    """The metrics in a block of 4096 bytes. now: Unix seconds, when they were copied here."""
     copy = _with_recent(copy)
     (rank, size, local_rank, pid, _, _, generation, started_ns, heartbeat_ns, *rest) = _IDENTITY.unpack_from(
         copy, _IDENTITY_AT
@@ -333,7 +334,7 @@ def decode(copy: bytes, now: float, seen: Seen = Seen()) -> Page:
     *waits, waiters, waiting_since = _WAITS.unpack_from(copy, _WAITS_AT)
     for_peers, for_transfer = waits[0] + waits[2], waits[1] + waits[3]
     received_ns, copied_ns, is_gone, exit_code = _NOTES.unpack_from(copy, _NOTES_AT)
-    ahead_ns = received_ns - copied_ns if copied_ns else 0  # our clock before that of a page's own host
+    ahead_ns = received_ns - copied_ns if copied_ns else 0  # our clock before that of a block's own host
     started, heartbeat = (started_ns + ahead_ns) / 1e9, (heartbeat_ns + ahead_ns) / 1e9
     # Ages are as of the copy, which for another host is older.
     copied = received_ns / 1e9 if copied_ns else now
@@ -351,7 +352,7 @@ def decode(copy: bytes, now: float, seen: Seen = Seen()) -> Page:
     state = _state(said, bool(stalled_on), lives, exit_code if is_gone else None)
     if state == "running" and waiters and elapsed_ns - waiting_since > WAITING_AFTER_S * 1e9:
         state = "waiting"
-    return Page(
+    return RankMetrics(
         rank=rank,
         size=size,
         local_rank=local_rank,

@@ -1,4 +1,4 @@
-"""Asks a rank of this host, from outside, for its stacks or its flight record; runtime/asked.py answers.
+"""Asks a rank of this host, from outside, for its stacks or its flight record; runtime/stack_dump_handler.py answers.
 
 A signal asks, and the rank writes into anonymous memory, whose name has the number of the signal. The kernel decides
 who may do so, as for a debugger: the same user. Stacks come while the program hangs, too.

@@ -1,7 +1,8 @@
-"""The launcher's book with the pages of its ranks (live/book.py): made, passed on, and with a note of what happens.
+"""The job metrics segment (live/job_segment.py) on the launcher's side: made, passed on, with a note of what happens.
 
-remote.py has one, too, of the ranks of its host, and sends their pages to the launcher. Where there is no memory for a
-page, or no descriptor for the book, the job runs without: no method raises for that. Thread: the job's loop.
+remote.py has a segment, too, of the ranks of its host, and sends their metrics to the launcher. Where there is no
+memory for a block, or no descriptor for the segment, the job runs without: no method raises for that. Thread: the job's
+loop.
 """
 
 from __future__ import annotations
@@ -15,24 +16,24 @@ from collections.abc import Iterator, Sequence
 
 from horoclone.launch import report
 from horoclone.launch.hosts import Placement
-from horoclone.live import page
-from horoclone.live.book import Event, Writer
-from horoclone.live.processes import Mark, own_mark, own_namespace, start_of
+from horoclone.live import rank_metrics
+from horoclone.live.job_segment import Event, Writer
+from horoclone.live.processes import ProcessIdentity, own_identity, own_namespace, start_of
 
 LOOK_EVERY_S = 1.0
-_REPEAT_S = 5.0  # a page that does not change is sent so often: the launcher learns that its host lives
+_REPEAT_S = 5.0  # a block that does not change is sent so often: the launcher learns that its host lives
 _COPIED = struct.Struct("=q")
 _PACKED_FASTEST = 1  # zlib: 4 KiB, mostly zeros, become some hundred bytes
-_HEAD = 256  # bytes of a page in which page.states() looks
+_HEAD = 256  # bytes of a block in which rank_metrics.states() looks
 
-_books = itertools.count()  # of this process
+_segments = itertools.count()  # of this process
 
 
-class Pages:
-    """The pages of one job's ranks, by the job's number of each."""
+class JobMetrics:
+    """The metrics of one job's ranks, by the job's number of each."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        own, number = own_mark(), next(_books)
+        own, number = own_identity(), next(_segments)
         about = {
             "id": f"{own.pid}-{number + 1}" if number else str(own.pid),
             "command": shlex.join(command)[:1000],
@@ -42,9 +43,9 @@ class Pages:
             "namespace": own.namespace,
         }
         try:
-            self._book: Writer | None = Writer(about)
+            self._segment: Writer | None = Writer(about)
         except OSError:
-            self._book = None
+            self._segment = None
         self._at: dict[int, int] = {}
         self._ranks: dict[int, int] = {}
         self._stalled: set[int] = set()
@@ -56,50 +57,55 @@ class Pages:
 
     def add(self, key: int, placement: Placement) -> None:
         """A rank that is about to be started."""
-        if self._book is None:
+        if self._segment is None:
             return
         host = placement.host.rpartition("@")[2]
-        mark = Mark(0, 0, 0)
-        initial = page.initial(
-            page.Origin(placement.rank, placement.size, placement.local_rank, host, "", mark)
+        process = ProcessIdentity(0, 0, 0)
+        initial = rank_metrics.initial(
+            rank_metrics.Origin(placement.rank, placement.size, placement.local_rank, host, "", process)
         )
         self._ranks[key] = placement.rank
         try:
             at = self._take_over()
             if at is None:
-                at = self._book.add_page(initial)
+                at = self._segment.add_block(initial)
             else:
-                self._book.write(at, initial.ljust(page.BYTES, b"\0"))
+                self._segment.write(at, initial.ljust(rank_metrics.BYTES, b"\0"))
             self._at[key] = at
         except OSError:
             pass
 
     def _take_over(self) -> int | None:
         """The place of a worker that has ended before the newest generation: nobody asks for it any more."""
-        assert self._book is not None
+        assert self._segment is not None
         for key in sorted(self._ended & self._at.keys()):
-            if page.states(self._book.read(self._at[key], _HEAD))[1] < self._generation:
+            if rank_metrics.states(self._segment.read(self._at[key], _HEAD))[1] < self._generation:
                 self._ended.discard(key)
                 return self._at.pop(key)
         return None
 
     def passed(self, key: int) -> tuple[int, int] | None:
-        """(descriptor, offset) for the process of a rank, which inherits the first. None: it has no page."""
-        return None if self._book is None or key not in self._at else (self._book.descriptor, self._at[key])
+        """(descriptor, offset) for the process of a rank, which inherits the first. None: it has no block."""
+        return (
+            None
+            if self._segment is None or key not in self._at
+            else (self._segment.descriptor, self._at[key])
+        )
 
     def started(self, key: int, pid: int, is_here: bool) -> None:
         """Its process runs, but its core has not begun to write."""
-        if self._book is not None and key in self._at and is_here:
-            mark = Mark(pid, start_of(pid), own_namespace())
-            self._book.write(*page.mark_at(self._at[key], mark))
+        if self._segment is not None and key in self._at and is_here:
+            process = ProcessIdentity(pid, start_of(pid), own_namespace())
+            self._segment.write(*rank_metrics.identity_at(self._at[key], process))
 
     def ended(self, key: int, code: int, by_us: bool) -> None:
         """code: as subprocess has it. by_us: the launcher has ended it."""
-        if self._book is not None and key in self._at:
+        if self._segment is not None and key in self._at:
             self._ended.add(key)
-            at, _ = page.notes(0, 0, None)
-            self._book.write(
-                self._at[key] + at + page.TIMES_BYTES, page.notes(0, 0, code)[1][page.TIMES_BYTES :]
+            at, _ = rank_metrics.notes(0, 0, None)
+            self._segment.write(
+                self._at[key] + at + rank_metrics.TIMES_BYTES,
+                rank_metrics.notes(0, 0, code)[1][rank_metrics.TIMES_BYTES :],
             )
         if code != 0 and not by_us:
             self.happened("loss", f"rank {self._ranks.get(key, key)} {report.end_of_process(code)}", key)
@@ -110,26 +116,26 @@ class Pages:
         self.happened("member", f"generation {generation} was formed: {ranks} ranks")
 
     def happened(self, kind: str, text: str, *keys: int) -> None:
-        if self._book is not None:
+        if self._segment is not None:
             ranks = tuple(self._ranks.get(key, key) for key in keys)
-            self._book.add_event(Event(time.time(), kind, text, ranks))
+            self._segment.add_event(Event(time.time(), kind, text, ranks))
 
     def look(self, now: float, is_ending: bool) -> None:
         """Once a second: notes who stalls, and who goes on. now: of the monotonic clock."""
         if is_ending and not self._is_ending:
             self._is_ending = True
             self.happened("end", "the job ends")
-        if self._book is None or now < self._next_look_s:
+        if self._segment is None or now < self._next_look_s:
             return
         self._next_look_s = now + LOOK_EVERY_S
         for key, at in self._at.items():
-            stalled = key not in self._ended and page.states(self._book.read(at, _HEAD))[0]
+            stalled = key not in self._ended and rank_metrics.states(self._segment.read(at, _HEAD))[0]
             if stalled == (key in self._stalled):
                 continue
             if stalled:
                 self._stalled.add(key)
-                one = page.read(page.copy_from_file(self._book.descriptor, at))
-                self.happened("stall", page.stall_text(one), key)
+                one = rank_metrics.read(rank_metrics.copy_from_file(self._segment.descriptor, at))
+                self.happened("stall", rank_metrics.stall_text(one), key)
             else:
                 self._stalled.discard(key)
                 if key not in self._ended:
@@ -138,34 +144,34 @@ class Pages:
     # ---- between hosts
 
     def news(self) -> Iterator[tuple[int, bytes]]:
-        """(rank, what the launcher's take() takes) of each page that has changed, and now and then of the others."""
+        """(rank, what the launcher's take() takes) of each block that has changed, and now and then of the others."""
         now = time.monotonic()
-        if self._book is None or now < self._next_look_s:
+        if self._segment is None or now < self._next_look_s:
             return
         self._next_look_s = now + LOOK_EVERY_S
         for key, at in self._at.items():
-            copy = page.copy_from_file(self._book.descriptor, at)
+            copy = rank_metrics.copy_from_file(self._segment.descriptor, at)
             before, sent_s = self._sent.get(key, (b"", 0.0))
             if copy != before or now - sent_s >= _REPEAT_S:
                 self._sent[key] = (copy, now)
                 yield key, _COPIED.pack(time.time_ns()) + zlib.compress(copy, _PACKED_FASTEST)
 
     def take(self, key: int, payload: bytes) -> None:
-        """A page of a rank on another host, as news() there has packed it. What is none is dropped."""
-        if self._book is None or key not in self._at:
+        """The metrics of a rank on another host, as news() there has packed it. What is none is dropped."""
+        if self._segment is None or key not in self._at:
             return
         try:
             (copied_ns,) = _COPIED.unpack_from(payload)
-            copy = zlib.decompressobj().decompress(payload[_COPIED.size :], page.BYTES)
+            copy = zlib.decompressobj().decompress(payload[_COPIED.size :], rank_metrics.BYTES)
         except (struct.error, zlib.error):
             return
-        if len(copy) == page.BYTES and copy.startswith(page.MAGIC):
-            page.replace_in_file(self._book.descriptor, self._at[key], copy)
-            at, times = page.notes(time.time_ns(), copied_ns, None)
-            self._book.write(self._at[key] + at, times[: page.TIMES_BYTES])
+        if len(copy) == rank_metrics.BYTES and copy.startswith(rank_metrics.MAGIC):
+            rank_metrics.replace_in_file(self._segment.descriptor, self._at[key], copy)
+            at, times = rank_metrics.notes(time.time_ns(), copied_ns, None)
+            self._segment.write(self._at[key] + at, times[: rank_metrics.TIMES_BYTES])
 
     def close(self) -> None:
         """The job is over; readers see that."""
-        book, self._book = self._book, None
-        if book is not None:
-            book.close()
+        segment, self._segment = self._segment, None
+        if segment is not None:
+            segment.close()

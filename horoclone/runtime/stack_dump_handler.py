@@ -1,4 +1,5 @@
-"""Answers `horoclone top`, which asks by a signal for this process's stacks or flight record (live/asking.py).
+"""Writes this process's stacks or flight record for `horoclone top`, which asks by a signal
+(live/stack_dump_client.py).
 
 Thread: the signals come at any time; stacks are written by a handler in C, the record by the main thread.
 """
@@ -14,7 +15,7 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-from horoclone.live.asking import END, RECORD, STACKS
+from horoclone.live.stack_dump_client import END, RECORD, STACKS
 from horoclone.runtime import current
 
 _listens = False

@@ -1,4 +1,4 @@
-"""Pages as a rank would have written them, for questions of arithmetic and layout."""
+"""Metrics as a rank would have written them, for questions of arithmetic and layout."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from horoclone.live.job import Event
-from horoclone.live.page import BUCKETS, LastOperation, Late, Operation, Page
+from horoclone.live.rank_metrics import BUCKETS, LastOperation, Late, Operation, RankMetrics
 
 NOW = 1_700_000_000.0
 
@@ -19,7 +19,7 @@ def histogram(**counts: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def a_page(rank: int = 0, size: int = 2, **different: Any) -> Page:
+def metrics_of(rank: int = 0, size: int = 2, **different: Any) -> RankMetrics:
     """A rank that runs: 40 steps of 0.12 s, of which 0.05 s were communication and 0.02 s waited for."""
     done = Operation(100, 4_000_000, 0.5, 1.25, histogram(at8=50, at9=40, at10=10))
     fields: dict[str, Any] = {
@@ -31,17 +31,17 @@ def a_page(rank: int = 0, size: int = 2, **different: Any) -> Page:
         "last_operation": LastOperation("allreduce", "grad.0", 4000, 0.01), "is_stalled": False, "stalled_on": "",
         "stalled_for": (), "late": (Late(1, 5, 2.5),),
     }  # fmt: skip
-    return Page(**{**fields, **different})
+    return RankMetrics(**{**fields, **different})
 
 
 class FixedJob:
-    """A job whose pages and events are these."""
+    """A job whose metrics and events are these."""
 
-    def __init__(self, pages: list[Page], events: list[Event] | None = None) -> None:
-        self._pages, self._events = pages, events or []
+    def __init__(self, ranks: list[RankMetrics], events: list[Event] | None = None) -> None:
+        self._ranks, self._events = ranks, events or []
 
-    def pages(self) -> list[Page]:
-        return self._pages
+    def ranks(self) -> list[RankMetrics]:
+        return self._ranks
 
     def events(self) -> list[Event]:
         return self._events
@@ -49,9 +49,9 @@ class FixedJob:
 
 def a_mixed_job(size: int) -> FixedJob:
     """Rank 1 was killed, rank 0 waits for it, the others run."""
-    pages = [a_page(rank, size) for rank in range(size)]
-    pages[0] = a_page(
+    ranks = [metrics_of(rank, size) for rank in range(size)]
+    ranks[0] = metrics_of(
         0, size, state="stalled", is_stalled=True, stalled_on="allreduce 'grad.0'", stalled_for=(1,)
     )
-    pages[1] = a_page(1, size, state="lost", exit_code=-9)
-    return FixedJob(pages, [Event(time.time(), "loss", "rank 1 was killed by SIGKILL", (1,))])
+    ranks[1] = metrics_of(1, size, state="lost", exit_code=-9)
+    return FixedJob(ranks, [Event(time.time(), "loss", "rank 1 was killed by SIGKILL", (1,))])

@@ -1,10 +1,10 @@
-"""The book of a job that our launcher has started: one piece of shared memory with the pages of all its ranks.
+"""The metrics segment of a job that our launcher has started: one piece of shared memory with all ranks' metrics.
 
     0       magic, whether the job is over, and JSON about it
     4 KiB   the last events, in slots of 512 bytes
-    64 KiB  the pages, 4 KiB each
+    64 KiB  the metrics of each rank, in blocks of 4 KiB (rank_metrics.py)
 
-The launcher writes all but the pages of the ranks on its host, which their core writes. The memory has no name: it is
+The launcher writes all but the blocks of the ranks on its host, which their core writes. The memory has no name: it is
 found among the open files of the launcher, or of ranks that have survived it.
 """
 
@@ -19,14 +19,14 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
-from horoclone.live import page
+from horoclone.live import rank_metrics
 
 NAME = "horoclone-job"
 MAGIC = b"HCJOBS01"
-PAGES_AT = 1 << 16
+BLOCKS_AT = 1 << 16
 _HEAD = struct.Struct("=8sII")  # magic, 1: the job is over, bytes of the JSON that follows
 _EVENTS_AT, _SLOT = 4096, 512
-_SLOTS = (PAGES_AT - _EVENTS_AT) // _SLOT
+_SLOTS = (BLOCKS_AT - _EVENTS_AT) // _SLOT
 _SLOT_HEAD = struct.Struct(
     "=II"
 )  # CRC-32 and length of the JSON that follows: a slot being written fits neither
@@ -52,19 +52,19 @@ class Writer:
     def __init__(self, about: dict[str, Any]) -> None:
         self.descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC)
         try:
-            os.posix_fallocate(self.descriptor, 0, PAGES_AT)  # a hole could not be filled later: SIGBUS
+            os.posix_fallocate(self.descriptor, 0, BLOCKS_AT)  # a hole could not be filled later: SIGBUS
             text = json.dumps(about).encode()[: _EVENTS_AT - _HEAD.size]
             os.pwrite(self.descriptor, _HEAD.pack(MAGIC, 0, len(text)) + text, 0)
         except OSError:
             os.close(self.descriptor)
             raise
-        self._events = self._pages = 0
+        self._events = self._blocks = 0
 
-    def add_page(self, initial: bytes) -> int:
-        """A new page; where it begins. OSError where there is no memory for it."""
-        at = PAGES_AT + self._pages * page.BYTES
-        os.posix_fallocate(self.descriptor, at, page.BYTES)
-        self._pages += 1
+    def add_block(self, initial: bytes) -> int:
+        """A new block for a rank; where it begins. OSError where there is no memory for it."""
+        at = BLOCKS_AT + self._blocks * rank_metrics.BYTES
+        os.posix_fallocate(self.descriptor, at, rank_metrics.BYTES)
+        self._blocks += 1
         self.write(at, initial)
         return at
 
@@ -100,7 +100,8 @@ class Writer:
 
 
 class Reader:
-    """Somebody else's view of a book. ValueError: it is none, or of another version; OSError: it cannot be read."""
+    """Somebody else's view of a segment. ValueError: it is no metrics segment, or of another version; OSError: it
+    cannot be read."""
 
     def __init__(self, path: str) -> None:
         """path: of a descriptor in /proc."""
@@ -114,7 +115,7 @@ class Reader:
         magic, _, length = _HEAD.unpack_from(self._memory)
         if magic != MAGIC:
             raise ValueError(
-                f"a job's book begins with {magic!r}, not with {MAGIC!r}: another version wrote it"
+                f"a job's metrics segment begins with {magic!r}, not with {MAGIC!r}: another version wrote it"
             )
         self.about: dict[str, Any] = json.loads(self._memory[_HEAD.size : _HEAD.size + length])
 
@@ -122,16 +123,16 @@ class Reader:
     def is_over(self) -> bool:
         return bool(struct.unpack_from("=I", self._memory, len(MAGIC))[0])
 
-    def pages(self) -> Iterator[memoryview]:
-        """The memory of each page that there is by now."""
+    def blocks(self) -> Iterator[memoryview]:
+        """The memory of each block that there is by now."""
         try:
             size = self._memory.size()  # of the file: it grows
         except (OSError, ValueError):
             size = len(self._memory)
         if size > len(self._memory):
             self._map_again()
-        for at in range(PAGES_AT, len(self._memory), page.BYTES):
-            yield memoryview(self._memory)[at : at + page.BYTES]
+        for at in range(BLOCKS_AT, len(self._memory), rank_metrics.BYTES):
+            yield memoryview(self._memory)[at : at + rank_metrics.BYTES]
 
     def _map_again(self) -> None:
         try:
@@ -147,7 +148,7 @@ class Reader:
     def events(self) -> list[Event]:
         """The oldest first."""
         found = []
-        for at in range(_EVENTS_AT, PAGES_AT, _SLOT):
+        for at in range(_EVENTS_AT, BLOCKS_AT, _SLOT):
             checksum, length = _SLOT_HEAD.unpack_from(self._memory, at)
             text = self._memory[at + _SLOT_HEAD.size : at + _SLOT_HEAD.size + min(length, _SLOT)]
             if length and zlib.crc32(text) == checksum:
