@@ -103,7 +103,7 @@ class ElasticJob(Job):
             self._lookout.start()
         command, ssh = self._elastic.notice_script, self._request.ssh
         if command is not None:
-            self._notices = NoticeScript(command, self._host_goes, self._selector, ssh, self._owner.guardian)
+            self._notices = NoticeScript(command, self._host_goes, self._selector, ssh, self._owner.reaper)
         self._start_workers(time.monotonic())
 
     def _serve(self, secret: bytes, job: str, addresses: list[str]) -> Server:

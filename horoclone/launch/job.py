@@ -242,7 +242,7 @@ class Job:
         if request.reach is not None:
             link = request.reach.link(host, self)
         else:
-            link = HostLink(host, request.ssh, self, self._owner.guardian)
+            link = HostLink(host, request.ssh, self, self._owner.reaper)
         self._links.append(link)
         spec = {
             "command": list(request.command),

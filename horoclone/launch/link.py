@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from horoclone.launch import frames
-from horoclone.launch.process import Guardian, dies_with_parent
+from horoclone.launch.process import Reaper, dies_with_parent
 from horoclone.launch.usage import LaunchError
 from horoclone.settings import START_TIMEOUT_S
 
@@ -286,9 +286,9 @@ class Link:
 class HostLink(Link):
     """A host to which ssh, or srun, leads."""
 
-    def __init__(self, host: str, options: SshOptions, events: HostEvents, guardian: Guardian) -> None:
+    def __init__(self, host: str, options: SshOptions, events: HostEvents, reaper: Reaper) -> None:
         super().__init__(host, events, options.start_timeout_s)
-        self._options, self._guardian = options, guardian
+        self._options, self._reaper = options, reaper
         self.complaints: collections.deque[str] = collections.deque(maxlen=20)  # ssh's own stderr
         try:
             self._process = subprocess.Popen(
@@ -306,7 +306,7 @@ class HostLink(Link):
                 "client (Debian: apt install openssh-client), or start the job with a launcher that the hosts share",
                 1,
             ) from None
-        guardian.watch(self._process.pid)
+        reaper.watch(self._process.pid)
         assert self._process.stdin and self._process.stdout and self._process.stderr
         os.set_blocking(self._process.stdin.fileno(), False)
 
@@ -341,7 +341,7 @@ class HostLink(Link):
             except ProcessLookupError:
                 pass
             self._process.wait()
-        self._guardian.forget(self._process.pid)
+        self._reaper.forget(self._process.pid)
         self._process.stdout.close()
         self._process.stderr.close()
 

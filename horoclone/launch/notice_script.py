@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from horoclone.launch.hosts import is_local
 from horoclone.launch.link import SshOptions, ssh_command
-from horoclone.launch.process import Guardian, dies_with_parent
+from horoclone.launch.process import Reaper, dies_with_parent
 from horoclone.launch.usage import say
 
 EVERY_S = 5
@@ -60,11 +60,11 @@ class NoticeScript:
         going: Going,
         selector: selectors.BaseSelector,
         ssh: SshOptions,
-        guardian: Guardian,
+        reaper: Reaper,
         every_s: float = EVERY_S,
     ) -> None:
         self._command, self._going, self._selector = command, going, selector
-        self._ssh, self._guardian, self._every_s = ssh, guardian, every_s
+        self._ssh, self._reaper, self._every_s = ssh, reaper, every_s
         self._silent_s = 2.0 * LIMIT_S + every_s  # ssh needs a while, too
         self._loops: dict[str, _Loop] = {}
         self._again_at: dict[str, float] = {}
@@ -110,7 +110,7 @@ class NoticeScript:
             self._complain(host, -1, f"--notice-script on {host}: {error.strerror}")
             self._again_at[host] = now + AGAIN_S
             return
-        self._guardian.watch(process.pid)
+        self._reaper.watch(process.pid)
         self._again_at.pop(host, None)
         loop = self._loops[host] = _Loop(process, now)
         assert process.stdout is not None
@@ -153,7 +153,7 @@ class NoticeScript:
         except (ProcessLookupError, PermissionError):
             pass
         loop.process.wait()
-        self._guardian.forget(loop.process.pid)
+        self._reaper.forget(loop.process.pid)
         loop.process.stdout.close()
 
 

@@ -82,11 +82,11 @@ def _has_live_process(group: int) -> bool:
     return False
 
 
-class Guardian:
-    """Our end of guardian.py."""
+class Reaper:
+    """Our end of reaper.py."""
 
     def __init__(self) -> None:
-        path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "guardian.py")
+        path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "reaper.py")
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", path, str(os.getpid())],
             stdin=subprocess.PIPE,
@@ -123,11 +123,11 @@ class Guardian:
             self._process.wait()
 
 
-class Keeper:
-    """Our end of keeper.py; in the place of a Guardian for ranks that shall outlive us."""
+class OutputRelay:
+    """Our end of output_relay.py; in the place of a Reaper for ranks that shall outlive us."""
 
     def __init__(self) -> None:
-        path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "keeper.py")
+        path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "output_relay.py")
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
@@ -167,7 +167,7 @@ class LocalRank:
         self,
         rank: int,
         process: subprocess.Popen[bytes],
-        guardian: Guardian | Keeper,
+        reaper: Reaper | OutputRelay,
         result: int | None,
     ) -> None:
         assert process.stdout is not None and process.stderr is not None
@@ -178,7 +178,7 @@ class LocalRank:
         self.code: int | None = None
         self.result = result  # memfd where the process leaves the value of horoclone.run's function
         self._process = process
-        self._guardian = guardian
+        self._reaper = reaper
         self._group_gone = False
         self._look_again_s = 0.0
         self.pidfd = -1
@@ -230,7 +230,7 @@ class LocalRank:
     def _mark_gone(self) -> None:
         if not self._group_gone and self.poll() is not None:
             self._group_gone = True
-            self._guardian.forget(self.pid)
+            self._reaper.forget(self.pid)
 
     def close(self) -> None:
         for stream in (self.stdout, self.stderr):
@@ -248,10 +248,10 @@ class LocalRanks:
         self, secret: bytes, payload: bytes | None, bind_to_us: bool = True, outlive_us: bool = False
     ) -> None:
         """bind_to_us: also ask the kernel to kill them with us (not for horoclone.run: a caller's thread may end, and
-        its process has threads that make code between fork and exec risky; the guardian is enough there).
+        its process has threads that make code between fork and exec risky; the reaper is enough there).
         outlive_us: they go on when we die; close() ends them all the same."""
-        self.guardian = Guardian()
-        self._keeper = Keeper() if outlive_us else None
+        self.reaper = Reaper()
+        self._relay = OutputRelay() if outlive_us else None
         self._secret = sealed_memory("horoclone-secret", secret)
         self._payload = sealed_memory("horoclone-function", payload) if payload is not None else None
         self._arm = dies_with_parent() if bind_to_us and not outlive_us else None
@@ -268,7 +268,7 @@ class LocalRanks:
         page: tuple[int, int] | None = None,
     ) -> LocalRank:
         """LaunchError with exit code 127 or 126 when the command cannot be run. stdin None: /dev/null. folder: where
-        its output goes, too; only a keeper asks. page: JobMetrics.passed()."""
+        its output goes, too; only a relay asks. page: JobMetrics.passed()."""
         inherited = [self._secret]
         environment = {**environment, "HOROCLONE_SECRET_FD": str(self._secret)}
         if page is not None:
@@ -298,13 +298,13 @@ class LocalRanks:
             if is_out_of_descriptors(error):
                 raise
             raise _cannot_run(command[0], cwd, error) from None
-        if self._keeper is None:
-            self.guardian.watch(process.pid)
+        if self._relay is None:
+            self.reaper.watch(process.pid)
         else:
             assert process.stdout is not None and process.stderr is not None
             pipes = (process.stdout.fileno(), process.stderr.fileno())
-            self._keeper.hold(process.pid, environment.get("HOROVOD_RANK", str(rank)), pipes, folder)
-        self._started.append(LocalRank(rank, process, self._keeper or self.guardian, result))
+            self._relay.hold(process.pid, environment.get("HOROVOD_RANK", str(rank)), pipes, folder)
+        self._started.append(LocalRank(rank, process, self._relay or self.reaper, result))
         return self._started[-1]
 
     def forget(self, local: LocalRank) -> None:
@@ -321,13 +321,13 @@ class LocalRanks:
                 local._process.wait(2.0)
             except (
                 subprocess.TimeoutExpired
-            ):  # in an uninterruptible system call; the guardian's registration stays
+            ):  # in an uninterruptible system call; the reaper's registration stays
                 pass
             local.group_alive()
             local.close()
-        self.guardian.close()
-        if self._keeper is not None:
-            self._keeper.close()
+        self.reaper.close()
+        if self._relay is not None:
+            self._relay.close()
         for descriptor in (self._secret, self._payload):
             if descriptor is not None:
                 os.close(descriptor)

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from horoclone.launch.blame import blamed_ranks, exception_line, exception_name, text_of_exception
+from horoclone.launch.root_cause import exception_line, exception_name, root_cause_ranks, text_of_exception
 from horoclone.launch.usage import ranks_text
 
 STDERR_LINES = 20
@@ -93,9 +93,9 @@ def _error(end: RankEnd) -> str:
     return (exception_line(_traceback(end)) or "") if end.code >= 0 else ""
 
 
-def blamed(end: RankEnd) -> list[int]:
-    """The ranks that the text of this rank's exception blames, itself included."""
-    return blamed_ranks(text_of_exception(_traceback(end))) if end.code > 0 else []
+def root_causes(end: RankEnd) -> list[int]:
+    """The ranks that the text of this rank's exception names as its root cause, itself included."""
+    return root_cause_ranks(text_of_exception(_traceback(end))) if end.code > 0 else []
 
 
 def is_consequence(end: RankEnd) -> bool:
@@ -107,14 +107,14 @@ def is_consequence(end: RankEnd) -> bool:
 
 def culprit(ends: Sequence[RankEnd]) -> RankEnd | None:
     """The rank that began it: one that did not suffer from another, by signal before by exit code, the earliest; where
-    its error blames one other rank that has failed as well, that one."""
+    its error names one other rank that has failed as well, that one."""
     failed = [end for end in ends if end.code != 0]
     if not failed:
         return None
     first = min(failed, key=lambda end: (end.by_us, is_consequence(end), end.code >= 0, end.ended_s))
-    named = blamed(first)
+    named = root_causes(first)
     for other in failed:
-        if named == [other.rank] and not other.by_us and blamed(other) != [first.rank]:
+        if named == [other.rank] and not other.by_us and root_causes(other) != [first.rank]:
             return other
     return first
 
@@ -201,7 +201,9 @@ def _others(
     shown = {one.rank for one in alike}
     rest = [one for one in ends if one.code != 0 and one.rank not in shown]
     hurt = [
-        one for one in rest if is_consequence(one) or (end.rank != one.rank and blamed(one) == [end.rank])
+        one
+        for one in rest
+        if is_consequence(one) or (end.rank != one.rank and root_causes(one) == [end.rank])
     ]
     stopped = [one.rank for one in hurt if one.rank not in named]
     lines = []
@@ -232,7 +234,9 @@ def failure_report(ends: Sequence[RankEnd], logs: str | None, size: int = 0) -> 
     assert end is not None
     alike = _alike(end, ends)
     first = headline(end, alike, size)
-    named = [other for other in ends if other.rank in blamed(end) and (other is not end or len(alike) > 1)]
+    named = [
+        other for other in ends if other.rank in root_causes(end) and (other is not end or len(alike) > 1)
+    ]
     lines = [first]
     if end.note:
         lines.append(f"  {end.note}")
@@ -264,7 +268,7 @@ def elastic_failure(
 
 
 def _verdict(first: str, named: Sequence[RankEnd], alike: Sequence[RankEnd], size: int) -> str:
-    """The headline, or who is to blame by the words of the error that others have raised."""
+    """The headline, or the root cause by the words of the error that others have raised."""
     if not named:
         return first
     who = _place(named[0]) if len(named) == 1 else ranks_text([one.rank for one in named])

@@ -242,7 +242,7 @@ def test_a_killed_launcher_leaves_nothing_within_three_seconds(launch):
     )
     started = launch.start([*RUN, "-np", "2", "sh", "-c", f'"{PYTHON}" -c "$BODY"; true'], env={"BODY": body})
     _wait_for_ranks(started, 2)
-    assert len(started.processes()) >= 7  # launcher, guardian, and per rank sh, python and sleep
+    assert len(started.processes()) >= 7  # launcher, reaper, and per rank sh, python and sleep
     os.kill(started.process.pid, signal.SIGKILL)
     assert not (left := started.left_over(3.0)), left
 

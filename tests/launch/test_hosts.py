@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from horoclone.launch import blame, ending, frames, hosts, report
+from horoclone.launch import ending, frames, hosts, report, root_cause
 from horoclone.launch.environment import exported, job_environment, rank_variables, thread_variables
 from horoclone.launch.hosts import Host, parse_hostfile, parse_hosts, place
 from horoclone.launch.usage import LaunchError, parse_ranks, ranks_text
@@ -197,7 +197,7 @@ def test_sigterm_keeps_its_code_when_control_c_hastens_it():
     assert end.exit_code == 143
 
 
-# --- who is to blame
+# --- root causes
 
 
 def _end(rank: int, code: int, at: float, **rest) -> report.RankEnd:
@@ -334,8 +334,8 @@ def test_ranks_that_wait_for_each_other_blame_nobody():
     ends = [_raised(rank, both, 1.0 + rank, report_is_consequence=True) for rank in range(2)]
     lines = report.failure_report(ends, None, 2)[0].splitlines()
     assert lines[-1].startswith("root cause: all 2 ranks raised horoclone.errors.Aborted: stalled")
-    assert blame.blamed_ranks("PeerLost: rank 3 (node-b, pid 812) has ended") == [3]
-    assert blame.blamed_ranks("ValueError: 'rank 3 announced' is no name") == []
+    assert root_cause.root_cause_ranks("PeerLost: rank 3 (node-b, pid 812) has ended") == [3]
+    assert root_cause.root_cause_ranks("ValueError: 'rank 3 announced' is no name") == []
 
 
 def test_a_stopped_rank_is_the_root_cause_of_who_gave_it_up():

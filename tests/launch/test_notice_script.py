@@ -13,7 +13,7 @@ import pytest
 from horoclone.launch import notice_script
 from horoclone.launch.link import SshOptions
 from horoclone.launch.notice_script import NoticeScript, parse
-from horoclone.launch.process import Guardian
+from horoclone.launch.process import Reaper
 
 Told = list[tuple[str, float | None]]
 
@@ -35,21 +35,21 @@ def test_a_line_of_the_loop(line: str, expected: object) -> None:
 
 
 @pytest.fixture
-def guardian() -> Iterator[Guardian]:
-    one = Guardian()
+def reaper() -> Iterator[Reaper]:
+    one = Reaper()
     yield one
     one.close()
 
 
 @pytest.fixture
-def scripts(guardian: Guardian) -> Iterator[Callable[..., tuple[NoticeScript, Told, Callable[..., None]]]]:
+def scripts(reaper: Reaper) -> Iterator[Callable[..., tuple[NoticeScript, Told, Callable[..., None]]]]:
     opened: list[tuple[NoticeScript, selectors.BaseSelector]] = []
 
     def start(command: str) -> tuple[NoticeScript, Told, Callable[..., None]]:
         told: Told = []
         selector = selectors.DefaultSelector()
         one = NoticeScript(
-            command, lambda host, left: told.append((host, left)), selector, SshOptions(), guardian, 0.02
+            command, lambda host, left: told.append((host, left)), selector, SshOptions(), reaper, 0.02
         )
         opened.append((one, selector))
 

@@ -1,4 +1,4 @@
-"""Whom an error's text blames: the runtime names ranks in its own words, and those are known here. Pure functions.
+"""Root causes: which ranks the text of an error names, in the forms in which the runtime names them. Pure functions.
 
 The words come from csrc/agreement/mismatch.cc (who announced what), csrc/engine/watch (who is late), Mesh::describe
 ("rank 3 (node-b, pid 812)") and runtime/ending.py ("rank 3 raised ValueError: ...").
@@ -35,7 +35,7 @@ def text_of_exception(lines: Sequence[str]) -> str:
     return "\n".join(lines[starts[-1] :]) if starts else ""
 
 
-def blamed_ranks(text: str) -> list[int]:
+def root_cause_ranks(text: str) -> list[int]:
     """The ranks that an error's text is about: who differs, is late, or was lost. Empty: nobody is named, or ranks wait
     for each other."""
     plain = _QUOTED.sub("''", text)

@@ -1,11 +1,11 @@
-"""A process of its own that keeps the ranks' output readable when the launcher has died (--survive-launcher).
+"""The output relay: a process that keeps the ranks' output readable when the launcher has died (--survive-launcher).
 
 It holds the other ends of their pipes, so that no rank fails to write, and reads nothing while the launcher lives. Then
 it carries their lines to the launcher's own stdout and stderr, and to the files of --output-filename, until the last
 rank has ended. It drops what cannot be written.
 
-Run as a file (python -I -S keeper.py PARENT_PID), so it imports nothing of ours. stdin: a socket with messages "+PID
-RANK FOLDER" and two descriptors, "-PID", and "." when the launcher ends in order.
+Run as a file (python -I -S output_relay.py PARENT_PID), so it imports nothing of ours. stdin: a socket with messages
+"+PID RANK FOLDER" and two descriptors, "-PID", and "." when the launcher ends in order.
 """
 
 import os

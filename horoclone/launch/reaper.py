@@ -1,6 +1,6 @@
-"""A tiny process of its own that outlives its parent: when the parent is gone, it ends the registered process groups.
+"""The reaper: a tiny process that outlives its parent and, when that is gone, ends the registered process groups.
 
-Run as a file (python -I -S guardian.py PARENT_PID), so it imports nothing of ours. stdin: lines "+pgid" or "-pgid".
+Run as a file (python -I -S reaper.py PARENT_PID), so it imports nothing of ours. stdin: lines "+pgid" or "-pgid".
 """
 
 import os
