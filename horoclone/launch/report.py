@@ -135,13 +135,10 @@ def _who(ranks: Sequence[int], size: int) -> str:
 
 
 def headline(end: RankEnd, alike: Sequence[RankEnd] = (), size: int = 0) -> str:
-    """alike: all ranks that failed like this one, of a job of `size`."""
-    error = _error(end)
+    """alike: all ranks that failed like this one, of a job of `size`. The error stands in the last line alone."""
     if len(alike) < 2:
-        return f"{_place(end)} {end_of_process(end.code)}" + (f": {error}" if error else "")
+        return f"{_place(end)} {end_of_process(end.code)}"
     who = _who([one.rank for one in alike], size)
-    if error:
-        return f"{who} raised {error}"
     return f"{who} {end_of_process(end.code).replace('was ', 'were ', 1)}"
 
 
@@ -175,13 +172,16 @@ def _last_words(end: RankEnd) -> list[str]:
 
 
 def _evidence(end: RankEnd, whose: str) -> list[str]:
-    """The traceback once, and what stands on stderr around it. whose: `its`, or of which of several ranks."""
-    rest = _last_words(end)
+    """The traceback without the error, which comes last, and what stands on stderr around it. whose: `its`, or of which
+    of several ranks."""
+    rest, traceback = _last_words(end), _traceback(end)
+    if traceback and traceback[-1].strip() == _error(end):
+        traceback.pop()
     tensors = [line for line in rest if _OPEN_TENSORS.search(line)]
     rest = [line for line in rest if line not in tensors]
     return [
         *_block(f"last lines of {whose} stderr:", rest),
-        *_block(f"{whose} traceback:", _traceback(end)),
+        *_block(f"{whose} traceback:", traceback),
         *_block(f"{whose} open tensors:", tensors),
     ]
 
@@ -252,7 +252,7 @@ def failure_report(ends: Sequence[RankEnd], logs: str | None, size: int = 0) -> 
     lines += _others(end, alike, [other.rank for other in named], ends)
     if logs:
         lines.append(f"  logs of every rank: {logs}")
-    lines.append(f"root cause: {_verdict(first, named, alike, size)}; exit code {exit_code(end.code)}")
+    lines.append(f"root cause: {_verdict(end, named, alike, size)}; exit code {exit_code(end.code)}")
     return "\n".join(lines), exit_code(end.code)
 
 
@@ -267,9 +267,12 @@ def elastic_failure(
     return (f"{reason}\n{text}" if reason else text), code
 
 
-def _verdict(first: str, named: Sequence[RankEnd], alike: Sequence[RankEnd], size: int) -> str:
-    """The headline, or the root cause by the words of the error that others have raised."""
-    if not named:
-        return first
-    who = _place(named[0]) if len(named) == 1 else ranks_text([one.rank for one in named])
-    return f"{who}, by the error of {_who([one.rank for one in alike], size)}: {_error(alike[0])}"
+def _verdict(end: RankEnd, named: Sequence[RankEnd], alike: Sequence[RankEnd], size: int) -> str:
+    """Who failed with what, or the root cause by the words of the error that others have raised."""
+    error, ranks = _error(end), [one.rank for one in alike]
+    if named:
+        who = _place(named[0]) if len(named) == 1 else ranks_text([one.rank for one in named])
+        return f"{who}, by the error of {_who(ranks, size)}: {error}"
+    if error and len(alike) > 1:
+        return f"{_who(ranks, size)} raised {error}"
+    return headline(end, alike, size) + (f": {error}" if error else "")

@@ -1,10 +1,11 @@
-"""Memory under ever new names and tags: what comes once leaves nothing behind, whatever size its result has."""
+"""Memory under ever new names and tags: what comes once, or a few times, leaves nothing behind, whatever size its result has."""
 
 from __future__ import annotations
 
 import gc
-import importlib.util
+import os
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,9 @@ import horoclone
 
 ELEMENTS = 1 << 18  # 1 MiB of float32: memory that the allocator keeps once it has been freed
 CALLS = 100  # a leak of one result in each would be 100 MiB
+LONG_CALLS = int(os.environ.get("HOROCLONE_TEST_MEMORY_CALLS", "20000"))
 NOISE_MIB = 24
 
-NO_TORCH = importlib.util.find_spec("torch") is None
 OPERATIONS = [
     "allreduce",
     "allreduce_",
@@ -32,11 +33,23 @@ OPERATIONS = [
     "tags",
     "objects",
 ]
-WITHOUT_TORCH = pytest.mark.skipif(NO_TORCH, reason="torch is not installed")
-CASES = [
-    *(("numpy", operation) for operation in ("allreduce", "allgather", "tags")),
-    *(pytest.param("torch", operation, marks=WITHOUT_TORCH) for operation in OPERATIONS),
-]
+
+
+def cases(**operations: list[str]) -> list[Any]:
+    """By framework; those of one that is not installed are skipped."""
+    return [
+        pytest.param(kind, o, marks=pytest.mark.skipif(find_spec(kind) is None, reason=f"needs {kind}"))
+        for kind, names in operations.items()
+        for o in names
+    ]
+
+
+CASES = cases(numpy=["allreduce", "allgather", "tags"], torch=OPERATIONS)
+LONG = cases(
+    torch=["allreduce", "tags", "uneven_allgather", "reducescatter", "broadcast", "sparse", "process_sets"],
+    numpy=["allreduce", "tags", "process_sets"],
+    tensorflow=["allreduce", "uneven_allgather"],
+)
 
 
 def resident_mib() -> float:
@@ -47,8 +60,23 @@ def resident_mib() -> float:
         return next(int(line.split()[1]) for line in rollup if line.startswith("Anonymous:")) / 1024
 
 
-def call(hvd: Any, operation: str, x: Any, splits: Any) -> Callable[[int], Any]:
+def call(kind: str, operation: str, elements: int) -> Callable[[int], Any]:
     """One call, by its number, which is in its name or tag."""
+    hvd: Any = horoclone
+    x: Any = np.ones(elements, np.float32)
+    splits: Any = np.array([1, elements - 1])
+    if kind == "torch":
+        import torch
+
+        import horoclone.torch as hvd
+
+        x, splits = torch.ones(elements), torch.tensor([1, elements - 1], dtype=torch.int32)
+    elif kind == "tensorflow":
+        import tensorflow as tf
+
+        import horoclone.tensorflow as hvd
+
+        x = tf.ones(elements)
     other = 1 - hvd.rank()
 
     def tags(number: int) -> None:
@@ -56,13 +84,24 @@ def call(hvd: Any, operation: str, x: Any, splits: Any) -> Callable[[int], Any]:
         hvd.recv(src=other, tag=number)
         hvd.synchronize(handle)
 
+    def sparse(number: int) -> None:
+        rows = x[: elements - elements % 64].reshape(-1, 64)
+        tensor = torch.sparse_coo_tensor(torch.arange(len(rows))[None], rows, check_invariants=True)
+        hvd.sparse_allreduce_async(tensor, name=f"m{number}", op=hvd.Sum)()
+
+    def process_sets(number: int) -> None:
+        members = hvd.add_process_set([number % 2])
+        if members.included():
+            hvd.allreduce(x, name=f"m{number}", process_set=members)
+        hvd.remove_process_set(members)
+
     calls: dict[str, Callable[[int], Any]] = {
         "allreduce": lambda number: hvd.allreduce(x, name=f"m{number}"),
         "allreduce_": lambda number: hvd.allreduce_(x, name=f"m{number}"),
         "grouped_allreduce": lambda number: hvd.grouped_allreduce([x, x], name=f"m{number}"),
         "allgather": lambda number: hvd.allgather(x, name=f"m{number}"),
         "uneven_allgather": lambda number: hvd.allgather(
-            x[: ELEMENTS - number % 7 * (hvd.rank() + 1)], name=f"m{number}"
+            x[: elements - number % 7 * (hvd.rank() + 1)], name=f"m{number}"
         ),
         "broadcast": lambda number: hvd.broadcast(x, 0, name=f"m{number}"),
         "reducescatter": lambda number: hvd.reducescatter(x, name=f"m{number}"),
@@ -70,29 +109,44 @@ def call(hvd: Any, operation: str, x: Any, splits: Any) -> Callable[[int], Any]:
         "alltoall_splits": lambda number: hvd.alltoall(x, splits=splits, name=f"m{number}"),
         "gather": lambda number: hvd.gather(x, 0, name=f"m{number}"),
         "tags": tags,
-        "objects": lambda number: hvd.broadcast_object(bytes(4 * ELEMENTS), name=f"m{number}"),
+        "objects": lambda number: hvd.broadcast_object(bytes(4 * elements), name=f"m{number}"),
+        "sparse": sparse,
+        "process_sets": process_sets,
     }
     return calls[operation]
+
+
+def growth_mib(kind: str, operation: str, calls: int, elements: int) -> list[float]:
+    """MiB more than before, after so many calls under names that come once, and after as many whose names come thrice."""
+    once = call(kind, operation, elements)
+    for number in range(30):
+        once(number)
+    before = resident_mib()
+    grown = []
+    for times in (1, 3):  # a name that comes again is remembered
+        for number in range(times * calls, (times + 1) * calls):
+            once(100 + number // times)
+        grown.append(resident_mib() - before)
+    return grown
 
 
 @pytest.mark.parametrize(("kind", "operation"), CASES)
 @ranks(2)
 def test_results_under_ever_new_names_leave_no_memory_behind(kind: str, operation: str) -> None:
-    if kind == "torch":
-        import torch
+    assert max(growth_mib(kind, operation, CALLS, ELEMENTS)) < NOISE_MIB
 
-        import horoclone.torch as hvd
 
-        x, splits = torch.ones(ELEMENTS), torch.tensor([1, ELEMENTS - 1], dtype=torch.int32)
-    else:
-        hvd, x, splits = horoclone, np.ones(ELEMENTS, np.float32), np.array([1, ELEMENTS - 1])
-    once = call(hvd, operation, x, splits)
-    for number in range(30):
-        once(number)
-    before = resident_mib()
-    for number in range(30, 30 + CALLS):
-        once(number)
-    assert resident_mib() - before < NOISE_MIB
+@pytest.mark.guards("csrc", "horoclone/torch/operations", "horoclone/arrays", "horoclone/tensorflow")
+@pytest.mark.parametrize(("kind", "operation"), LONG)
+def test_memory_is_flat_over_many_calls(worlds, tmp_path, kind, operation) -> None:
+    """HOROCLONE_TEST_MEMORY_CALLS of them, 20,000. One that kept its result would leave 2.5 GiB."""
+    env = {"HOROCLONE_DYNAMIC_PROCESS_SETS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    if operation == "broadcast":
+        env["HOROCLONE_TIMELINE"] = str(tmp_path / "timeline.json")
+    job = {"kind": kind, "operation": operation, "calls": LONG_CALLS // 2, "elements": ELEMENTS // 8}
+    grown = worlds.run(2, growth_mib, limit_s=1800, env=env, **job)
+    print(kind, operation, "MiB more than before, by rank:", grown)
+    assert np.max(grown) < NOISE_MIB, grown
 
 
 @ranks(2)
