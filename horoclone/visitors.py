@@ -13,6 +13,7 @@ import socketserver
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 KEPT_DESCRIPTORS = 128  # no visitor may have the last ones of a process; at most a quarter of all
@@ -25,14 +26,19 @@ def are_descriptors_short(newest: int) -> bool:
     return most != resource.RLIM_INFINITY and newest >= most - min(KEPT_DESCRIPTORS, most // 4)
 
 
+def too_many(most: int) -> str:
+    """What a server says of a crowd at its port."""
+    return f"more connections than {most} without a request: the oldest are closed, and the job goes on"
+
+
 class Visitors:
     """Connections that have proved nothing yet. Any thread; the sockets are the caller's, who closes them.
 
-    most: at a time. limit_s: for expire(); how long one may stay.
+    most: at a time. limit_s: for expire(); how long one may stay. tell: takes a line when there are too many, once.
     """
 
-    def __init__(self, most: int, limit_s: float) -> None:
-        self._most, self._limit_s = most, limit_s
+    def __init__(self, most: int, limit_s: float, tell: Callable[[str], None] | None = None) -> None:
+        self._most, self._limit_s, self._tell = most, limit_s, tell
         self._news = threading.Condition()  # guards what follows
         self._since: dict[socket.socket, float] = {}  # the first is the oldest
         self._sent_away: set[socket.socket] = set()
@@ -72,7 +78,10 @@ class Visitors:
         for peer in self._since:
             if peer not in self._sent_away:
                 self._send_away(peer)
-                return
+                break
+        if self._tell is not None:
+            self._tell(too_many(self._most))
+            self._tell = None
 
     def _send_away(self, peer: socket.socket) -> None:
         self._sent_away.add(peer)
@@ -86,9 +95,10 @@ class BoundedThreads(socketserver.ThreadingMixIn):
     daemon_threads = True
     most_visitors = 64
     visit_limit_s = 20.0  # for a whole connection, however slowly its bytes come
+    tell: Callable[[str], None] | None = None  # see Visitors
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.visitors = Visitors(self.most_visitors, self.visit_limit_s)
+        self.visitors = Visitors(self.most_visitors, self.visit_limit_s, self.tell)
         super().__init__(*args, **kwargs)
 
     def server_bind(self) -> None:

@@ -103,7 +103,9 @@ class Views:
         from horoclone.live.exposition import MetricsServer
 
         try:
-            self._metrics = MetricsServer(address, port)
+            self._metrics = MetricsServer(
+                address, port, lambda text: say(f"the metrics port: {text}", self._program)
+            )
         except OSError as error:
             self._drop_socket()
             raise _cannot_listen("--metrics-port", address, port, error) from None

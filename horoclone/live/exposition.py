@@ -193,9 +193,9 @@ class _Server(visitors.BoundedThreads, WSGIServer):
     request_queue_size = 64
 
     @classmethod
-    def at(cls, address: str, port: int) -> _Server:
+    def at(cls, address: str, port: int, tell: Callable[[str], None]) -> _Server:
         family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        of_family = type(cls.__name__, (cls,), {"address_family": family})
+        of_family = type(cls.__name__, (cls,), {"address_family": family, "tell": staticmethod(tell)})
         return of_family(place[:2], _Handler)  # type: ignore[no-any-return]
 
     def server_bind(self) -> None:
@@ -211,13 +211,15 @@ class _Handler(WSGIRequestHandler):
 
 
 class MetricsServer:
-    """Answers scrapes from threads of its own. OSError where the address cannot be had. port: 0 takes any free one."""
+    """Answers scrapes from threads of its own. OSError where the address cannot be had. port: 0 takes any free one.
+    tell: takes a line about a crowd at the port, once.
+    """
 
-    def __init__(self, address: str, port: int) -> None:
+    def __init__(self, address: str, port: int, tell: Callable[[str], None]) -> None:
         self._read_ranks: Callable[[], Sequence[RankMetrics]] = lambda: []
         registry = prometheus_client.CollectorRegistry(auto_describe=False)
         registry.register(RanksCollector(lambda: self._read_ranks()))
-        self._server = _Server.at(address, port)
+        self._server = _Server.at(address, port, tell)
         self._server.set_app(prometheus_client.make_wsgi_app(registry))
         self.port: int = self._server.server_port
         threading.Thread(target=self._server.serve_forever, name="hc-metrics", daemon=True).start()

@@ -37,6 +37,7 @@ class Connection(H11Protocol):
             return
         strangers = [one for one in self._ours() if not one.is_known]
         if strangers:
+            self.loop.call_exception_handler({"message": visitors.too_many(MOST)})
             strangers[0].transport.abort()
             self._ours().remove(strangers[0])
 
