@@ -225,11 +225,14 @@ def ask_all(links: dict[Key, MembershipClient]) -> tuple[dict[Key, int | None], 
     first = threading.Lock()  # taken by the connection that stays
 
     def ask(rank: Key) -> None:
-        answer = links[rank].probe(CONNECT_S)
-        if answer is None and not first.acquire(blocking=False):
-            links[rank].close()
-            answer = DECLINES
-        said.put((rank, answer))
+        answer: int | None = DECLINES  # also where asking fails in a way of its own: somebody waits for each answer
+        try:
+            answer = links[rank].probe(CONNECT_S)
+            if answer is None and not first.acquire(blocking=False):
+                answer = DECLINES
+                links[rank].close()
+        finally:
+            said.put((rank, answer))
 
     for rank in links:
         threading.Thread(target=ask, args=(rank,), name="hc-failover", daemon=True).start()

@@ -137,6 +137,7 @@ def test_results_under_ever_new_names_leave_no_memory_behind(kind: str, operatio
 
 
 @pytest.mark.guards("csrc", "horoclone/torch/operations", "horoclone/arrays", "horoclone/tensorflow")
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("kind", "operation"), LONG)
 def test_memory_is_flat_over_many_calls(worlds, tmp_path, kind, operation) -> None:
     """HOROCLONE_TEST_MEMORY_CALLS of them, 20,000. One that kept its result would leave 2.5 GiB."""

@@ -1,0 +1,103 @@
+"""Every wait has a deadline or an end that somebody brings: those without a number of seconds are listed, with the reason."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCKS = {
+    "wait",
+    "join",
+    "get",
+    "result",
+    "communicate",
+    "acquire",
+}  # where they are called without an argument
+
+KILLED = "it has just been killed"
+THERE = "what is asked for is there already"
+SAVE = "a save has a deadline"
+OPERATION = "an operation, which ends or raises"
+IDLE = "a thread without work: who brings some, or ends it, wakes it"
+# "file function" -> who ends the wait
+PYTHON = {
+    "membership/failover.py ask_all": "each thread answers, whatever it meets; what it asks has a deadline",
+    "checkpoint/__init__.py save": SAVE,
+    "checkpoint/__init__.py wait": SAVE,
+    "elastic/disk.py save": SAVE,
+    "elastic/run.py wrapper": SAVE,
+    "handles.py once": OPERATION,
+    "jax/call.py is_tracing": "the thread only asks JAX for a value",
+    "jax/finishing.py _wait": "programs whose operations end or raise",
+    "jax/native.py check": "the self-test calls nobody else",
+    "launch/discovery.py _run": KILLED,
+    "launch/discovery.py take": THERE,
+    "launch/incarnation.py take": THERE,
+    "launch/link.py close": KILLED,
+    "launch/mpirun.py _end": KILLED,
+    "launch/mpirun.py call": "the job itself",
+    "launch/notice_script.py _stop": KILLED,
+    "launch/process.py close": KILLED,
+    "live/dashboard/server.py _keep_looking": "asyncio.wait_for() around it has the limit",
+    "live/dashboard/server.py _stream": "the next look at the job; the server's end cancels it",
+    "ps/__main__.py main": "the service itself: a signal ends it",
+    "ps/register.py _work": IDLE,
+    "ray/elastic_job.py _end_of": THERE,
+    "ray/elastic_job.py _is_up": THERE,
+    "runtime/member.py _announce": IDLE,
+    "spark/executor.py _wait": KILLED,
+    "spark/executor.py serve_partition": THERE,
+    "torch/c10d/work.py _next": IDLE,
+    "torch/c10d/work.py result": OPERATION,
+    "torch/c10d/work.py synchronize": OPERATION,
+    "torch/planning/running.py _way": OPERATION,
+    "torch/ps.py _rows": "a request to a server, whose silence has a limit",
+}
+# "file" -> who ends the wait
+NATIVE = {
+    "collective/gpu/nccl_comm.cc": IDLE,
+    "engine/record/timeline.cc": IDLE,
+    "engine/threads/notifier.h": IDLE,
+    "frameworks/jax_gpu.cc": OPERATION,
+    "python/without_gil.h": "the end of the process ends the thread",
+    "server/server.cc": "waits for connections, and stop() wakes it",
+}
+
+
+def waits_in(path: Path) -> Iterator[str]:
+    tree = ast.parse(path.read_text())
+    functions = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        name, arguments = node.func.attr, len(node.args) + len(node.keywords)
+        select = isinstance(node.func.value, ast.Name) and node.func.value.id == "select"
+        if (
+            (name in BLOCKS and not arguments)
+            or (name == "wait_for" and arguments < 2)
+            or (name == "select" and select and arguments < 4)
+        ):
+            inside = [one for one in functions if one.lineno <= node.lineno <= (one.end_lineno or 0)]
+            yield max(inside, key=lambda one: one.lineno).name if inside else "-"
+
+
+def test_each_python_wait_without_a_time_limit_says_who_ends_it() -> None:
+    found = {
+        f"{path.relative_to(ROOT / 'horoclone').as_posix()} {function}"
+        for path in (ROOT / "horoclone").rglob("*.py")
+        for function in waits_in(path)
+    }
+    assert sorted(found) == sorted(PYTHON), sorted(found.symmetric_difference(PYTHON))
+
+
+def test_each_native_wait_without_a_time_limit_says_who_ends_it() -> None:
+    endless = re.compile(r"\w+\.wait\(lock|::poll\([^;]*, -1\)|::pause\(\)|[ (]pause\(\);")
+    found = {
+        path.relative_to(ROOT / "csrc").as_posix()
+        for path in (ROOT / "csrc").rglob("*.[ch]*")
+        if path.relative_to(ROOT / "csrc").parts[0] != "tests" and endless.search(path.read_text())
+    }
+    assert sorted(found) == sorted(NATIVE), sorted(found.symmetric_difference(NATIVE))
