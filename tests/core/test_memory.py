@@ -136,7 +136,7 @@ def test_results_under_ever_new_names_leave_no_memory_behind(kind: str, operatio
     assert max(growth_mib(kind, operation, CALLS, ELEMENTS)) < NOISE_MIB
 
 
-@pytest.mark.guards("csrc", "horoclone/torch/operations", "horoclone/arrays", "horoclone/tensorflow")
+@pytest.mark.long(900)
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("kind", "operation"), LONG)
 def test_memory_is_flat_over_many_calls(worlds, tmp_path, kind, operation) -> None:
