@@ -225,7 +225,9 @@ def ask_all(links: dict[Key, MembershipClient]) -> tuple[dict[Key, int | None], 
     first = threading.Lock()  # taken by the connection that stays
 
     def ask(rank: Key) -> None:
-        answer: int | None = DECLINES  # also where asking fails in a way of its own: somebody waits for each answer
+        answer: int | None = (
+            DECLINES  # also where asking fails in a way of its own: somebody waits for each answer
+        )
         try:
             answer = links[rank].probe(CONNECT_S)
             if answer is None and not first.acquire(blocking=False):
