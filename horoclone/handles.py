@@ -3,7 +3,7 @@
 One of the threads waits in the core, and all get its result. A result is given away once, as in Horovod: a second call
 in the same thread returns None. In another thread it raises an error, because None would be mistaken for a result. At
 the end are the functions that take the place of the fast path (csrc/python/fast_path.cc) while it is closed. Thread:
-any, under Python's lock.
+any, with the GIL.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Waits:
         """
         mine = _Wait()
         while True:
-            first = self._under_way.setdefault(handle, mine)  # one step under Python's lock
+            first = self._under_way.setdefault(handle, mine)  # one step with the GIL
             if first is mine:
                 return self._first(handle, mine, wait)
             event = threading.Event()

@@ -1,6 +1,6 @@
 """Handles of operations in flight: what they will return, and which arrays must stay alive until they are done.
 
-Thread: any, under Python's lock.
+Thread: any, with the GIL.
 """
 
 from __future__ import annotations

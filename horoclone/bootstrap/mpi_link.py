@@ -95,7 +95,7 @@ def must_start(offers: Sequence[Offer]) -> bool:
 def start(deadline: float) -> None:
     """Initialises MPI where it is not. Collective; Timeout at the deadline, HorovodInternalError with MPI's reason.
 
-    Not by importing mpi4py.MPI, which would hold Python's lock until every process has called MPI_Init: the thread of
+    Not by importing mpi4py.MPI, which would hold the GIL until every process has called MPI_Init: the thread of
     rank 0 that serves the others' rendezvous needs it. mpi4py finalises MPI when the interpreter ends.
     """
     if launchers.initialised_mpi() is not None:

@@ -20,7 +20,7 @@ def tag_of(secret: bytes, context: str, parts: Iterable[Any]) -> bytes:
     for part in (context.encode(), *parts):
         view = memoryview(part).cast("B")
         made.update(view.nbytes.to_bytes(8, "little"))
-        made.update(view)  # a large one without Python's lock
+        made.update(view)  # a large one without the GIL
     return made.digest()
 
 

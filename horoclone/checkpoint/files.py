@@ -45,7 +45,7 @@ MANIFEST_BYTES = 1 << 30  # at most; the manifest of a million arrays has a tent
 _CHUNK = 8 << 20  # bytes that are read at once
 _PIECE = (
     64 << 20
-)  # bytes that are written at once: between two the thread takes Python's lock, for which training waits
+)  # bytes that are written at once: between two the thread takes the GIL, for which training waits
 _COMPLETE = re.compile(r"save-(\d{8,})")
 _LEFT = re.compile(r"\.(?:incomplete|removed)-(\d{8,})-[0-9a-f]+")
 _under_way: set[str] = set()  # directories in which this process writes: their names, which are random

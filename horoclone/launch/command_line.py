@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from horoclone.launch.usage import LaunchError
 
 _CHOICES = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
-_MOST_PROGRAMS = 20000  # on PATH; more are not looked at
+_MAX_PROGRAMS = 20000  # on PATH; more are not looked at
 
 
 class Parser(argparse.ArgumentParser):
@@ -63,6 +63,6 @@ def programs_on_path() -> list[str]:
                 found.update(entry.name for entry in entries)
         except OSError:
             continue
-        if len(found) > _MOST_PROGRAMS:
+        if len(found) > _MAX_PROGRAMS:
             break
     return sorted(found)

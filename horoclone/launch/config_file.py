@@ -9,12 +9,12 @@ import argparse
 import difflib
 from typing import Any
 
-from horoclone.launch.hosts import MOST_SLOTS
+from horoclone.launch.hosts import MAX_SLOTS
 from horoclone.launch.numbers import LONGEST_S
 from horoclone.launch.options import SETTINGS, Setting
 from horoclone.launch.usage import LaunchError, NotYet
 
-MOST_PORT = 65535
+MAX_PORT = 65535
 # Flags of the launcher itself that a file may set: name at the top level -> expected types.
 LAUNCHER_KEYS: dict[str, tuple[type, ...]] = {
     "num_proc": (int, str),
@@ -120,7 +120,7 @@ def _is_right(kinds: tuple[type, ...], value: Any, least: int) -> bool:
     """Whether it is one of these kinds, and a number of it neither too small nor endless."""
     if isinstance(value, bool) or not isinstance(value, kinds):
         return bool in kinds and isinstance(value, bool)
-    most = LONGEST_S if float in kinds else MOST_PORT if least == 0 else MOST_SLOTS
+    most = LONGEST_S if float in kinds else MAX_PORT if least == 0 else MAX_SLOTS
     return not isinstance(value, (int, float)) or least <= value <= most
 
 

@@ -17,13 +17,13 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from horoclone import failpoints
-from horoclone.launch.hosts import MOST_SLOTS, Host, parse_host, parse_hostfile
+from horoclone.launch.hosts import MAX_SLOTS, Host, parse_host, parse_hostfile
 from horoclone.launch.usage import LaunchError
 
 LOOK_EVERY_S = 1.0  # Horovod's DISCOVER_HOSTS_FREQUENCY_SECS
 SHELL = shutil.which("bash") or "/bin/sh"
 SCRIPT_S = 30.0  # a script that runs for longer is ended
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 FLAP_S = 2.0  # a host or slot that is missing for less is not gone
 
 
@@ -145,8 +145,8 @@ def _printed(process: subprocess.Popen[bytes], limit_s: float) -> tuple[bytes, b
                 parts[stream] += part
                 if not part:
                     selector.unregister(stream)
-                elif len(parts[stream]) > MOST_BYTES:
-                    raise _Endless(f"it printed more than {MOST_BYTES >> 20} MiB")
+                elif len(parts[stream]) > MAX_BYTES:
+                    raise _Endless(f"it printed more than {MAX_BYTES >> 20} MiB")
             if time.monotonic() >= deadline:
                 raise _Endless(f"it ran for more than {limit_s:g} s")
     try:
@@ -172,8 +172,8 @@ def parse_lines(text: str, slots: int | None, source: str) -> list[Host]:
                     )
                 host = Host(host.name, slots)
             found.setdefault(host.name, host)
-    if sum(host.slots for host in found.values()) > MOST_SLOTS:
-        raise LaunchError(f"--host-discovery-script {source}: it named more than {MOST_SLOTS} slots", 1)
+    if sum(host.slots for host in found.values()) > MAX_SLOTS:
+        raise LaunchError(f"--host-discovery-script {source}: it named more than {MAX_SLOTS} slots", 1)
     return list(found.values())
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from horoclone.launch.usage import LaunchError
 
-MOST_SLOTS = 1 << 15  # of one host; the launcher keeps something for each
+MAX_SLOTS = 1 << 15  # of one host; the launcher keeps something for each
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1", "ip6-localhost")
 # ssh would read a name that begins with a dash as an option; nothing else in a host name needs a shell either.
 _HOST_NAME = re.compile(r"^(?:[\w.+-]+@)?(?:[A-Za-z0-9_][\w.-]*|[0-9A-Fa-f:.]+(?:%\w+)?)$")
@@ -42,8 +42,8 @@ def _host(name: str, slots: str | None, where: str) -> Host:
         raise LaunchError(f"{where}: {name!r} is not a host name")
     if slots is None:
         return Host(name, 1)
-    if not re.fullmatch("[0-9]{1,9}", slots) or not 1 <= int(slots) <= MOST_SLOTS:
-        raise LaunchError(f"{where}: slots of {name} must be a number from 1 to {MOST_SLOTS}, not {slots!r}")
+    if not re.fullmatch("[0-9]{1,9}", slots) or not 1 <= int(slots) <= MAX_SLOTS:
+        raise LaunchError(f"{where}: slots of {name} must be a number from 1 to {MAX_SLOTS}, not {slots!r}")
     return Host(name, int(slots))
 
 

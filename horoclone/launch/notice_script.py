@@ -25,7 +25,7 @@ EVERY_S = 5
 LIMIT_S = 30  # a run that takes longer is ended
 AGAIN_S = 10.0  # after the loop itself has ended
 CANNOT_RUN = (126, 127)  # the shell's codes
-MOST_BYTES = 4096
+MAX_BYTES = 4096
 _MARK = "horoclone-notice"
 _TOLD = re.compile(rf"{_MARK} (\d+) (.*)")
 
@@ -118,7 +118,7 @@ class NoticeScript:
 
     def _read(self, host: str, loop: _Loop) -> None:
         assert loop.process.stdout is not None
-        data = os.read(loop.process.stdout.fileno(), MOST_BYTES)
+        data = os.read(loop.process.stdout.fileno(), MAX_BYTES)
         if not data:
             self._stop(host)
             self._again_at[host] = time.monotonic() + AGAIN_S
@@ -164,5 +164,5 @@ class _Loop:
 
     def lines(self, data: bytes) -> list[str]:
         *whole, self._rest = (self._rest + data).split(b"\n")
-        self._rest = self._rest[-MOST_BYTES:]
+        self._rest = self._rest[-MAX_BYTES:]
         return [line.decode(errors="replace") for line in whole]

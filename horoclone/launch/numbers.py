@@ -7,12 +7,12 @@ import numbers
 import operator
 from typing import Any
 
-from horoclone.launch.hosts import MOST_SLOTS
+from horoclone.launch.hosts import MAX_SLOTS
 
 LONGEST_S = 1e9
 
 
-def whole(what: str, name: str, value: Any, least: int = 1, most: int = MOST_SLOTS) -> int | None:
+def whole(what: str, name: str, value: Any, least: int = 1, most: int = MAX_SLOTS) -> int | None:
     """value as int, None as it is. TypeError for what is no whole number (2.5, "2", True), ValueError outside of
     least...most."""
     if value is None:

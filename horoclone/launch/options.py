@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from horoclone.launch.command_line import Parser
-from horoclone.launch.hosts import MOST_SLOTS
+from horoclone.launch.hosts import MAX_SLOTS
 from horoclone.launch.usage import NotYet
 from horoclone.settings import START_TIMEOUT_S
 
@@ -111,16 +111,16 @@ class _Refuse(argparse.Action):
 def _number_of_ranks(text: str) -> int | str:
     if text == "auto":
         return text
-    if not text.isdecimal() or not 1 <= int(text[:9]) <= MOST_SLOTS:
+    if not text.isdecimal() or not 1 <= int(text[:9]) <= MAX_SLOTS:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is neither a whole number from 1 to {MOST_SLOTS} nor 'auto'"
+            f"{text!r} is neither a whole number from 1 to {MAX_SLOTS} nor 'auto'"
         )
     return int(text)
 
 
 def _positive(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text[:9]) <= MOST_SLOTS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {MOST_SLOTS}")
+    if not text.isdecimal() or not 1 <= int(text[:9]) <= MAX_SLOTS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {MAX_SLOTS}")
     return int(text)
 
 

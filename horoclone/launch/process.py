@@ -349,7 +349,7 @@ def _cannot_run(program: str, cwd: str, error: Exception) -> LaunchError:
 
 _OWN_CGROUPS = "/proc/self/cgroup"
 _CGROUPS = "/sys/fs/cgroup"
-_MOST_CGROUPS = 256  # below ours; more are not looked at
+_MAX_CGROUPS = 256  # below ours; more are not looked at
 
 
 def memory_kills() -> int:
@@ -388,7 +388,7 @@ def _kills_below(folder: str) -> int:
     """Version 1 counts where the process was, not in the groups above; a scheduler may give each rank its own."""
     kills = 0
     for count, (below, _, _) in enumerate(os.walk(folder)):
-        if count > _MOST_CGROUPS:
+        if count > _MAX_CGROUPS:
             break
         if below != folder:
             kills += _kills_in(f"{below}/memory.oom_control") or 0

@@ -16,7 +16,7 @@ from horoclone.live.job import Event
 from horoclone.live.rank_metrics import BUCKETS, Operation, RankMetrics
 
 WINDOW_S = 5.0  # for which a rate is given
-MOST_EVENTS = 200
+MAX_EVENTS = 200
 # In the order of how much they matter to who looks. A rank that has failed is "lost", whatever its metrics say.
 STATES = ("lost", "stalled", "starting", "waiting", "running", "ended")
 
@@ -98,7 +98,7 @@ class Observer:
             for key, metrics in current.items()
         )
         self._before.append(current)
-        seen, self._events = set(self._events), tuple(events[-MOST_EVENTS:])
+        seen, self._events = set(self._events), tuple(events[-MAX_EVENTS:])
         active = [metrics for metrics in ranks if state_of(metrics) in ("running", "waiting", "stalled")]
         steps = [metrics.step_seconds for metrics in active if metrics.step_seconds]
         slowest = max(late, key=lambda rank: late[rank], default=None)

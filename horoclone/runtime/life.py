@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # Settings that a binding wishes for, by their whole names; what is set in the environment goes before. Read by init().
 preferred: dict[str, str] = {}
 _FORMING_S = 30.0  # for the members of a generation to connect: all of them are in init()
-_MOST_GENERATIONS = 32  # so many may be lost one after the other before one init() gives up
+_MAX_GENERATIONS = 32  # so many may be lost one after the other before one init() gives up
 _remarked = False
 # Of the generation before, in an elastic job: id -> set and its ranks now; and ids of those that lost a member.
 _kept: dict[int, tuple[ProcessSet, list[int]]] = {}
@@ -161,7 +161,7 @@ def _join_generation(comm: Any, wanted: list[ProcessSet]) -> None:
         except (errors.Mismatch, errors.Unsupported):
             raise
         except errors.HorovodInternalError as error:
-            if attempt >= _MOST_GENERATIONS:
+            if attempt >= _MAX_GENERATIONS:
                 raise
             if isinstance(error, errors.PeerLost) and error.rank >= 0:
                 current.lost.add(error.rank)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _MARK = "_HOROCLONE_RANK_PROCESS"
 _OURS = ("HOROCLONE_RENDEZVOUS", "HOROCLONE_SERVICE", "HOROCLONE_MEMBER")
-_MOST_ANCESTORS = 64
+_MAX_ANCESTORS = 64
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def _descends_from(pid: int) -> bool:
     if starter is not None and starter.pid == pid:
         return True
     at = os.getppid()
-    for _ in range(_MOST_ANCESTORS):
+    for _ in range(_MAX_ANCESTORS):
         if at == pid:
             return True
         try:

@@ -197,7 +197,7 @@ def test_losses_are_those_of_ddp() -> None:
     theirs = losses_of(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9), inputs)
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-4, atol=1e-6)
     torch.cuda.synchronize()
-    # A gloo group that goes with DDP, or right behind its last operation, can wait for ever: it holds Python's lock then
+    # A gloo group that goes with DDP, or right behind its last operation, can wait for ever: it holds the GIL then
     # and joins its thread, which wants that lock to forget the operation.
     del wrapped
     time.sleep(0.2)

@@ -24,8 +24,8 @@ from horoclone.live.dashboard.connection import MOST, Connection, quiet
 from horoclone.live.dashboard.content import Content
 
 EVERY_S, UNSEEN_EVERY_S = 1.0, 5.0  # between two looks, with a browser and without: then for the charts only
-MOST_POINTS = 900  # of the charts: 15 minutes
-MOST_EVENTS = 200
+MAX_POINTS = 900  # of the charts: 15 minutes
+MAX_EVENTS = 200
 _CLOSE_S = 2.0  # for the thread to end; it is a daemon and holds nobody up for longer
 _FILES = {
     "": ("index.html", "text/html"),
@@ -61,8 +61,8 @@ class Dashboard:
             path: ((resources.files(__package__) / "web" / name).read_bytes(), kind)
             for path, (name, kind) in _FILES.items()
         }
-        self._points: deque[Any] = deque(maxlen=MOST_POINTS)
-        self._events: deque[Any] = deque(maxlen=MOST_EVENTS)
+        self._points: deque[Any] = deque(maxlen=MAX_POINTS)
+        self._events: deque[Any] = deque(maxlen=MAX_EVENTS)
         self._number = 0  # of looks
         self._browsers = 0
         self._tick = self._hello = b""

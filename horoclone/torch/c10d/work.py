@@ -171,7 +171,7 @@ class InFlight:
     def close(self) -> None:
         """After the runtime was shut down: every work that is left gets its error, and our threads end.
 
-        torch settles a future without Python's lock; a thread that wants the lock back when the interpreter is ending
+        torch settles a future without the GIL; a thread that wants the lock back when the interpreter is ending
         would end the process with SIGABRT.
         """
         for work in list(self._works.values()):

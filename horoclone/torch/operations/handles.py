@@ -1,6 +1,6 @@
 """Handles of operations in flight: what they will return, and which tensors must stay alive until they are done.
 
-Blocking calls have no handle: `run` and `call_plain` cross into the core once. Thread: any, under Python's lock.
+Blocking calls have no handle: `run` and `call_plain` cross into the core once. Thread: any, with the GIL.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch.autograd.profiler import record_function
 if TYPE_CHECKING:
     from horoclone._core import Runtime
 
-MOST_NOTED = 10_000  # handles; those that nobody waits for would stay for ever
+MAX_NOTED = 10_000  # handles; those that nobody waits for would stay for ever
 
 
 class _NoProfiler:
@@ -54,7 +54,7 @@ class Submission(Span):
 
     def gave(self, handle: int) -> int:
         """The span of the wait for `handle` will have the same names. Returns the handle."""
-        if len(_noted) >= MOST_NOTED:
+        if len(_noted) >= MAX_NOTED:
             _noted.clear()
         _noted[handle] = self._of
         return handle

@@ -30,7 +30,7 @@ from horoclone.membership.coordinator import Coordinator, Evicted, Limits, Recor
 from horoclone.runtime import facts, life
 
 EPOCHS = 3
-MOST_TURNS = 20_000  # of a history; one that takes more waits for ever
+MAX_TURNS = 20_000  # of a history; one that takes more waits for ever
 
 
 class Killed(BaseException):
@@ -372,7 +372,7 @@ class World:
     def play(self) -> str:
         """The whole history; how it ended: "done", "lost" (nobody is left who had the state) or "left" (nobody is left)."""
         troubled = self.chance.randint(20, 600)
-        for turn in range(MOST_TURNS):
+        for turn in range(MAX_TURNS):
             self.is_calm = turn > troubled
             if not self.alive():
                 break

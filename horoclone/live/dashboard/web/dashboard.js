@@ -2,8 +2,8 @@
 "use strict";
 
 const byId = (id) => document.getElementById(id);
-const MOST_POINTS = 900; // of the charts; the launcher keeps as many
-const MOST_EVENTS = 200;
+const MAX_POINTS = 900; // of the charts; the launcher keeps as many
+const MAX_EVENTS = 200;
 const STATES = ["running", "waiting", "stalled", "lost", "ended", "starting"]; // each with its colour
 
 let now = null; // the newest snapshot
@@ -225,7 +225,7 @@ function addEvents(events) {
     const at = make("time", { textContent: format.clock(one.time), dateTime: new Date(one.time * 1000).toISOString() });
     list.prepend(make("li", {}, at, one.text));
   }
-  while (list.children.length > MOST_EVENTS) list.lastElementChild.remove();
+  while (list.children.length > MAX_EVENTS) list.lastElementChild.remove();
 }
 
 function say(state, text) {
@@ -235,7 +235,7 @@ function say(state, text) {
 
 function take(message) {
   now = message;
-  if (message.point) { points.push(message.point); points.splice(0, Math.max(0, points.length - MOST_POINTS)); }
+  if (message.point) { points.push(message.point); points.splice(0, Math.max(0, points.length - MAX_POINTS)); }
   addEvents(message.events);
   const ended = message.job.ended;
   if (ended) say(ended.exit_code ? "failed" : "ended", `the job has ended: ${ended.text}`);
