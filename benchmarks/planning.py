@@ -1,9 +1,9 @@
 """What `horoclone plan` predicts beside what it measures: between two hosts with a slow link, and in shared memory.
 
-`python benchmarks/planning.py` runs `horoclone plan benchmarks/planned_layers.py:build --validate` with five ways, in
-two network namespaces joined by a cable (priority.py's; needs root) and on one host, and prints both times of each way,
-and how far the way that is chosen without running any is behind the best one.
-Exit codes: 0, 1 a rank failed, 2 wrong arguments.
+`python benchmarks/planning.py` runs `horoclone plan benchmarks/planned_layers.py:build --validate` with five
+strategies, in two network namespaces joined by a cable (priority.py's; needs root) and on one host, and prints both
+times of each strategy, and how far the strategy that is chosen without running any is behind the best one. Exit codes:
+0, 1 a rank failed, 2 wrong arguments.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from hosts import Hosts  # noqa: E402
 from network import Case, place, wait  # noqa: E402
 from report import print_rows  # noqa: E402
 
-WAYS = ("data parallel", "cross_barrier", "ZeRO-1", "int8", "DiLoCo, 20")
-EXACT = WAYS[:3]
+STRATEGIES = ("data parallel", "cross_barrier", "ZeRO-1", "int8", "DiLoCo, 20")
+EXACT = STRATEGIES[:3]
 PLACES = {"cable of 1 Gbit/s": 1.0, "shared memory": 0.0}
 
 
@@ -61,7 +61,7 @@ def run(gbit: float, limit_s: float) -> dict[str, Any]:
         out = Path(folder) / "plan.json"
         words = [
             sys.executable, "-m", "horoclone.launch.tool", "plan", f"{HERE / 'planned_layers.py'}:build",
-            "--approximate", "--validate", str(len(WAYS)), "--only", ";".join(WAYS), "--json", str(out),
+            "--approximate", "--validate", str(len(STRATEGIES)), "--only", ";".join(STRATEGIES), "--json", str(out),
         ]  # fmt: skip
         if gbit:
             with Hosts(gbit, 1500) as hosts:
@@ -110,26 +110,26 @@ def _finish(ranks: list[subprocess.Popen[bytes]], limit_s: float) -> None:
 def show(name: str, plans: list[dict[str, Any]]) -> None:
     """Medians of the rounds."""
     rows, median = [], {}
-    for way in WAYS:
+    for strategy in STRATEGIES:
         pairs = [
             (1e3 * one["step_s"], 1e3 * one["measured_s"])
             for plan in plans
-            for one in plan["ways"]
-            if one["name"] == way and isinstance(one["measured_s"], float)
+            for one in plan["strategies"]
+            if one["name"] == strategy and isinstance(one["measured_s"], float)
         ]
         if not pairs:
-            rows.append([way, "-", "-", "could not run"])
+            rows.append([strategy, "-", "-", "could not run"])
             continue
         predicted, measured = (statistics.median(one) for one in zip(*pairs, strict=True))
         apart = statistics.median(100 * (a / b - 1) for a, b in pairs)
-        median[way] = (predicted, measured)
+        median[strategy] = (predicted, measured)
         spread = f"{min(b for _, b in pairs):.1f} .. {max(b for _, b in pairs):.1f}"
-        rows.append([way, f"{predicted:.1f}", f"{measured:.1f} ({spread})", f"{apart:+.1f} %"])
+        rows.append([strategy, f"{predicted:.1f}", f"{measured:.1f} ({spread})", f"{apart:+.1f} %"])
     print(f"{name}: compute {1e3 * statistics.median(p['rates']['compute_s'][0] for p in plans):.1f} ms")
-    print_rows(["way", "predicted, ms", "measured, ms (rounds)", "apart"], rows)
-    for text, ways in (("of all", WAYS), ("of those that learn the same", EXACT)):
-        seen = {way: median[way] for way in ways if way in median}
-        chosen = min(seen, key=lambda way: seen[way][0])
+    print_rows(["strategy", "predicted, ms", "measured, ms (rounds)", "apart"], rows)
+    for text, strategies in (("of all", STRATEGIES), ("of those that learn the same", EXACT)):
+        seen = {strategy: median[strategy] for strategy in strategies if strategy in median}
+        chosen = min(seen, key=lambda strategy: seen[strategy][0])
         best = min(seen.values(), key=lambda pair: pair[1])[1]
         print(
             f"  {text}, {chosen} is predicted to be the fastest: {seen[chosen][1] / best:.3f} of the best one"

@@ -1,6 +1,6 @@
 """A training step replayed: what one rank computes and sends, on links that carry one piece at a time.
 
-Every way to train is a program of five kinds of steps (Compute, Send, Wait, Mark); its time is found by running the
+Every strategy is a program of five kinds of steps (Compute, Send, Wait, Mark); its time is found by running the
 program, not from a formula. A bucket is (when it is ready, bytes, priority); a link is a queue in the order of
 priorities. `horoclone simulate` and `horoclone plan` use it. Pure: no clock, no I/O. Times in seconds, sizes in bytes.
 """

@@ -1,7 +1,7 @@
-"""`horoclone plan FILE.py:build -np N`: measures a model and the ranks, and says which way of training is the fastest.
+"""`horoclone plan FILE.py:build -np N`: measures a model and the ranks, and says which strategy is the fastest.
 
 Nothing is looked up: computing, copies, compressors and operations are measured on real ranks, a step is replayed for
-each way (horoclone/replay.py), and what could not be measured is named as assumed.
+each strategy (horoclone/replay.py), and what could not be measured is named as assumed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from horoclone.plan.costs import Costs, Link
 from horoclone.plan.profile import PlanError, Profile, Rates
-from horoclone.plan.ways import TIE, Subject, Way, enumerate_ways, order
+from horoclone.plan.strategies import TIE, Strategy, Subject, enumerate_strategies, order
 
 
 class Ranks(Protocol):
@@ -33,13 +33,13 @@ class Ranks(Protocol):
 
 @dataclass
 class Plan:
-    """Everything that is printed. measured: way -> seconds of a step, or why it could not run."""
+    """Everything that is printed. measured: strategy -> seconds of a step, or why it could not run."""
 
     profile: Profile
     rates: Rates
     costs: Costs
-    ways: list[Way]
-    chosen: Way
+    strategies: list[Strategy]
+    chosen: Strategy
     why: str
     memory_limit: float | None
     assumed: list[str]
@@ -64,12 +64,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also choose what changes the result: compression, DiLoCo, quorum",
     )
-    parser.add_argument("--only", metavar="WAY;...", help="of these ways, by the names that the table has")
+    parser.add_argument(
+        "--only", metavar="STRATEGY;...", help="of these strategies, by the names that the table has"
+    )
     parser.add_argument(
         "--validate", type=int, default=0, metavar="K", help="run the K best and choose the fastest"
     )
-    parser.add_argument("--steps", type=int, default=20, metavar="S", help="of a way that is run (20)")
-    parser.add_argument("--all", action="store_true", help="print every way, not the best of each kind")
+    parser.add_argument("--steps", type=int, default=20, metavar="S", help="of a strategy that is run (20)")
+    parser.add_argument("--all", action="store_true", help="print every strategy, not the best of each kind")
     parser.add_argument("--json", metavar="FILE", help="write everything there, - for stdout")
 
 
@@ -104,22 +106,25 @@ def _subject_of(text: str) -> tuple[str, str]:
 
 
 def make_plan(profile: Profile, rates: Rates, costs: Costs, arguments: argparse.Namespace) -> Plan:
-    """The replay of every way, and the choice. PlanError where no way fits."""
+    """The replay of every strategy, and the choice. PlanError where no strategy fits."""
     from horoclone.plan import table
 
-    ways = enumerate_ways(Subject(profile, rates, costs))
+    strategies = enumerate_strategies(Subject(profile, rates, costs))
     if arguments.only:
-        ways = _named(ways, [name.strip() for name in arguments.only.split(";")])
+        strategies = _named(strategies, [name.strip() for name in arguments.only.split(";")])
     limit = None if arguments.memory_gib is None else arguments.memory_gib * table.GIB
-    candidates = order(ways, limit, arguments.approximate)
+    candidates = order(strategies, limit, arguments.approximate)
     if not candidates:
-        raise PlanError(_why_none(ways, limit))
-    chosen, plain = candidates[0], next((way for way in candidates if way.family == "data"), None)
+        raise PlanError(_why_none(strategies, limit))
+    chosen, plain = (
+        candidates[0],
+        next((strategy for strategy in candidates if strategy.family == "data"), None),
+    )
     plan = Plan(
-        profile, rates, costs, ways, chosen, table.reason(chosen, plain, limit is not None), limit,
+        profile, rates, costs, strategies, chosen, table.reason(chosen, plain, limit is not None), limit,
         [*profile.assumed, *costs.assumed],
     )  # fmt: skip
-    faster = order(ways, limit, True)[0]
+    faster = order(strategies, limit, True)[0]
     if not arguments.approximate and faster.timed.step_s < chosen.timed.step_s * (1 - TIE):
         plan.remarks.append(
             f"faster, but it changes what is learnt ({faster.learns}): {faster.name}, "
@@ -128,55 +133,57 @@ def make_plan(profile: Profile, rates: Rates, costs: Costs, arguments: argparse.
     return plan
 
 
-def _named(ways: list[Way], names: Sequence[str]) -> list[Way]:
-    known = {way.name: way for way in ways}
+def _named(strategies: list[Strategy], names: Sequence[str]) -> list[Strategy]:
+    known = {strategy.name: strategy for strategy in strategies}
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise PlanError(f"--only: no way is called {unknown[0]!r}. There are: {'; '.join(known)}")
+        raise PlanError(f"--only: no strategy is called {unknown[0]!r}. There are: {'; '.join(known)}")
     return [known[name] for name in names]
 
 
-def _why_none(ways: list[Way], limit: float | None) -> str:
+def _why_none(strategies: list[Strategy], limit: float | None) -> str:
     from horoclone.plan.table import memory_text
 
-    if limit is not None and all(way.memory > limit for way in ways):
-        least = min(ways, key=lambda way: way.memory)
+    if limit is not None and all(strategy.memory > limit for strategy in strategies):
+        least = min(strategies, key=lambda strategy: strategy.memory)
         return (
-            f"no way fits into {memory_text(limit)} of a rank: the least is {memory_text(least.memory)}, {least.name}. "
-            "Raise --memory-gib, make the batch of build() smaller, or plan for more ranks"
+            f"no strategy fits into {memory_text(limit)} of a rank: the least is {memory_text(least.memory)}, "
+            f"{least.name}. Raise --memory-gib, make the batch of build() smaller, or plan for more ranks"
         )
     return (
-        "of the ways that fit, each one changes what is learnt or cannot be run as it stands: pass --approximate, "
-        "raise --memory-gib, or give --only others"
+        "of the strategies that fit, each one changes what is learnt or cannot be run as it stands: pass "
+        "--approximate, raise --memory-gib, or give --only others"
     )
 
 
 def validate(plan: Plan, arguments: argparse.Namespace, ranks: Ranks, subject: tuple[str, str]) -> None:
-    """Runs the best ways, and makes the measured best the choice."""
+    """Runs the best strategies, and makes the measured best the choice."""
     if plan.rates.size != plan.costs.size or not plan.costs.is_measured:
         raise PlanError(
             f"--validate runs on the ranks that are planned for, but {plan.rates.size} of {plan.costs.size} are here: "
             "give -H with their hosts, or start `horoclone plan` on them with your launcher"
         )
-    best = order(plan.ways, plan.memory_limit, arguments.approximate)[: arguments.validate]
+    best = order(plan.strategies, plan.memory_limit, arguments.approximate)[: arguments.validate]
     alone: tuple[str, dict[str, Any]] = ("alone", {})
-    asked = [alone, *((way.kind, way.options) for way in best), alone]
+    asked = [alone, *((strategy.kind, strategy.options) for strategy in best), alone]
     before, *found, after = ranks.call("validate", *subject, asked, arguments.steps)
-    plan.measured = {way.name: took for way, took in zip(best, found, strict=True)}
-    times = {way.name: took for way, took in zip(best, found, strict=True) if isinstance(took, float)}
-    for way in best:
-        took = plan.measured[way.name]
+    plan.measured = {strategy.name: took for strategy, took in zip(best, found, strict=True)}
+    times = {
+        strategy.name: took for strategy, took in zip(best, found, strict=True) if isinstance(took, float)
+    }
+    for strategy in best:
+        took = plan.measured[strategy.name]
         if isinstance(took, float):
-            apart = 100 * (way.timed.step_s / took - 1)
-            predicted = f"predicted {1e3 * way.timed.step_s:.1f} ms ({apart:+.0f} %)"
-            plan.remarks.append(f"{way.name}: measured {1e3 * took:.1f} ms, {predicted}")
+            apart = 100 * (strategy.timed.step_s / took - 1)
+            predicted = f"predicted {1e3 * strategy.timed.step_s:.1f} ms ({apart:+.0f} %)"
+            plan.remarks.append(f"{strategy.name}: measured {1e3 * took:.1f} ms, {predicted}")
         else:
-            plan.remarks.append(f"{way.name} could not run: {took}")
+            plan.remarks.append(f"{strategy.name} could not run: {took}")
     plan.remarks += _changed(plan.profile.compute_s, before, after)
     if not times:
-        raise PlanError("none of the ways could run:\n" + "\n".join(plan.remarks))
+        raise PlanError("none of the strategies could run:\n" + "\n".join(plan.remarks))
     name = min(times, key=times.__getitem__)
-    plan.chosen = next(way for way in best if way.name == name)
+    plan.chosen = next(strategy for strategy in best if strategy.name == name)
     plan.why = f"its step of {1e3 * times[name]:.1f} ms is the shortest of the {len(times)} that were run"
 
 
@@ -205,17 +212,17 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "remarks": plan.remarks,
         "ranks": plan.costs.size,
         "hosts": plan.costs.nodes,
-        "ways": [
+        "strategies": [
             {
-                "name": way.name,
-                "step_s": way.timed.step_s,
-                "waiting_s": way.timed.waiting_s,
-                "memory_bytes": way.memory,
-                "learns": way.learns,
-                "write": way.line,
-                "measured_s": plan.measured.get(way.name),
+                "name": strategy.name,
+                "step_s": strategy.timed.step_s,
+                "waiting_s": strategy.timed.waiting_s,
+                "memory_bytes": strategy.memory,
+                "learns": strategy.learns,
+                "write": strategy.line,
+                "measured_s": plan.measured.get(strategy.name),
             }
-            for way in sorted(plan.ways, key=lambda way: way.timed.step_s)
+            for strategy in sorted(plan.strategies, key=lambda strategy: strategy.timed.step_s)
         ],
         "layers": plan.profile.layers(),
         "profile": {

@@ -1,4 +1,5 @@
-"""What `horoclone plan` prints: the ways in the order of their time, what was measured and assumed, the choice."""
+"""What `horoclone plan` prints: the strategies in the order of their time, what was measured and assumed, the
+choice."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from rich.table import Table
 
 from horoclone.plan.costs import Costs
 from horoclone.plan.profile import Profile, Rates
-from horoclone.plan.ways import EXACT, Way
+from horoclone.plan.strategies import EXACT, Strategy
 
 if TYPE_CHECKING:
     from horoclone.plan.command import Plan
@@ -20,10 +21,12 @@ WIDTH_OF_A_PIPE = 160
 GIB = 1 << 30
 
 
-def print_plan(plan: Plan, every_way: bool) -> None:
+def print_plan(plan: Plan, every_strategy: bool) -> None:
     """On stdout."""
     console = Console(highlight=False, soft_wrap=False, width=None if os.isatty(1) else WIDTH_OF_A_PIPE)
-    console.print(_table(plan, _best_of_each(plan.ways) if not every_way else _by_time(plan.ways)))
+    console.print(
+        _table(plan, _best_of_each(plan.strategies) if not every_strategy else _by_time(plan.strategies))
+    )
     for line in measured_text(plan.profile, plan.rates, plan.costs):
         console.print(line, markup=False, soft_wrap=True)
     for one in plan.assumed:
@@ -35,37 +38,44 @@ def print_plan(plan: Plan, every_way: bool) -> None:
         console.print(remark, markup=False, soft_wrap=True)
 
 
-def _by_time(ways: Sequence[Way]) -> list[Way]:
-    return sorted(ways, key=lambda way: way.timed.step_s)
+def _by_time(strategies: Sequence[Strategy]) -> list[Strategy]:
+    return sorted(strategies, key=lambda strategy: strategy.timed.step_s)
 
 
-def _best_of_each(ways: Sequence[Way]) -> list[Way]:
+def _best_of_each(strategies: Sequence[Strategy]) -> list[Strategy]:
     """The fastest of each family, but of compression every one."""
-    best: dict[str, Way] = {}
-    for way in _by_time(ways):
-        best.setdefault(way.name if way.family == "compression" else way.family, way)
+    best: dict[str, Strategy] = {}
+    for strategy in _by_time(strategies):
+        best.setdefault(strategy.name if strategy.family == "compression" else strategy.family, strategy)
     return list(best.values())
 
 
-def _table(plan: Plan, ways: Sequence[Way]) -> Table:
+def _table(plan: Plan, strategies: Sequence[Strategy]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", title=None)
-    table.add_column("way")
+    table.add_column("strategy")
     for name in ("step, ms", "waiting, ms", *(["measured, ms"] if plan.measured else []), "memory/rank"):
         table.add_column(name, justify="right")
     table.add_column("learns")
     table.add_column("what to write", overflow="fold")
-    shown = [*ways, *(way for way in plan.ways if way.name in plan.measured and way not in ways)]
-    for way in shown:
-        cells = [way.name, f"{1e3 * way.timed.step_s:.1f}", f"{1e3 * way.timed.waiting_s:.1f}"]
+    shown = [
+        *strategies,
+        *(
+            strategy
+            for strategy in plan.strategies
+            if strategy.name in plan.measured and strategy not in strategies
+        ),
+    ]
+    for strategy in shown:
+        cells = [strategy.name, f"{1e3 * strategy.timed.step_s:.1f}", f"{1e3 * strategy.timed.waiting_s:.1f}"]
         if plan.measured:
-            took = plan.measured.get(way.name)
+            took = plan.measured.get(strategy.name)
             cells.append(
                 "" if took is None else f"{1e3 * took:.1f}" if isinstance(took, float) else "could not run"
             )
-        fits = plan.memory_limit is None or way.memory <= plan.memory_limit
-        cells += [memory_text(way.memory) + ("" if fits else " !"), way.learns, way.line]
+        fits = plan.memory_limit is None or strategy.memory <= plan.memory_limit
+        cells += [memory_text(strategy.memory) + ("" if fits else " !"), strategy.learns, strategy.line]
         table.add_row(
-            *[cell.replace("[", r"\[") for cell in cells], style="bold" if way is plan.chosen else None
+            *[cell.replace("[", r"\[") for cell in cells], style="bold" if strategy is plan.chosen else None
         )
     return table
 
@@ -96,9 +106,9 @@ def measured_text(profile: Profile, rates: Rates, costs: Costs) -> list[str]:
     return lines
 
 
-def reason(chosen: Way, plain: Way | None, limited: bool) -> str:
-    """Why this one: against the plain way, which is the measure of all."""
-    among = "of the ways that fit into the memory" if limited else "of the ways"
+def reason(chosen: Strategy, plain: Strategy | None, limited: bool) -> str:
+    """Why this one: against the plain strategy, which is the measure of all."""
+    among = "of the strategies that fit into the memory" if limited else "of the strategies"
     same = " that learn what one process would" if chosen.learns == EXACT else ""
     if plain is None or chosen is plain:
         return f"none {among}{same} is faster by more than 2 %"

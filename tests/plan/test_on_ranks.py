@@ -30,7 +30,11 @@ def test_the_example_is_measured_and_its_three_best_ways_are_run(
     ).stdout
     plan = json.loads(out.read_text())
     assert f"chosen: {plan['chosen']}, because its step of" in said
-    measured = {way["name"]: way["measured_s"] for way in plan["ways"] if way["measured_s"] is not None}
+    measured = {
+        strategy["name"]: strategy["measured_s"]
+        for strategy in plan["strategies"]
+        if strategy["measured_s"] is not None
+    }
     assert len(measured) == 3 and all(isinstance(took, float) for took in measured.values()), measured
     assert measured[plan["chosen"]] == min(measured.values())
     assert plan["profile"]["parameters"] == sum(size for size, _ in plan["layers"])

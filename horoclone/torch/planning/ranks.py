@@ -72,10 +72,10 @@ def _tried(made: subject.Subject) -> subject.Subject:
     return made
 
 
-def validate(file: str, function: str, ways: list[tuple[str, dict[str, Any]]], steps: int) -> Answer:
-    """Seconds of a step of each way, of the slowest rank; a text in its place where the way cannot run."""
+def validate(file: str, function: str, strategies: list[tuple[str, dict[str, Any]]], steps: int) -> Answer:
+    """Seconds of a step of each strategy, of the slowest rank; a text in its place where the strategy cannot run."""
     found: list[float | str] = []
-    for kind, options in ways:
+    for kind, options in strategies:
         hvd.init()
         is_grouped = kind == "fsdp"
         if is_grouped:

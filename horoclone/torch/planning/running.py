@@ -1,4 +1,4 @@
-"""Runs a way of training for some steps on these ranks, to compare what it takes with what was predicted."""
+"""Runs a strategy for some steps on these ranks, to compare what it takes with what was predicted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(subject: Subject, kind: str, options: dict[str, Any], steps: int) -> flo
     """Seconds of a step on this rank: the median, but the mean over whole periods of what is periodic, and on a GPU,
     where to look at each step would change it. Collective; between init and shutdown.
 
-    kind: a Way's, or "alone" for a training without communication.
+    kind: a Strategy's, or "alone" for a training without communication.
     """
     every = int(options.get("sync_every", 1))
     count = -(-steps // every) * every

@@ -1,4 +1,4 @@
-"""The ways that are planned: each as a replay of a known model on known links, the choice between them, and pipelines."""
+"""The strategies that are planned: each as a replay of a known model on known links, the choice between them, and pipelines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from horoclone.launch import tool
 from horoclone.plan import command, pipelines
 from horoclone.plan.costs import Costs, Link
 from horoclone.plan.profile import Block, Line, PlanError, Profile, Rates, Sent, Stage
-from horoclone.plan.ways import EXACT, Subject, Way, enumerate_ways, order
+from horoclone.plan.strategies import EXACT, Strategy, Subject, enumerate_strategies, order
 
 MB = 1e6
 OPERATIONS = ("bucket", "bucket16", "allreduce", "reducescatter", "broadcast", "allgather", "alltoall")
@@ -50,27 +50,29 @@ def some_rates(size: int, local: int, bytes_per_s: float, load: float = 0.0) -> 
     return Rates(size, local, size == local, lines if size > 1 else {}, load, (0.3,) * size)
 
 
-def planned(profile: Profile, rates: Rates, size: int, per_node: int, link: str = "") -> dict[str, Way]:
+def planned(profile: Profile, rates: Rates, size: int, per_node: int, link: str = "") -> dict[str, Strategy]:
     costs = Costs(rates, size, per_node, Link.read(link) if link else None)
-    return {way.name: way for way in enumerate_ways(Subject(profile, rates, costs))}
+    return {strategy.name: strategy for strategy in enumerate_strategies(Subject(profile, rates, costs))}
 
 
 def test_on_a_slow_link_the_steps_are_those_that_were_measured_on_one() -> None:
-    ways = planned(a_profile(), some_rates(2, 1, 0.956e9 / 8), 2, 1)
-    step_ms = {name: 1e3 * way.timed.step_s for name, way in ways.items()}
+    strategies = planned(a_profile(), some_rates(2, 1, 0.956e9 / 8), 2, 1)
+    step_ms = {name: 1e3 * strategy.timed.step_s for name, strategy in strategies.items()}
     assert step_ms["data parallel"] == pytest.approx(
         410, rel=0.15
     )  # docs/priority.md: 424 with 318 of computing
     assert step_ms["cross_barrier"] < 0.9 * step_ms["data parallel"]
     assert step_ms["DiLoCo, 100"] == pytest.approx(300, rel=0.03)
     assert max(step_ms["int8"], step_ms["fp16"]) < 0.9 * step_ms["data parallel"]
-    for way in ways.values():
-        assert way.timed.step_s >= 0.3 - 1e-9 or way.family in ("zero", "fsdp"), way.name
+    for strategy in strategies.values():
+        assert strategy.timed.step_s >= 0.3 - 1e-9 or strategy.family in ("zero", "fsdp"), strategy.name
 
 
-def test_where_nothing_has_to_be_sent_every_way_takes_what_computing_takes() -> None:
+def test_where_nothing_has_to_be_sent_every_strategy_takes_what_computing_takes() -> None:
     (alone,) = [
-        way for way in planned(a_profile(), some_rates(1, 1, 1.0), 1, 1).values() if way.family == "data"
+        strategy
+        for strategy in planned(a_profile(), some_rates(1, 1, 1.0), 1, 1).values()
+        if strategy.family == "data"
     ]
     assert alone.timed.step_s == pytest.approx(0.3 + 36 * MB * 1e-10)
     assert alone.timed.waiting_s == 0
@@ -78,17 +80,17 @@ def test_where_nothing_has_to_be_sent_every_way_takes_what_computing_takes() -> 
 
 def test_memory_is_that_of_what_each_rank_keeps() -> None:
     profile = a_profile()
-    ways = planned(profile, some_rates(4, 4, 4e9), 4, 4)
+    strategies = planned(profile, some_rates(4, 4, 4e9), 4, 4)
     whole = 2 * profile.parameters + profile.state + profile.activations
-    assert ways["data parallel"].memory == whole
-    assert ways["ZeRO-1"].memory == whole - profile.state * 3 / 4
-    assert ways["FSDP2"].memory < ways["ZeRO-1"].memory < whole < ways["DiLoCo, 20"].memory
+    assert strategies["data parallel"].memory == whole
+    assert strategies["ZeRO-1"].memory == whole - profile.state * 3 / 4
+    assert strategies["FSDP2"].memory < strategies["ZeRO-1"].memory < whole < strategies["DiLoCo, 20"].memory
 
 
 def test_a_rank_that_computes_late_is_what_a_quorum_is_for() -> None:
     slow = dataclasses.replace(some_rates(4, 4, 4e9), compute_s=(0.3, 0.06, 0.06, 0.06))
-    ways = planned(a_profile(), slow, 4, 4)
-    assert ways["quorum 0.75"].timed.step_s < 0.4 * ways["data parallel"].timed.step_s
+    strategies = planned(a_profile(), slow, 4, 4)
+    assert strategies["quorum 0.75"].timed.step_s < 0.4 * strategies["data parallel"].timed.step_s
 
 
 def test_the_network_between_hosts_that_are_not_here_is_what_was_given_or_is_called_assumed() -> None:
@@ -109,8 +111,8 @@ def test_blocks_are_cut_so_that_the_longest_stage_is_shortest() -> None:
     assert pipelines.cut_evenly([1, 1, 1, 1], 2) == [2, 4]
     assert pipelines.cut_evenly([5, 1, 1, 1, 1], 2) == [1, 5]
     assert pipelines.cut_evenly([3, 1, 1, 3], 3) == [1, 3, 4]
-    ways = planned(a_profile(), some_rates(4, 4, 4e9), 4, 4)
-    four = ways["pipeline 4 x data 1, 8 microbatches"]
+    strategies = planned(a_profile(), some_rates(4, 4, 4e9), 4, 4)
+    four = strategies["pipeline 4 x data 1, 8 microbatches"]
     assert four.why_not and four.timed.waiting_s > 0
 
 
@@ -138,19 +140,21 @@ def test_what_changes_the_result_is_chosen_only_where_that_is_asked_for() -> Non
 
 def test_a_limit_of_memory_holds_and_one_that_nothing_keeps_is_explained() -> None:
     plan = a_plan()
-    zero = next(way for way in plan.ways if way.name == "ZeRO-1")
+    zero = next(strategy for strategy in plan.strategies if strategy.name == "ZeRO-1")
     assert a_plan(memory_gib=(zero.memory + 1) / (1 << 30)).chosen.memory <= zero.memory + 1
-    with pytest.raises(PlanError, match="no way fits into 10 MiB of a rank: the least is .*--memory-gib"):
+    with pytest.raises(
+        PlanError, match="no strategy fits into 10 MiB of a rank: the least is .*--memory-gib"
+    ):
         a_plan(memory_gib=10 / 1024)
-    with pytest.raises(PlanError, match=r"--only: no way is called 'warp'. There are: data parallel; "):
+    with pytest.raises(PlanError, match=r"--only: no strategy is called 'warp'. There are: data parallel; "):
         a_plan(only="warp")
 
 
 def test_of_equally_fast_ways_the_simplest_is_chosen() -> None:
-    ways = enumerate_ways(
+    strategies = enumerate_strategies(
         Subject(a_profile(0.1), some_rates(2, 2, 4e9), Costs(some_rates(2, 2, 4e9), 2, 2, None))
     )
-    assert order(ways, None, False)[0].name == "data parallel"
+    assert order(strategies, None, False)[0].name == "data parallel"
 
 
 class Told:
@@ -184,12 +188,12 @@ def test_the_measured_best_is_chosen_and_everything_is_printed(tmp_path, capsys)
     assert command.main(arguments, Told([0.35, "no memory", 0.34])) == 0
     said = capsys.readouterr().out
     written = json.loads((tmp_path / "plan.json").read_text())
-    third = [way for way in written["ways"] if way["measured_s"] == 0.34]
+    third = [strategy for strategy in written["strategies"] if strategy["measured_s"] == 0.34]
     assert written["chosen"] == third[0]["name"] and f"chosen: {third[0]['name']}, because" in said
     assert "could not run: no memory" in said and "340.0" in said and written["write"] in said
     assert "took 300.0 ms when it was measured, and 301.0 and 450.0 ms before and after" in said
     assert simulate.layers_of(str(tmp_path / "plan.json"))
-    with pytest.raises(PlanError, match="none of the ways could run"):
+    with pytest.raises(PlanError, match="none of the strategies could run"):
         command.main(arguments, Told(["a", "b", "c"]))
 
 

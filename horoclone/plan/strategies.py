@@ -1,7 +1,8 @@
-"""The ways to train that this project offers, each as a program for the replay, with its memory and the line to write.
+"""The strategies of training that this project offers, each as a program for the replay, with its memory and the line
+to write.
 
-A way differs from another only in its program: what is computed, sent and waited for. The list is small enough to try
-every one of them.
+A strategy differs from another only in its program: what is computed, sent and waited for. The list is small enough to
+try every one of them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ ROUND_TRIP_S = 100e-6  # of a quorum's two messages (docs/decisions/local-sgd.md
 
 
 @dataclass(frozen=True)
-class Way:
+class Strategy:
     """kind and options: for horoclone/torch/planning/running.py. learns: what is different from one process. why_not:
     why --validate cannot run it, or empty. memory: bytes of a rank."""
 
@@ -40,7 +41,7 @@ class Way:
 
 
 class _Made(NamedTuple):
-    """A way before its replay. steps: that one Mark stands for."""
+    """A strategy before its replay. steps: that one Mark stands for."""
 
     name: str
     family: str
@@ -66,14 +67,14 @@ class Subject(NamedTuple):
         return self.profile.step
 
 
-def enumerate_ways(subject: Subject) -> list[Way]:
-    """Every way, in the order in which the simpler one comes first."""
+def enumerate_strategies(subject: Subject) -> list[Strategy]:
+    """Every strategy, in the order in which the simpler one comes first."""
     found = []
     for made in _all(subject):
         timed = replay.replay(made.program, subject.costs.load)
         timed = Timed(timed.step_s / made.steps, timed.waiting_s / made.steps)
         found.append(
-            Way(
+            Strategy(
                 made.name, made.family, made.line, made.kind, made.options, made.learns,
                 timed, made.memory, made.why_not,
             )
@@ -332,12 +333,18 @@ def _pipelined(subject: Subject) -> Iterator[_Made]:
 TIE = 0.02  # of the step: below it the simpler one is as good
 
 
-def order(ways: Sequence[Way], memory_limit: float | None, is_approximate: bool) -> list[Way]:
+def order(strategies: Sequence[Strategy], memory_limit: float | None, is_approximate: bool) -> list[Strategy]:
     """Those that may be chosen, the fastest first; of those within TIE of the fastest, the simplest first."""
-    fitting = [way for way in ways if memory_limit is None or way.memory <= memory_limit]
-    allowed = [way for way in fitting if (is_approximate or way.learns == EXACT) and not way.why_not]
+    fitting = [strategy for strategy in strategies if memory_limit is None or strategy.memory <= memory_limit]
+    allowed = [
+        strategy
+        for strategy in fitting
+        if (is_approximate or strategy.learns == EXACT) and not strategy.why_not
+    ]
     if not allowed:
         return []
-    best_s = min(way.timed.step_s for way in allowed)
-    near = [way for way in allowed if way.timed.step_s <= best_s * (1 + TIE)]
-    return near + sorted((way for way in allowed if way not in near), key=lambda way: way.timed.step_s)
+    best_s = min(strategy.timed.step_s for strategy in allowed)
+    near = [strategy for strategy in allowed if strategy.timed.step_s <= best_s * (1 + TIE)]
+    return near + sorted(
+        (strategy for strategy in allowed if strategy not in near), key=lambda strategy: strategy.timed.step_s
+    )
