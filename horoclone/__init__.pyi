@@ -199,7 +199,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = ...,
 ) -> NDArray[Any]:
-    """As allreduce, with the result in the array itself, which is returned."""
+    """Does allreduce with the result in the array itself, which is returned."""
 
 def allreduce_async(
     array: ArrayLike,
@@ -212,7 +212,7 @@ def allreduce_async(
     *,
     priority: int = 0,
 ) -> int:
-    """As allreduce; returns a handle at once. Do not change the array before it is done.
+    """Starts allreduce and returns a handle at once. Do not change the array before it is done.
 
     priority: of what all ranks have submitted, the highest runs first (docs/priority.md)."""
 
@@ -227,7 +227,8 @@ def allreduce_async_(
     *,
     priority: int = 0,
 ) -> int:
-    """As allreduce_; returns a handle at once. Do not touch the array before it is done. priority: as there."""
+    """Starts allreduce_ and returns a handle at once. Do not touch the array before it is done. priority: as
+    there."""
 
 def grouped_allreduce(
     arrays: Iterable[ArrayLike],
@@ -249,7 +250,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = ...,
 ) -> list[NDArray[Any]]:
-    """As grouped_allreduce, with the results in the arrays themselves."""
+    """Reduces as grouped_allreduce does, with the results in the arrays themselves."""
 
 def grouped_allreduce_async(
     arrays: Iterable[ArrayLike],
@@ -260,7 +261,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = ...,
 ) -> int:
-    """As grouped_allreduce; returns one handle for the group at once."""
+    """Starts grouped_allreduce and returns one handle for the group at once."""
 
 def grouped_allreduce_async_(
     arrays: Iterable[NDArray[Any]],
@@ -271,35 +272,36 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = ...,
 ) -> int:
-    """As grouped_allreduce_; returns one handle for the group at once."""
+    """Starts grouped_allreduce_ and returns one handle for the group at once."""
 
 def allgather(
     array: ArrayLike,
     name: str | None = None,
     process_set: ProcessSet = ...,
 ) -> NDArray[Any]:
-    """Every rank's rows, in rank order. Shapes may differ in the first dimension only; there must be one."""
+    """Returns every rank's rows, in rank order. Shapes may differ in the first dimension only; there must be
+    one."""
 
 def allgather_async(
     array: ArrayLike,
     name: str | None = None,
     process_set: ProcessSet = ...,
 ) -> int:
-    """As allgather; returns a handle at once."""
+    """Starts allgather and returns a handle at once."""
 
 def grouped_allgather(
     arrays: Iterable[ArrayLike],
     name: str | None = None,
     process_set: ProcessSet = ...,
 ) -> list[NDArray[Any]]:
-    """allgather of several arrays as one operation."""
+    """Gathers several arrays over the ranks as one operation; see allgather."""
 
 def grouped_allgather_async(
     arrays: Iterable[ArrayLike],
     name: str | None = None,
     process_set: ProcessSet = ...,
 ) -> int:
-    """As grouped_allgather; returns one handle for the group at once."""
+    """Starts grouped_allgather and returns one handle for the group at once."""
 
 def broadcast(
     array: ArrayLike,
@@ -307,7 +309,8 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = ...,
 ) -> NDArray[Any]:
-    """Rank root_rank's array on every rank, as a new array. root_rank is the world rank also in a process set."""
+    """Returns rank root_rank's array on every rank, as a new array. root_rank is the world rank also in a process
+    set."""
 
 def broadcast_(
     array: NDArray[Any],
@@ -315,7 +318,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = ...,
 ) -> NDArray[Any]:
-    """As broadcast, into the array itself, which is returned."""
+    """Broadcasts as broadcast does, into the array itself, which is returned."""
 
 def broadcast_async(
     array: ArrayLike,
@@ -323,7 +326,7 @@ def broadcast_async(
     name: str | None = None,
     process_set: ProcessSet = ...,
 ) -> int:
-    """As broadcast; returns a handle at once."""
+    """Starts broadcast and returns a handle at once."""
 
 def broadcast_async_(
     array: NDArray[Any],
@@ -331,7 +334,7 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSet = ...,
 ) -> int:
-    """As broadcast_; returns a handle at once."""
+    """Starts broadcast_ and returns a handle at once."""
 
 @overload
 def alltoall(
@@ -358,7 +361,7 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = ...,
 ) -> int:
-    """As alltoall; returns a handle at once."""
+    """Starts alltoall and returns a handle at once."""
 
 def reducescatter(
     array: ArrayLike,
@@ -378,7 +381,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """As reducescatter; returns a handle at once."""
+    """Starts reducescatter and returns a handle at once."""
 
 def grouped_reducescatter(
     arrays: Iterable[ArrayLike],
@@ -388,7 +391,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[NDArray[Any]]:
-    """reducescatter of several arrays as one operation."""
+    """Does reducescatter on several arrays as one operation."""
 
 def grouped_reducescatter_async(
     arrays: Iterable[ArrayLike],
@@ -398,7 +401,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """As grouped_reducescatter; returns one handle for the group at once."""
+    """Starts grouped_reducescatter and returns one handle for the group at once."""
 
 def barrier(
     process_set: ProcessSet = ...,
@@ -408,13 +411,14 @@ def barrier(
 def join(
     device: int = -1,
 ) -> int:
-    """This rank has no more data: the others' allreduces go on with its identity elements, on GPU number `device`
-    (-1: the current one) where arrays lie on GPUs. Returns, when every rank has joined, the rank that was last."""
+    """Says that this rank has no more data: the others' allreduces go on with its identity elements, on GPU number
+    `device` (-1: the current one) where arrays lie on GPUs. Returns, when every rank has joined, the rank that was
+    last."""
 
 def poll(
     handle: int,
 ) -> bool:
-    """Whether synchronize(handle) would return at once."""
+    """Returns whether synchronize(handle) would return at once."""
 
 def synchronize(
     handle: int,
@@ -432,7 +436,7 @@ def reduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = ...,
 ) -> NDArray[Any] | None:
-    """The reduction of everybody's array on rank root_rank, as a new array; None on the others.
+    """Returns the reduction of everybody's array on rank root_rank, as a new array; None on the others.
 
     Shapes and dtypes must be the same. op: any but Adasum. Over channels partial sums travel up
     a binomial tree; in shared memory every rank reduces a slice, which the root collects."""
@@ -457,7 +461,7 @@ def reduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = ...,
 ) -> int:
-    """As reduce; returns a handle at once."""
+    """Starts reduce and returns a handle at once."""
 
 def reduce_async_(
     array: NDArray[Any],
@@ -468,7 +472,7 @@ def reduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = ...,
 ) -> int:
-    """As reduce_; returns a handle at once."""
+    """Starts reduce_ and returns a handle at once."""
 
 def gather(
     array: ArrayLike,
@@ -476,7 +480,7 @@ def gather(
     name: str | None = None,
     process_set: ProcessSet = ...,
 ) -> NDArray[Any] | None:
-    """Every rank's rows, in rank order, on rank root_rank; None on the others.
+    """Returns every rank's rows, in rank order, on rank root_rank; None on the others.
 
     Shapes may differ in the first dimension only; there must be one."""
 
@@ -486,7 +490,7 @@ def gather_async(
     name: str | None = None,
     process_set: ProcessSet = ...,
 ) -> int:
-    """As gather; returns a handle at once."""
+    """Starts gather and returns a handle at once."""
 
 def scatter(
     array: ArrayLike | None,
@@ -495,7 +499,8 @@ def scatter(
     name: str | None = None,
     process_set: ProcessSet = ...,
 ) -> NDArray[Any]:
-    """This rank's share of the rows of rank root_rank's array: splits[r] rows for the r-th rank of the process set.
+    """Returns this rank's share of the rows of rank root_rank's array: splits[r] rows for the r-th rank of the
+    process set.
 
     Without splits (integers in host memory) the shares are equal, the first ranks get one row more if uneven. The
     root passes the array and the splits; what the others pass is ignored (None will do), and they
@@ -508,7 +513,7 @@ def scatter_async(
     name: str | None = None,
     process_set: ProcessSet = ...,
 ) -> int:
-    """As scatter; returns a handle at once."""
+    """Starts scatter and returns a handle at once."""
 
 def send(
     array: ArrayLike,
@@ -538,7 +543,7 @@ def isend(
     tag: int = 0,
     process_set: ProcessSet = ...,
 ) -> int:
-    """As send; returns a handle at once. Do not change the array before it is done."""
+    """Starts send and returns a handle at once. Do not change the array before it is done."""
 
 def irecv(
     array: ArrayLike | None = None,
@@ -546,4 +551,4 @@ def irecv(
     tag: int = 0,
     process_set: ProcessSet = ...,
 ) -> int:
-    """As recv; returns a handle at once. Do not touch the array before it is done."""
+    """Starts recv and returns a handle at once. Do not touch the array before it is done."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 
 class HorovodInternalError(RuntimeError):
-    """A collective could not be completed. The parent of every error that the runtime itself raises."""
+    """Raised when a collective could not be completed. The parent of every error that the runtime itself raises."""
 
 
 class PeerLost(HorovodInternalError):
-    """Another rank died, left or stopped answering. `rank` is its world rank, -1 when it is not known."""
+    """Raised when another rank died, left or stopped answering. `rank` is its world rank, -1 when it is not known."""
 
     def __init__(self, text: str = "", rank: int = -1) -> None:
         super().__init__(text)
@@ -20,19 +20,19 @@ class PeerLost(HorovodInternalError):
 
 
 class Mismatch(HorovodInternalError):
-    """Ranks submitted one name with different operations, dtypes, shapes, reductions, roots or scales."""
+    """Raised when ranks submitted one name with different operations, dtypes, shapes, reductions, roots or scales."""
 
 
 class Timeout(HorovodInternalError):
-    """A deadline passed (starting, stalling, shutting down)."""
+    """Raised when a deadline passed (starting, stalling, shutting down)."""
 
 
 class Aborted(HorovodInternalError):
-    """The job was given up: another rank raised, or this runtime was shut down with work pending."""
+    """Raised when the job was given up: another rank raised, or this runtime was shut down with work pending."""
 
 
 class Unsupported(HorovodInternalError):
-    """This build, machine or layout cannot do what was asked; the text says what to do instead."""
+    """Raised when this build, machine or layout cannot do what was asked; the text says what to do instead."""
 
 
 class InvalidArgument(Unsupported, ValueError):
@@ -56,15 +56,16 @@ class NotATensor(TypeError, AttributeError):
 
 
 class NotInitialized(HorovodInternalError, ValueError):
-    """A call before `init()` or after `shutdown()`. Also a ValueError, as in Horovod."""
+    """Raised by a call before `init()` or after `shutdown()`. It is also a ValueError, as in Horovod."""
 
 
 class StateLost(RuntimeError):
-    """What only one rank of an elastic job had is gone: the rank, and those that kept it for it, ended together."""
+    """Raised when what only one rank of an elastic job had is gone: the rank, and those that kept it for it, ended
+    together."""
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """Hosts were added or removed. `skip_sync`: nothing was lost, so the state needs no synchronisation."""
+    """Raised when hosts were added or removed. `skip_sync`: nothing was lost, so the state needs no synchronisation."""
 
     def __init__(self, skip_sync: bool = False) -> None:
         super().__init__("the set of hosts has changed")
@@ -73,7 +74,7 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 class HorovodVersionMismatchError(ImportError):
-    """The framework that is installed is not the one that a binding was made for."""
+    """Raised when the framework that is installed is not the one that a binding was made for."""
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:
         super().__init__(

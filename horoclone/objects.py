@@ -146,7 +146,7 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The object of rank root_rank (a world rank) on every rank of the process set; root_rank returns its own.
+    """Returns the object of rank root_rank (a world rank) on every rank of the process set; root_rank returns its own.
 
     Two collectives, unnamed unless `name` is given, so that concurrent calls match by their order. An object that
     cannot be pickled: root_rank raises what its pickling raised, and all others ValueError.
@@ -167,7 +167,7 @@ def broadcast_object(
 def broadcast_object_fn(
     root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Callable[[Any], Any]:
-    """broadcast_object with everything but the object fixed."""
+    """Returns broadcast_object with everything but the object fixed."""
 
     def broadcast(obj: Any = None) -> Any:
         return broadcast_object(obj, root_rank, name, process_set)
@@ -178,7 +178,7 @@ def broadcast_object_fn(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Every rank's object, in the order of the process set's ranks.
+    """Returns the list of every rank's object, in the order of the process set's ranks.
 
     Where a rank's object cannot be pickled, that rank raises what its pickling raised, and all others ValueError.
     """

@@ -15,7 +15,7 @@ from horoclone.runtime import current
 
 
 class ProcessSet:
-    """Ranks that communicate among themselves. `ranks` is sorted; `process_set_id` is None while unregistered.
+    """A set of ranks that communicate among themselves. `ranks` is sorted; `process_set_id` is None while unregistered.
 
     A set is its ranks: one with the ranks of a registered set is equal to it and can be passed in its place. A copy is
     the set itself, and so is what a pickle gives in a process where these ranks are registered. Elsewhere it gives an
@@ -33,12 +33,13 @@ class ProcessSet:
             self.ranks = _sorted_ranks(ranks_or_comm)
 
     def size(self) -> int | None:
-        """How many ranks belong to it; None while it is unregistered. NotInitialized before init."""
+        """Returns how many ranks belong to the set; None while it is unregistered. NotInitialized before init."""
         current.native()
         return None if _number_of(self) is None or self.ranks is None else len(self.ranks)
 
     def rank(self) -> int | None:
-        """This process's place in it, None while it is unregistered. ValueError if this process is not in it."""
+        """Returns this process's rank in the set, None while it is unregistered. ValueError if this process is not in
+        it."""
         world_rank = current.native().rank
         if _number_of(self) is None or self.ranks is None:
             return None
@@ -47,7 +48,8 @@ class ProcessSet:
         return self.ranks.index(world_rank)
 
     def included(self) -> bool | None:
-        """Whether this process is one of its ranks, registered or not; None while its ranks are not known."""
+        """Returns whether this process is one of the set's ranks, registered or not; None while its ranks are not
+        known."""
         world_rank = current.native().rank
         return None if self.ranks is None else world_rank in self.ranks
 

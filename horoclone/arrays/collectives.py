@@ -156,7 +156,7 @@ class Collectives(Operations[Array]):
         *,
         priority: int = 0,
     ) -> int:
-        """As allreduce; returns a handle at once. Do not change the array before it is done.
+        """Starts allreduce and returns a handle at once. Do not change the array before it is done.
 
         priority: of what all ranks have submitted, the highest runs first (docs/priority.md).
         """
@@ -184,7 +184,7 @@ class Collectives(Operations[Array]):
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
     ) -> Any:
-        """As allreduce, with the result in the array itself, which is returned."""
+        """Does allreduce with the result in the array itself, which is returned."""
         plain = handles.call_plain(
             array, array, average, name, op, prescale_factor, postscale_factor, process_set, 0
         )
@@ -207,7 +207,8 @@ class Collectives(Operations[Array]):
         *,
         priority: int = 0,
     ) -> int:
-        """As allreduce_; returns a handle at once. Do not touch the array before it is done. priority: as there."""
+        """Starts allreduce_ and returns a handle at once. Do not touch the array before it is done. priority: as
+        there."""
         plain = handles.start_plain(
             array, array, average, name, op, prescale_factor, postscale_factor, process_set, priority
         )
@@ -233,13 +234,14 @@ class Collectives(Operations[Array]):
     def allgather_async(
         self, array: Any, name: str | None = None, process_set: ProcessSet = global_process_set
     ) -> int:
-        """As allgather; returns a handle at once."""
+        """Starts allgather and returns a handle at once."""
         return remember(self._start(ops.ALLGATHER, name, self._readable(array), None, process_set))
 
     def allgather(
         self, array: Any, name: str | None = None, process_set: ProcessSet = global_process_set
     ) -> Array:
-        """Every rank's rows, in rank order. Shapes may differ in the first dimension only; there must be one."""
+        """Returns every rank's rows, in rank order. Shapes may differ in the first dimension only; there must be
+        one."""
         return self._now(ops.ALLGATHER, name, self._readable(array), None, process_set)  # type: ignore[no-any-return]
 
     def reducescatter_async(
@@ -251,7 +253,7 @@ class Collectives(Operations[Array]):
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
     ) -> int:
-        """As reducescatter; returns a handle at once."""
+        """Starts reducescatter and returns a handle at once."""
         reduce, scales = ops.resolve_reduce(None, op), (prescale_factor, postscale_factor)
         return remember(
             self._start(
@@ -293,7 +295,7 @@ class Collectives(Operations[Array]):
         name: str | None = None,
         process_set: ProcessSet = global_process_set,
     ) -> int:
-        """As alltoall; returns a handle at once."""
+        """Starts alltoall and returns a handle at once."""
         source, rows = self._readable(array), row_counts(splits, "alltoall")
         return remember(self._start(ops.ALLTOALL, name, source, None, process_set, splits=rows))
 
@@ -321,7 +323,7 @@ class Collectives(Operations[Array]):
         name: str | None = None,
         process_set: ProcessSet = global_process_set,
     ) -> int:
-        """As broadcast; returns a handle at once."""
+        """Starts broadcast and returns a handle at once."""
         source = self._readable(array)
         out = self._empty_like(source)
         return remember(
@@ -337,7 +339,8 @@ class Collectives(Operations[Array]):
         name: str | None = None,
         process_set: ProcessSet = global_process_set,
     ) -> Array:
-        """Rank root_rank's array on every rank, as a new array. root_rank is the world rank also in a process set."""
+        """Returns rank root_rank's array on every rank, as a new array. root_rank is the world rank also in a process
+        set."""
         source = self._readable(array)
         out = self._empty_like(source)
         return self._now(
@@ -351,7 +354,7 @@ class Collectives(Operations[Array]):
         name: str | None = None,
         process_set: ProcessSet = global_process_set,
     ) -> int:
-        """As broadcast_; returns a handle at once."""
+        """Starts broadcast_ and returns a handle at once."""
         target = self._writable(array)
         return remember(
             self._start(
@@ -366,14 +369,15 @@ class Collectives(Operations[Array]):
         name: str | None = None,
         process_set: ProcessSet = global_process_set,
     ) -> Any:
-        """As broadcast, into the array itself, which is returned."""
+        """Broadcasts as broadcast does, into the array itself, which is returned."""
         target = self._writable(array)
         self._now(ops.BROADCAST, name, target, target, process_set, root=root_number("broadcast", root_rank))
         return array
 
     def join(self, device: int = -1) -> int:
-        """This rank has no more data: the others' allreduces go on with its identity elements, on GPU number `device`
-        (-1: the current one) where arrays lie on GPUs. Returns, when every rank has joined, the rank that was last."""
+        """Says that this rank has no more data: the others' allreduces go on with its identity elements, on GPU number
+        `device` (-1: the current one) where arrays lie on GPUs. Returns, when every rank has joined, the rank that was
+        last."""
         check("join", device=device)
         native = runtime.native()
         handle = requests.submit_empty(native, ops.JOIN, place=self._memory.place_to_join(device))

@@ -97,30 +97,30 @@ class Grouped(Operations[Array]):
     )
     grouped_allreduce_ = _allreduce(
         "grouped_allreduce_",
-        "As grouped_allreduce, with the results in the arrays themselves.",
+        "Reduces as grouped_allreduce does, with the results in the arrays themselves.",
         in_place=True,
         waits=True,
     )
     grouped_allreduce_async = _allreduce(
-        "grouped_allreduce_async", "As grouped_allreduce; returns one handle for the group at once."
+        "grouped_allreduce_async", "Starts grouped_allreduce and returns one handle for the group at once."
     )
     grouped_allreduce_async_ = _allreduce(
         "grouped_allreduce_async_",
-        "As grouped_allreduce_; returns one handle for the group at once.",
+        "Starts grouped_allreduce_ and returns one handle for the group at once.",
         in_place=True,
     )
 
     def grouped_allgather_async(
         self, arrays: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
     ) -> int:
-        """As grouped_allgather; returns one handle for the group at once."""
+        """Starts grouped_allgather and returns one handle for the group at once."""
         sources = [self._memory.readable(array) for array in listed("grouped_allgather", arrays)]
         return remember(self._start(ops.ALLGATHER, name, sources, None, process_set))
 
     def grouped_allgather(
         self, arrays: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
     ) -> list[Array]:
-        """allgather of several arrays as one operation."""
+        """Gathers several arrays over the ranks as one operation; see allgather."""
         return synchronize(self.grouped_allgather_async(arrays, name, process_set))  # type: ignore[no-any-return]
 
     def grouped_reducescatter_async(
@@ -132,7 +132,7 @@ class Grouped(Operations[Array]):
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
     ) -> int:
-        """As grouped_reducescatter; returns one handle for the group at once."""
+        """Starts grouped_reducescatter and returns one handle for the group at once."""
         sources = [scatterable(self._memory, array) for array in listed("grouped_reducescatter", arrays)]
         reduce, scales = ops.resolve_reduce(None, op), (prescale_factor, postscale_factor)
         return remember(
@@ -148,7 +148,7 @@ class Grouped(Operations[Array]):
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
     ) -> list[Array]:
-        """reducescatter of several arrays as one operation."""
+        """Does reducescatter on several arrays as one operation."""
         return synchronize(  # type: ignore[no-any-return]
             self.grouped_reducescatter_async(arrays, name, op, process_set, prescale_factor, postscale_factor)
         )

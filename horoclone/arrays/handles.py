@@ -100,7 +100,7 @@ def now(pending: Pending) -> Any:
 
 
 def poll(handle: int) -> bool:
-    """Whether synchronize(handle) would return at once."""
+    """Returns whether synchronize(handle) would return at once."""
     _waits.refuse_no_handle("poll", handle)
     kept = _pending.get(handle)
     if kept is None:

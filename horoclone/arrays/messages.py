@@ -33,7 +33,7 @@ class Messages(Operations[Array]):
         return Pending(native, handle, source, lambda native, handle: memory.follow(native, handle, place))
 
     def isend(self, array: Any, dst: int, tag: int = 0, process_set: ProcessSet = global_process_set) -> int:
-        """As send; returns a handle at once. Do not change the array before it is done."""
+        """Starts send and returns a handle at once. Do not change the array before it is done."""
         return remember(self._sent(array, dst, tag, process_set))
 
     def send(self, array: Any, dst: int, tag: int = 0, process_set: ProcessSet = global_process_set) -> None:
@@ -69,7 +69,7 @@ class Messages(Operations[Array]):
         tag: int = 0,
         process_set: ProcessSet = global_process_set,
     ) -> int:
-        """As recv; returns a handle at once. Do not touch the array before it is done."""
+        """Starts recv and returns a handle at once. Do not touch the array before it is done."""
         return remember(self._received(array, src, tag, process_set))
 
     def recv(

@@ -58,7 +58,7 @@ class Rooted(Operations[Array]):
 
     reduce = _reduce(
         "reduce",
-        """The reduction of everybody's array on rank root_rank, as a new array; None on the others.
+        """Returns the reduction of everybody's array on rank root_rank, as a new array; None on the others.
 
         Shapes and dtypes must be the same. op: any but Adasum. Over channels partial sums travel up
         a binomial tree; in shared memory every rank reduces a slice, which the root collects.
@@ -71,8 +71,10 @@ class Rooted(Operations[Array]):
         now,
         in_place=True,
     )
-    reduce_async = _reduce("reduce_async", "As reduce; returns a handle at once.", remember)
-    reduce_async_ = _reduce("reduce_async_", "As reduce_; returns a handle at once.", remember, in_place=True)
+    reduce_async = _reduce("reduce_async", "Starts reduce and returns a handle at once.", remember)
+    reduce_async_ = _reduce(
+        "reduce_async_", "Starts reduce_ and returns a handle at once.", remember, in_place=True
+    )
 
     # --- gather ---
 
@@ -102,7 +104,7 @@ class Rooted(Operations[Array]):
         name: str | None = None,
         process_set: ProcessSet = global_process_set,
     ) -> int:
-        """As gather; returns a handle at once."""
+        """Starts gather and returns a handle at once."""
         return remember(self._gathered(array, root_rank, name, process_set))
 
     def gather(
@@ -112,7 +114,7 @@ class Rooted(Operations[Array]):
         name: str | None = None,
         process_set: ProcessSet = global_process_set,
     ) -> Array | None:
-        """Every rank's rows, in rank order, on rank root_rank; None on the others.
+        """Returns every rank's rows, in rank order, on rank root_rank; None on the others.
 
         Shapes may differ in the first dimension only; there must be one.
         """
@@ -143,7 +145,7 @@ class Rooted(Operations[Array]):
         name: str | None = None,
         process_set: ProcessSet = global_process_set,
     ) -> int:
-        """As scatter; returns a handle at once."""
+        """Starts scatter and returns a handle at once."""
         return remember(self._scattered(array, root_rank, splits, name, process_set))
 
     def scatter(
@@ -154,7 +156,8 @@ class Rooted(Operations[Array]):
         name: str | None = None,
         process_set: ProcessSet = global_process_set,
     ) -> Array:
-        """This rank's share of the rows of rank root_rank's array: splits[r] rows for the r-th rank of the process set.
+        """Returns this rank's share of the rows of rank root_rank's array: splits[r] rows for the r-th rank of the
+        process set.
 
         Without splits (integers in host memory) the shares are equal, the first ranks get one row more if uneven. The
         root passes the array and the splits; what the others pass is ignored (None will do), and they

@@ -62,7 +62,8 @@ def save(
 
 
 def wait() -> Path | None:
-    """Waits for the save that is under way; its directory, None where there is none. Raises what it failed with.
+    """Waits for the save that is under way and returns its directory, or None where there is none. Raises what it
+    failed with.
 
     Call it before hvd.shutdown(). The end of the process waits as well, and prints what went wrong.
     """

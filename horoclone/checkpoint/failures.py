@@ -9,7 +9,7 @@ _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class CheckpointError(RuntimeError):
-    """A save or a load has failed. No rank is lost by it, so elastic.run does not catch it."""
+    """Raised when a save or a load has failed. No rank is lost by it, so elastic.run does not catch it."""
 
 
 class WorldOver(CheckpointError):
@@ -17,7 +17,7 @@ class WorldOver(CheckpointError):
 
 
 class NothingSaved(CheckpointError, LookupError):
-    """There is no complete save in the directory, or none with the number that was asked for."""
+    """Raised when there is no complete save in the directory, or none with the number that was asked for."""
 
 
 def told(rank: int, doing: str, error: BaseException) -> str:

@@ -63,7 +63,7 @@ class Written(NamedTuple):
 
 
 def saves(path: str | os.PathLike[str]) -> list[int]:
-    """The numbers of the complete saves in a directory, ascending; [] where there is none, or no directory."""
+    """Returns the numbers of the complete saves in a directory, ascending; [] where there is none, or no directory."""
     try:
         names = os.listdir(path)
     except FileNotFoundError:

@@ -17,7 +17,8 @@ from horoclone.checkpoint.tree import built
 
 
 class Pieces(Sequence[Any]):
-    """What the ranks that saved had as Owned at one place: pieces[r] reads that of rank r when it is asked for."""
+    """Gives what each rank that saved had as Owned at one place: pieces[r] reads that of rank r when it is asked
+    for."""
 
     def __init__(self, place: Path, owned: list[Any], number: int) -> None:
         self._place, self._owned, self._number = place, owned, number
@@ -107,7 +108,7 @@ def _words(form: Form) -> str:
 
 
 def load(path: str | os.PathLike[str], like: Any = None, *, number: int | None = None) -> Any:
-    """The state of the newest complete save in a directory, or of the one with that number.
+    """Returns the state of the newest complete save in a directory, or of the one with that number.
 
     like: a state of the same structure. Its arrays say where the loaded ones go (a device, a sharding) and of which
     framework they are; its named tuples come back as such. Without it each array is of the framework that it came

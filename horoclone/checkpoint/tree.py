@@ -23,7 +23,8 @@ _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered"}
 
 
 class Owned:
-    """Owned(value) in a state: what only this rank has. Its value may differ from rank to rank, in form too.
+    """Marks a value in a state as one that only this rank has: Owned(value). Its value may differ from rank to rank, in
+    form too.
 
     load() gives Pieces in its place: the values of all the ranks that saved.
     """

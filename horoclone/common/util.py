@@ -51,7 +51,7 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether that framework's GPU tensors can be reduced by this build."""
+    """Returns whether that framework's GPU tensors can be reduced by this build."""
     return extension_available(ext_base_name, verbose) and (built.cuda_built() or built.rocm_built())
 
 
@@ -95,7 +95,8 @@ def check_installed_version(name: str, version: str, exception: BaseException | 
 
 
 def is_version_greater_equal_than(ver: str, target: str) -> bool:
-    """Whether version `ver` is `target` ("major.minor.patch") or later; 2.1.0rc1 and 2.1.0.dev3 come before 2.1.0.
+    """Returns whether version `ver` is `target` ("major.minor.patch") or later; 2.1.0rc1 and 2.1.0.dev3 come before
+    2.1.0.
 
     Raises ValueError for arguments that are no such strings.
     """

@@ -18,7 +18,8 @@ _JOIN_S = 5.0  # a reader that is stuck in _iterate() is left behind after this 
 
 
 class BaseDataLoader:
-    """A source of batches. A subclass writes `_iterate`, one generator per epoch, and `__len__`, its batches."""
+    """Base class of sources of batches. A subclass writes `_iterate`, one generator per epoch, and `__len__`, its
+    batches."""
 
     def __len__(self) -> int:
         """Number of batches in one epoch."""

@@ -9,7 +9,8 @@ from horoclone.runtime import facts, member, newcomer
 
 @dataclass(frozen=True)
 class Generation:
-    """number: of this generation, from 1. newcomers: the ranks that were not in the one before, all in the first.
+    """A generation of an elastic job. number: from 1. newcomers: the ranks that were not in the one before, all in the
+    first.
 
     commit: the newest commit that every survivor holds, 0: none. commit_root: the rank whose state is taken by sync.
     skip_sync: nobody is new, and all survivors hold the same commit. dropped_sets: ids of the process sets of the
@@ -30,7 +31,8 @@ ALONE = Generation(1, 0, 1, (0,), 0, 0, False, ())
 
 
 def generation() -> Generation:
-    """The newest generation that holds this process; in a job that is not elastic number 1, in which everybody is new.
+    """Returns the newest generation that holds this process; in a job that is not elastic number 1, in which everybody
+    is new.
 
     NotInitialized before init().
     """

@@ -11,7 +11,8 @@ import numpy as np
 
 
 class RandomStates:
-    """State of random generators, which differs between ranks; a rank that replaces a lost one continues its sequences.
+    """Holds the state of random generators, which differs between ranks; a rank that replaces a lost one continues its
+    sequences.
 
     Without arguments those of the modules random, numpy.random and torch (also of its GPUs), of those that are
     imported when the object is made. generators: random.Random, numpy.random.Generator or torch.Generator instead.
@@ -23,9 +24,11 @@ class RandomStates:
             _read(one)  # TypeError for what is no generator
 
     def own(self) -> list[Any]:
+        """Returns the state of each generator of this rank."""
         return [_read(one) for one in self._generators]
 
     def set_own(self, values: Mapping[int, Any], mine: int | None, holders: Sequence[int]) -> None:
+        """Sets the generators to what own() gave on the rank of the commit that this one continues."""
         if mine is not None:
             for one, state in zip(self._generators, values[mine], strict=True):
                 _write(one, state)

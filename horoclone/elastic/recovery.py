@@ -18,7 +18,7 @@ PARTS = ("noticed", "restored", "formed", "connected", "synchronised", "first_st
 
 @dataclass(frozen=True)
 class Recovery:
-    """How this process joined its generation.
+    """Says how this process joined its generation, and how long each part of that took, in seconds.
 
     source: "memory", the state is that of this process's own commit; "peers", others of the job sent it; "disk", it was
     loaded from a save; "start", it is what the script made. lost: ranks of the generation before that are gone.
@@ -42,7 +42,7 @@ class Recovery:
 
     @property
     def total_s(self) -> float:
-        """From the failure's arrival to the first commit, as far as it is over."""
+        """Seconds from the failure's arrival to the first commit, as far as it is over."""
         return sum(taken for part, taken in self.seconds.items() if part != "noticed")
 
 
@@ -145,5 +145,6 @@ watch = Watch()
 
 
 def last_recovery() -> Recovery | None:
-    """How this process joined the generation in which it trains; None before the function of elastic.run begins."""
+    """Returns how this process joined the generation in which it trains; None before the function of elastic.run
+    begins."""
     return watch.record

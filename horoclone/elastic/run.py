@@ -44,7 +44,7 @@ class _Progress:
 
 
 def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., Any]:
-    """func(state, *args, **kwargs) as a function that carries on when ranks are lost or added.
+    """Turns func(state, *args, **kwargs) into a function that carries on when ranks are lost or added.
 
     After HorovodInternalError the state is restored, reset() begins another generation, and func is called again with
     a synchronised state. After HostsUpdatedInterrupt likewise, with the state as it is. Mismatch, Unsupported, every
@@ -161,5 +161,5 @@ def reset_world() -> None:
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: func(state, ...) carries on when ranks are lost or added. See run_fn."""
+    """Decorates func(state, ...) so that it carries on when ranks are lost or added. See run_fn."""
     return run_fn(func, reset_world)

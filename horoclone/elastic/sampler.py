@@ -13,7 +13,7 @@ from horoclone.runtime import facts
 
 
 class ElasticSampler:
-    """Indices of this rank's share of `dataset`, in an order that all ranks agree on.
+    """Yields the indices of this rank's share of `dataset`, in an order that all ranks agree on.
 
     dataset: anything with a length. shuffle: a new order in each epoch, from `seed` (the same on every rank) and the
     epoch. Call record_batch after every batch and keep the sampler in the elastic state, or state_dict() in a

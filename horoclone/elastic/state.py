@@ -28,7 +28,8 @@ KEPT = 2  # commits: the newest, and the one before for ranks whose newest is no
 
 
 class State:
-    """What elastic.run keeps over the generations of a job. ObjectState and the states of the frameworks build on it.
+    """Base class of what elastic.run keeps over the generations of a job. ObjectState and the states of the frameworks
+    build on it.
 
     bcast_object(obj): rank 0's object on every rank. get_rank(): this process's rank. A subclass says how to save(),
     restore() and sync(); it may say what to do in reset().
@@ -48,18 +49,19 @@ class State:
         )
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
-        """Functions without arguments that are called, in their order, whenever another generation has begun."""
+        """Adds functions without arguments, which are called in their order whenever another generation has begun."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Another generation has begun: forgets the notices that led to it, calls reset() and the callbacks."""
+        """Called when another generation has begun: forgets the notices that led to it, calls reset() and the
+        callbacks."""
         self._forget_notices(generation().number if member.is_elastic() else None)
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: int, update_res: int) -> None:
-        """A notice has come (on any thread): the next commit() or check_host_updates() acts on it."""
+        """Notes, on any thread, that a notice has come: the next commit() or check_host_updates() acts on it."""
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
@@ -118,11 +120,11 @@ class State:
             raise errors.HostsUpdatedInterrupt(update == HostUpdateResult.removed)
 
     def save(self) -> None:
-        """Keeps a copy in memory."""
+        """Keeps a copy of the state in memory."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Goes back to the newest copy."""
+        """Sets the state to the newest copy."""
         raise NotImplementedError
 
     def sync(self) -> None:
@@ -130,7 +132,7 @@ class State:
         raise NotImplementedError
 
     def reset(self) -> None:
-        """What is to be done when another generation has begun, before the callbacks."""
+        """Does what a subclass needs when another generation has begun, before the callbacks are called."""
 
     def _held(self) -> tuple[int, ...]:
         """The numbers of the commits that restore and _step_back can give, ascending."""
@@ -215,7 +217,8 @@ def root_of_sync() -> int:
 
 
 class ObjectState(Owning, State):
-    """Attributes of Python that are committed, restored and synchronised: ObjectState(bcast_object, get_rank, batch=0).
+    """Holds attributes of Python that are committed, restored and synchronised: ObjectState(bcast_object, get_rank,
+    batch=0).
 
     Every keyword becomes an attribute. save() copies the values deeply, so that lists and dicts are restored as they
     were; by_reference() names those that are not to be copied. An object with state_dict() and load_state_dict() (a
@@ -240,7 +243,7 @@ class ObjectState(Owning, State):
         self._keep_own(0)
 
     def by_reference(self, *names: str) -> None:
-        """These attributes are saved as they are: a change inside of the value is not undone by restore().
+        """Names attributes that are saved as references: a change inside of the value is not undone by restore().
 
         For values that are large and never changed. ValueError for a name that is none of the attributes.
         """
@@ -296,19 +299,20 @@ class ObjectState(Owning, State):
             raise interrupt
 
     def save(self) -> None:
-        """Keeps a copy in memory, beside the one before. A collective where a part of the state is one rank's only."""
+        """Keeps a copy of the attributes in memory, beside the one before. A collective where a part of the state is
+        one rank's only."""
         self._make_room()
         self._save_as(self._commit_number + 1)
 
     def restore(self) -> None:
-        """Goes back to the newest copy; the copy itself stays as it is, however often it is restored."""
+        """Sets the attributes to the newest copy; the copy itself stays as it is, however often it is restored."""
         as_they_are = {name: value for name, value in self._saved_state.items() if name in self._uncopied}
         copied = {name: value for name, value in self._saved_state.items() if name not in self._uncopied}
         self._put(as_they_are, copied, self._saved_objects)
         self._restore_own()
 
     def reset(self) -> None:
-        """Samplers share out what is left over the ranks that there are now."""
+        """Has samplers share out the samples that are left among the ranks that there are now."""
         for value in self._attributes().kept():
             if isinstance(value, ElasticSampler):
                 value.reset()

@@ -37,7 +37,7 @@ from horoclone.runtime.observe import flight_record, metrics
 native.load()
 
 broadcast_parameters = broadcast
-"""`broadcast`, under the name that it has in the other bindings."""
+"""Does what `broadcast` does, under the name that it has in the other bindings."""
 
 __all__ = [
     *ops.__all__, "Aborted", "Compression", "DistributedOptimizer", "HorovodInternalError",

@@ -33,7 +33,7 @@ class BF16Compressor(_CastCompressor):
 
 
 class Compression:
-    """The compressors to choose from."""
+    """Holds the compressors to choose from."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

@@ -27,7 +27,7 @@ __all__ = [
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: func(state, ...) carries on when ranks are lost or added. See horoclone.elastic.run.run_fn.
+    """Decorates func(state, ...) so that it carries on when ranks are lost or added. See horoclone.elastic.run.run_fn.
 
     A lost collective inside a program, which JAX raises as an error of its own, counts as the error that it was.
     Programs with collectives are compiled for one size: they are dropped when another generation begins.
@@ -41,7 +41,8 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class JaxState(VariablesState):
-    """JaxState(params=params, opt_state=opt_state, epoch=0): pytrees whose leaves are arrays, beside plain attributes.
+    """Keeps pytrees: JaxState(params=params, opt_state=opt_state, epoch=0) takes pytrees whose leaves are arrays,
+    beside plain attributes.
 
     A keyword whose value has a jax.Array in it is a pytree, every other one an attribute. Read and set them as
     state.params; what is read after restore() or sync() are new arrays on the default device.

@@ -19,7 +19,7 @@ _FORM = re.compile(rf"[A-Z_]+: ({'|'.join(_CLASSES)}): (.*)", re.DOTALL)
 
 
 def horovod_error_of(error: BaseException) -> errors.HorovodInternalError | None:
-    """The horoclone error inside an exception that JAX raised for a program, or None when it is another's.
+    """Returns the horoclone error inside an exception that JAX raised for a program, or None when it is another's.
 
     JAX raises jax.errors.JaxRuntimeError, or ValueError from its dispatch in C++; the text is the same.
     """

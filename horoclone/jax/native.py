@@ -118,14 +118,16 @@ def refresh() -> None:
 
 
 def add_process_set(process_set: Any) -> ProcessSet:
-    """As horoclone.add_process_set; programs that were compiled for these ranks before can use the set."""
+    """Registers one more set, as horoclone.add_process_set does; programs that were compiled for these ranks before can
+    use the set."""
     added = process_sets.add_process_set(process_set)
     members_of(added)
     return added
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """As horoclone.remove_process_set; programs that use the set fail from now on, with an error that names it."""
+    """Removes a set, as horoclone.remove_process_set does; programs that use the set fail from now on, with an error
+    that names it."""
     ranks = ",".join(map(str, process_set.ranks or ()))
     removed = process_sets.remove_process_set(process_set)
     if removed:

@@ -160,7 +160,7 @@ def allreduce(
 def broadcast(
     tree: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Every array as rank root_rank (a world rank, also in a process set) has it, all in one call.
+    """Returns every array as rank root_rank (a world rank, also in a process set) has it, all in one call.
 
     Differentiable: the root gets the average of the cotangents, as in Horovod, the others zeros.
     """
@@ -169,7 +169,7 @@ def broadcast(
 
 
 def allgather(tree: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
-    """Every rank's rows, in rank order. Arrays may differ in the first dimension, but not under jit.
+    """Returns every rank's rows, in rank order. Arrays may differ in the first dimension, but not under jit.
 
     Differentiable: the gradient is a reducescatter (Average) of the cotangents.
     """

@@ -34,7 +34,7 @@ def to_orbax(path: Path_, directory: Path_, number: int | None = None) -> None:
 
 
 def from_orbax(directory: Path_, path: Path_, like: Any = None, keep: int = 3) -> Path:
-    """Writes a pytree checkpoint of Orbax as a new save below `path`; where it lies.
+    """Writes a pytree checkpoint of Orbax as a new save below `path` and returns its directory.
 
     like: a state of the same structure, whose tuples and integer keys the save then has. Without it tuples are lists
     and all keys strings, as Orbax gives them. ValueError that names the place where `like` has another structure.

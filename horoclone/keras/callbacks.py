@@ -34,7 +34,7 @@ JIT_COMPILE = (
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Before the first step, gives every rank the weights and the optimizer's state of rank `root_rank`.
+    """Gives every rank, before the first step, the weights and the optimizer's state of rank `root_rank`.
 
     The optimizer is built for that. A model that tf_keras builds in its first step is sent after that step. Random
     seeds and metrics stay each rank's own, and so do `local_variables`. ValueError, on every rank, when the models or
@@ -84,7 +84,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self._send(self.model)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """RuntimeError when nothing has been sent: a replaced on_batch_end that does not call the original."""
+        """Raises RuntimeError when nothing has been sent: a replaced on_batch_end that does not call the original."""
         if not self._sent and self.model.built:
             raise RuntimeError(
                 "BroadcastGlobalVariablesCallback has sent nothing, as its on_batch_end was replaced by one that does "
@@ -171,7 +171,7 @@ def _without_xla(model: Any) -> None:
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """At the end of each epoch replaces the metrics in `logs` by their averages over the ranks.
+    """Replaces, at the end of each epoch, the metrics in `logs` by their averages over the ranks.
 
     ValueError, on every rank, when the ranks have different metrics. device has no effect.
     """
@@ -339,7 +339,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """ModelCheckpoint(save_best_only=True) that writes on rank 0 only. Set `filepath` before fit().
+    """Saves the best model as ModelCheckpoint(save_best_only=True) does, and writes on rank 0 only. Set `filepath`
+    before fit().
 
     MetricAverageCallback, put before it, makes rank 0 judge by everybody's metrics. ValueError without a filepath.
     """

@@ -17,7 +17,8 @@ else:
     from horoclone.keras.optimizer import distribute
 
 Compression: Any = _Compression
-"""Compressors: `none`, `fp16`, `bf16`. Of TensorFlow's tensors with tf_keras, of any backend's with Keras 3."""
+"""Holds the compressors `none`, `fp16`, `bf16`. Of TensorFlow's tensors with tf_keras, of any backend's with Keras
+3."""
 
 __all__ = ["Compression", "PartialDistributedOptimizer", "distribute", "make_distributed"]
 
@@ -80,7 +81,8 @@ def PartialDistributedOptimizer(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """As DistributedOptimizer; the gradients of local_layers (a layer or several) stay each rank's own.
+    """Does what DistributedOptimizer does, except that the gradients of local_layers (a layer or several) stay each
+    rank's own.
 
     Where num_groups stands Horovod has groups: lists of variables are taken there, too.
     """

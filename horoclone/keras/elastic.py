@@ -42,7 +42,7 @@ def _horovod_error_of(error: Exception) -> BaseException | None:
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: func(state, ...) carries on when ranks are lost or added. See horoclone.elastic.run.run_fn.
+    """Decorates func(state, ...) so that it carries on when ranks are lost or added. See horoclone.elastic.run.run_fn.
 
     A lost collective in a compiled step, which the backend raises as an error of its own, counts as
     HorovodInternalError.
@@ -73,7 +73,8 @@ keep_in_place(_has_variables, lambda value: [to_numpy(one) for one in _variables
 
 
 class KerasState(VariablesState):
-    """KerasState(model, optimizer, batch=0, epoch=0): a model's weights, its optimizer's variables, and attributes.
+    """Keeps what KerasState(model, optimizer, batch=0, epoch=0) is given: a model's weights, its optimizer's variables,
+    and attributes.
 
     optimizer: default the one that the model was compiled with. The model must be built; the optimizer is built here.
     ValueError for a model that is not.
@@ -169,7 +170,8 @@ class UpdateEpochStateCallback(_Update):
         self._first: int | None = None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """fit(initial_epoch=state.epoch) counts from there, fit() from 0: what counts is where this fit() began."""
+        """Notes where this fit() began: fit(initial_epoch=state.epoch) counts from there, fit() from 0: what counts is
+        where this fit() began."""
         if self._first is None:
             self._first, self._from = int(self.state.epoch), epoch
 
@@ -195,11 +197,11 @@ class CommitStateCallback(keras.callbacks.Callback):
         self.batches_remaining = batches_per_commit
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Ranks that have just come count from here as all others do."""
+        """Starts to count anew, so that ranks that have just come count as all others do."""
         self.batches_remaining = self.batches_per_commit
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Commits, if it is time."""
+        """Commits the state if batches_per_commit batches have passed."""
         self.batches_remaining -= 1
         if self.batches_remaining == 0:
             for counting in self.state.__dict__.get("_counting", {}).values():
@@ -207,7 +209,7 @@ class CommitStateCallback(keras.callbacks.Callback):
             self._commit()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Commits."""
+        """Commits the state at the end of the epoch."""
         for counting in self.state.__dict__.get("_counting", {}).values():
             counting._after_epoch(epoch)
         self._commit()

@@ -56,7 +56,8 @@ def allreduce(
     op: int | None = None,
     compression: Any = Compression.none,
 ) -> Any:
-    """The reduction of a value over the ranks: a tensor on TensorFlow, elsewhere a NumPy array, of its shape and dtype.
+    """Returns the reduction of a value over the ranks: a tensor on TensorFlow, elsewhere a NumPy array, of its shape
+    and dtype.
 
     Default op: Average. A number of Python is float32 or an integer (int32 on TensorFlow, elsewhere int64).
     """
@@ -75,28 +76,30 @@ def allreduce(
 
 
 def allgather(value: Any, name: str | None = None) -> Any:
-    """Every rank's rows in rank order, as allreduce gives them; shapes may differ in the first dimension only."""
+    """Returns every rank's rows in rank order, as allreduce gives them; shapes may differ in the first dimension
+    only."""
     if backend() == "tensorflow":
         return _on_tensorflow(lambda hvd: hvd.allgather(to_tensor(value), name))
     return arrays.allgather(_array(value), name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
-    """The value of rank root_rank, as allreduce gives it. All ranks pass one of the same shape and dtype."""
+    """Returns the value of rank root_rank, as allreduce gives it. All ranks pass one of the same shape and dtype."""
     if backend() == "tensorflow":
         return _on_tensorflow(lambda hvd: hvd.broadcast(to_tensor(value), root_rank, name))
     return arrays.broadcast(_array(value), root_rank, name)
 
 
 def reducescatter(value: Any, name: str | None = None, op: int = Average) -> Any:
-    """This rank's share of the rows of the reduction, as allreduce gives it."""
+    """Returns this rank's share of the rows of the reduction, as allreduce gives it."""
     if backend() == "tensorflow":
         return _on_tensorflow(lambda hvd: hvd.reducescatter(to_tensor(value), op=op, name=name))
     return arrays.reducescatter(_array(value), name, op)
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
-    """For scripts in TensorFlow 1's graph mode (tf_keras). RuntimeError elsewhere, where no global variables exist."""
+    """Broadcasts all global variables, for scripts in TensorFlow 1's graph mode (tf_keras). RuntimeError elsewhere,
+    where no global variables exist."""
     if LEGACY:
         import tensorflow as tf
 

@@ -34,7 +34,7 @@ class MetricsCallback(Callback):
         self._log: MetricsLog | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Finds out where to log."""
+        """Finds the loggers to write to."""
         if stage != "fit":
             return
         if self._to is None and not trainer.loggers:
@@ -48,12 +48,12 @@ class MetricsCallback(Callback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Logs, if it is due."""
+        """Logs the metrics if it is due."""
         if self._log is not None:
             self._log.at(_step_of(trainer))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Logs what came since."""
+        """Logs what came since the last time."""
         if self._log is not None:
             self._log.now(_step_of(trainer))
 

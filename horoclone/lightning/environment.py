@@ -15,7 +15,7 @@ from horoclone.runtime import life
 
 
 class HorocloneEnvironment(ClusterEnvironment):
-    """Ranks that horoclonerun, mpirun, torchrun or srun has started, or one process alone.
+    """Describes to Lightning the ranks that horoclonerun, mpirun, torchrun or srun has started, or one process alone.
 
     Making one calls horoclone.init(), unless that was done. What Lightning wants to set is ignored: the launcher has
     decided it.
@@ -32,12 +32,14 @@ class HorocloneEnvironment(ClusterEnvironment):
 
     @property
     def main_address(self) -> str:
-        """Where rank 0 can be reached. Collective when it is first read, unless the launcher has set MASTER_ADDR."""
+        """Returns the address at which rank 0 can be reached. Collective when it is first read, unless the launcher has
+        set MASTER_ADDR."""
         return self._main()[0]
 
     @property
     def main_port(self) -> int:
-        """A port that was free on rank 0. Collective when it is first read, unless the launcher has set MASTER_PORT."""
+        """Returns a port that was free on rank 0. Collective when it is first read, unless the launcher has set
+        MASTER_PORT."""
         return self._main()[1]
 
     def _main(self) -> tuple[str, int]:
@@ -55,7 +57,7 @@ class HorocloneEnvironment(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """Whether horoclone.init() was called, or would find several ranks."""
+        """Returns whether horoclone.init() was called, or would find several ranks."""
         return runtime.is_initialized() or "HOROCLONE_RENDEZVOUS" in os.environ
 
     def world_size(self) -> int:
@@ -77,7 +79,7 @@ class HorocloneEnvironment(ClusterEnvironment):
         return runtime.cross_rank()
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """ValueError where Lightning's wishes differ from what was started."""
+        """Raises ValueError where Lightning's settings differ from what was started."""
         check_wishes(num_devices, num_nodes)
 
 

@@ -68,7 +68,7 @@ class HorocloneStrategy(DDPStrategy):
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
-        """One entry per rank on this host; None until the trainer has said what it was asked for."""
+        """Returns one device for each rank on this host; None until the trainer has said what it was asked for."""
         return [torch.device("cpu")] * runtime.local_size() if self._asked else None
 
     @parallel_devices.setter

@@ -15,45 +15,46 @@ class Sum:
     """Adds what is pushed, as PS-Lite does by default."""
 
     def native(self) -> dict[str, Any]:
-        """The part of a table's description that says it (hc_table_spec)."""
+        """Returns the part of a table's description that says it (hc_table_spec)."""
         return _native(SUM, 1.0)
 
 
 @dataclass(frozen=True)
 class SGD:
-    """As torch.optim.SGD. momentum: costs as much memory as the weights."""
+    """Updates rows as torch.optim.SGD does. momentum: costs as much memory as the weights."""
 
     lr: float
     momentum: float = 0.0
 
     def native(self) -> dict[str, Any]:
-        """The part of a table's description that says it (hc_table_spec)."""
+        """Returns the part of a table's description that says it (hc_table_spec)."""
         return _native(PLAIN_SGD, self.lr, beta1=self.momentum)
 
 
 @dataclass(frozen=True)
 class Adagrad:
-    """As torch.optim.Adagrad. Its state costs as much memory as the weights."""
+    """Updates rows as torch.optim.Adagrad does. Its state costs as much memory as the weights."""
 
     lr: float
     eps: float = 1e-10
     initial_accumulator_value: float = 0.0
 
     def native(self) -> dict[str, Any]:
-        """The part of a table's description that says it (hc_table_spec)."""
+        """Returns the part of a table's description that says it (hc_table_spec)."""
         return _native(ADAGRAD, self.lr, epsilon=self.eps, initial_accumulator=self.initial_accumulator_value)
 
 
 @dataclass(frozen=True)
 class RowWiseAdagrad:
-    """Adagrad with one accumulator for each row, the mean of its squared gradients, as in TorchRec and DLRM."""
+    """Updates rows by Adagrad with one accumulator for each row, the mean of its squared gradients, as in TorchRec and
+    DLRM."""
 
     lr: float
     eps: float = 1e-8
     initial_accumulator_value: float = 0.0
 
     def native(self) -> dict[str, Any]:
-        """The part of a table's description that says it (hc_table_spec)."""
+        """Returns the part of a table's description that says it (hc_table_spec)."""
         return _native(
             ROW_WISE_ADAGRAD, self.lr, epsilon=self.eps, initial_accumulator=self.initial_accumulator_value
         )
@@ -61,14 +62,15 @@ class RowWiseAdagrad:
 
 @dataclass(frozen=True)
 class Adam:
-    """As torch.optim.SparseAdam for embeddings and torch.optim.Adam for dense keys. State: twice the weights."""
+    """Updates rows as torch.optim.SparseAdam does for embeddings and torch.optim.Adam for dense keys. State: twice the
+    weights."""
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
 
     def native(self) -> dict[str, Any]:
-        """The part of a table's description that says it (hc_table_spec)."""
+        """Returns the part of a table's description that says it (hc_table_spec)."""
         return _native(ADAM, self.lr, epsilon=self.eps, beta1=self.betas[0], beta2=self.betas[1])
 
 

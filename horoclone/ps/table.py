@@ -21,7 +21,7 @@ INITIAL = {"zeros": 0, "uniform": 1, "normal": 2}  # hc_initial
 
 
 class Table:
-    """Float32 rows of `dim` numbers by 64-bit id; an id needs no announcement.
+    """A table of float32 rows of `dim` numbers, by 64-bit id; an id needs no announcement.
 
     staleness: None, a pull gives what is there. 0, steps are rounds: a pull waits until every worker has pushed as
     often as this one, and what was pushed in a round becomes one step of the optimizer, with the mean of the workers'
@@ -84,7 +84,8 @@ class Table:
     def pull_into(
         self, ids: int, n: int, out: int, *, alone: bool = False, by: Servers | None = None
     ) -> None:
-        """Rows of n ids. alone: does not wait for anybody. by: over these connections, from another thread."""
+        """Pulls the rows of n ids into memory at an address. alone: does not wait for anybody. by: over these
+        connections, from another thread."""
         (by or self.servers).rows(
             PULL,
             self.name,
@@ -97,7 +98,7 @@ class Table:
         )
 
     def push_from(self, ids: int, n: int, gradients: int) -> None:
-        """Gradients of n ids: one step of this worker. They are in both copies when it returns."""
+        """Pushes the gradients of n ids, one step of this worker. They are in both copies when it returns."""
         self.servers.rows(PUSH, self.name, ids, n, self.dim, data_in=gradients, clocks=self._clocks())
         self.steps += 1
 
@@ -109,14 +110,16 @@ class Table:
     # --- on arrays ---
 
     def pull(self, ids: Any) -> np.ndarray[Any, Any]:
-        """float32 of shape (len(ids), dim). Timeout: a worker that staleness waits for has not come; it is named."""
+        """Returns the rows of these ids as float32 of shape (len(ids), dim). Timeout: a worker that staleness waits for
+        has not come; it is named."""
         ids = self._ids(ids)
         out = np.empty((len(ids), self.dim), np.float32)
         self.pull_into(ids.ctypes.data, len(ids), out.ctypes.data)
         return out
 
     def push(self, ids: Any, gradients: Any) -> None:
-        """One step. gradients: (len(ids), dim); those of an id that comes twice are added up.
+        """Pushes gradients of these ids, which is one step of this worker. gradients: (len(ids), dim); those of an id
+        that comes twice are added up.
 
         ids are integers, and gradients real numbers, of which the nearest float32 is taken. TypeError or ValueError for
         what would become another number: a float as an id, an integer beyond int64, a complex number, an integer that
@@ -126,7 +129,7 @@ class Table:
         self.push_from(ids.ctypes.data, len(ids), gradients.ctypes.data)
 
     def assign(self, ids: Any, rows: Any, *, only_new: bool = False) -> None:
-        """Sets weights, (len(ids), dim). What is refused: see push()."""
+        """Sets the weights of these ids, float32 of shape (len(ids), dim). What is refused: see push()."""
         ids = self._ids(ids)
         rows = self._rows("rows", ids, rows)
         self.assign_from(ids.ctypes.data, len(ids), rows.ctypes.data, only_new=only_new)
@@ -145,8 +148,8 @@ class Table:
     # --- files ---
 
     def save(self, path: str | os.PathLike[str]) -> int:
-        """Every server writes its rows, with the optimizer's state, into a directory or URL that all of them see; for
-        one worker. The number of rows. Pushes that run meanwhile are in it or not, row by row."""
+        """Has every server write its rows, with the optimizer's state, into a directory or URL that all of them see;
+        for one worker. The number of rows. Pushes that run meanwhile are in it or not, row by row."""
         path, number = os.fspath(path), secrets.token_hex(4)
         question = {"what": "save", "path": path, "spec": self.spec, "save": number}
         answers = self.servers.ask_primaries(question)
@@ -167,7 +170,8 @@ class Table:
         return rows
 
     def load(self, path: str | os.PathLike[str]) -> int:
-        """Sets the rows that save() wrote, whatever number of servers there was; for one worker. The number of rows.
+        """Sets the rows that save() wrote, whatever number of servers there was, and returns their number; for one
+        worker.
 
         Mismatch where the save is of another width or optimizer, HorovodInternalError for one that is not as it was
         written; both leave the table as it is."""

@@ -107,7 +107,7 @@ class Servers:
             raise errors.Timeout(f"parameter server {self.name!r}: {said}") from None
 
     def another(self) -> Servers:
-        """The same worker over connections of its own, for another thread."""
+        """Returns the same worker over connections of its own, for another thread."""
         twin = object.__new__(Servers)
         twin.__dict__.update(self.__dict__)
         twin._lock = threading.Lock()
@@ -120,7 +120,7 @@ class Servers:
     # --- calls ---
 
     def make_table(self, spec: dict[str, Any]) -> list[int]:
-        """Makes the table unless it is there, and enters this worker. By partition: where its steps stand."""
+        """Makes the table unless it is there, and enters this worker. Returns, by partition, where its steps stand."""
         lost = [partition for partition, view in self._views.items() if view.lost]
         if lost:
             raise errors.StateLost(self._what_is_lost(lost, spec["name"]))
@@ -143,7 +143,8 @@ class Servers:
         flags: int = 0,
         clocks: list[int] | None = None,
     ) -> None:
-        """A call on addresses: n ids (int64) and `floats` float32 for each. Memory stays the caller's."""
+        """Calls the servers with memory at addresses: n ids (int64) and `floats` float32 for each. Memory stays the
+        caller's."""
         with self._lock:
             call = self._client.rows(verb, table, ids, n, floats, data_in, data_out, flags)
             if clocks is not None:
@@ -212,7 +213,8 @@ class Servers:
         )
 
     def has_register(self) -> bool:
-        """False: other servers have been started under this name, and what the register says is about their rows."""
+        """Returns False when other servers have been started under this name, and what the register says is about their
+        rows."""
         return self._layout_of_others() is None
 
     def _layout_of_others(self) -> Layout | None:
@@ -287,7 +289,7 @@ class Servers:
         )
 
     def accept_loss(self) -> None:
-        """From now on lost partitions count as empty ones: load a save, or go on without. For one worker."""
+        """Accepts that lost partitions are empty from now on: load a save, or go on without. For one worker."""
         for partition in range(self.layout.partitions):
             value = self.register.get(f"view/{partition}")
             view = View.from_json(value) if value else self._views[partition]
@@ -299,7 +301,7 @@ class Servers:
     # --- all servers ---
 
     def ask_primaries(self, question: dict[str, Any]) -> list[Any]:
-        """The answers of the servers that hold the partitions, by partition."""
+        """Returns the answers of the servers that hold the partitions, by partition."""
         answers = []
         for partition in range(self.layout.partitions):
             self._find(partition, None, time.monotonic() + self.timeout_s)
@@ -308,7 +310,7 @@ class Servers:
         return answers
 
     def describe(self) -> list[dict[str, Any]]:
-        """Of each server that can be reached: partitions with roles and rows, workers, memory in bytes."""
+        """Returns of each server that can be reached: partitions with roles and rows, workers, memory in bytes."""
         return [
             self._ask(server, {"what": "describe"})
             for server in range(self.layout.servers)
@@ -316,7 +318,7 @@ class Servers:
         ]
 
     def close(self) -> None:
-        """Says goodbye: nobody waits for this worker any more."""
+        """Leaves the servers, so that nobody waits for this worker any more."""
         self._client.close()
 
 

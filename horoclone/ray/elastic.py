@@ -48,7 +48,7 @@ class TestDiscovery(ChangingDiscovery):
 
 
 class ElasticRayExecutor:
-    """An elastic job on a Ray cluster. RayExecutor(min_workers=...) does the same.
+    """Runs an elastic job on a Ray cluster. RayExecutor(min_workers=...) does the same.
 
     settings: of create_settings(). env_vars: of the workers. override_discovery: slots are those of the cluster, else
     what settings.discovery says. ValueError for GPUs that do not fit together.
@@ -67,7 +67,8 @@ class ElasticRayExecutor:
         max_np: int | None = None,
         **kwargs: Any,
     ) -> ElasticSettings:
-        """timeout_s: for a worker to start. The rest is as of a RayExecutor. min_np, max_np: the older names."""
+        """Makes settings. timeout_s: for a worker to start. The rest is as of a RayExecutor. min_np, max_np: the older
+        names."""
         for name, value in (("min_np", min_np), ("max_np", max_np)):
             if value is not None:
                 new = name.replace("np", "num_proc")
@@ -130,7 +131,7 @@ class ElasticRayExecutor:
         self.driver = driver
 
     def run(self, worker_fn: Callable[[], Any], callbacks: Sequence[Callback] | None = None) -> list[Any]:
-        """worker_fn() on every worker; values of those that have finished, by rank.
+        """Calls worker_fn() on every worker and returns the values of those that have finished, by rank.
 
         callbacks: called in the driver with what rank 0 gives to ray_logger.log(). RuntimeError when the job fails.
         """
@@ -139,7 +140,7 @@ class ElasticRayExecutor:
         return list(self.driver.run(worker_fn, callbacks=callbacks))
 
     def shutdown(self) -> None:
-        """Nothing is left of it after run(); for scripts that end all executors alike."""
+        """Does nothing, as run() leaves nothing; for scripts that end all executors alike."""
         driver, self.driver = self.driver, None
         if isinstance(driver, InCluster):
             driver.end()  # also in the midst of a run

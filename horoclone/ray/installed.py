@@ -1,4 +1,4 @@
-"""Whether there is a Ray that can be used; imported before anything else of this package."""
+"""Finds out whether there is a Ray that can be used; imported before anything else of this package."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class _Server:
 
 
 class ParameterServers:
-    """Servers of a parameter server on a Ray cluster, one actor each, on as many nodes as there are.
+    """Runs the servers of a parameter server on a Ray cluster, one actor each, on as many nodes as there are.
 
     name: of the parameter server. memory: of each server for rows, in bytes; Ray sets as much aside. silence_s: a link
     that is silent for so long is given up. nics: network interfaces; None: all. timeout_s: for Ray to find room, and
@@ -180,7 +180,7 @@ class ParameterServers:
             ) from error
 
     def where(self) -> list[Where | None]:
-        """Where each server runs; None for one that is being started again."""
+        """Returns where each server runs; None for one that is being started again."""
         asked = [server.where.remote() for server in self._servers]
         ready, _ = ray.wait(asked, num_returns=len(asked), timeout=2.0)
         found: list[Where | None] = []

@@ -312,8 +312,8 @@ def without_executable(
 
 
 class RayExecutor:
-    """A job on a Ray cluster: of num_workers workers, of num_workers_per_host on each of num_hosts nodes, or elastic,
-    with at least min_workers and at most max_workers (None: as many as there is room for).
+    """Runs a job on a Ray cluster: of num_workers workers, of num_workers_per_host on each of num_hosts nodes, or
+    elastic, with at least min_workers and at most max_workers (None: as many as there is room for).
 
     settings: of create_settings(). use_current_placement_group: inside of a placement group the workers are placed
     there. reset_limit, cooldown_range, elastic_timeout (seconds): as of an elastic job of horoclonerun.
@@ -331,7 +331,7 @@ class RayExecutor:
         placement_group_timeout_s: float = 100,
         nics: Any = None,
     ) -> MiniSettings:
-        """timeout_s: for workers to start once Ray has reserved their resources, for which it has
+        """Makes settings. timeout_s: for workers to start once Ray has reserved their resources, for which it has
         placement_group_timeout_s. nics: names of the interfaces to use, a set, list or text; None: what works.
 
         ssh_str is written to ssh_identity_file where that does not exist, as in Horovod; nothing here uses ssh.
@@ -433,7 +433,7 @@ class RayExecutor:
         return self.adapter
 
     def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callback] | None = None) -> list[Any]:
-        """fn(executable) on every worker; the values by rank.
+        """Calls fn(executable) on every worker and returns the values by rank.
 
         callbacks: each is called in the driver with every value that ray_logger.log() is given on rank 0. What a
         worker raises is raised here; PeerLost, with the rank, its node and the cause, when one is lost.
@@ -447,7 +447,7 @@ class RayExecutor:
         kwargs: Mapping[str, Any] | None = None,
         callbacks: Sequence[Callback] | None = None,
     ) -> list[Any]:
-        """fn(*args, **kwargs) on every worker; else as execute()."""
+        """Calls fn(*args, **kwargs) on every worker; else as execute()."""
         return list(self._started().run(fn, args, kwargs, callbacks))
 
     def run_remote(
@@ -456,11 +456,12 @@ class RayExecutor:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """As run(), and gives at once references for ray.get(), by rank. NotImplementedError for an elastic job."""
+        """Does what run() does, and returns at once references for ray.get(), by rank. NotImplementedError for an
+        elastic job."""
         return list(self._started().run_remote(fn, args, kwargs))
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
-        """fn(executable) on rank 0 only. NotImplementedError for an elastic job."""
+        """Calls fn(executable) on rank 0 only and returns its value. NotImplementedError for an elastic job."""
         return self._started().execute_single(fn)
 
     def shutdown(self) -> None:

@@ -30,7 +30,8 @@ def keep(secret: bytes) -> None:
 
 
 def share_secret() -> None:
-    """In every worker of a Ray Train job on several nodes, before hvd.init(): the workers then share a secret.
+    """Gives the workers of a Ray Train job a common secret; every worker calls it before hvd.init() where there are
+    several nodes.
 
     Rank 0 draws it and Ray Train (v2) carries it to the others. On one node, and in the workers of a RayExecutor,
     init() needs no such call. RuntimeError outside of a worker of Ray Train.

@@ -28,7 +28,7 @@ class Where(NamedTuple):
 
 
 class BaseHorovodWorker:
-    """A process in which functions run that call hvd.init(). Made an actor by ray.remote().
+    """Runs functions that call hvd.init(). Made an actor by ray.remote().
 
     executable: what start_executable() has made, the argument of functions that execute() calls.
     """
@@ -41,19 +41,19 @@ class BaseHorovodWorker:
         )
 
     def hostname(self) -> str:
-        """Of the machine, or container."""
+        """Returns the name of the machine, or of the container."""
         return socket.gethostname()
 
     def node_id(self) -> str:
-        """Of the Ray node, in hexadecimal digits."""
+        """Returns the id of the Ray node, in hexadecimal digits."""
         return str(ray.get_runtime_context().get_node_id())
 
     def where(self) -> Where:
-        """All of that at once."""
+        """Returns hostname, node id and GPUs at once."""
         return Where(self.node_id(), ray.util.get_node_ip_address(), self.hostname(), os.getpid())
 
     def get_gpu_ids(self) -> list[Any]:
-        """The GPUs that Ray has given to this worker."""
+        """Returns the GPUs that Ray has given to this worker."""
         return list(ray.get_gpu_ids())
 
     def update_env_vars(self, env_vars: Mapping[str, Any]) -> None:
@@ -61,11 +61,11 @@ class BaseHorovodWorker:
         os.environ.update({name: str(value) for name, value in env_vars.items()})
 
     def env_vars(self) -> dict[str, str]:
-        """The environment of this process."""
+        """Returns the environment of this process."""
         return dict(os.environ)
 
     def take_secret(self, secret: bytes) -> None:
-        """Of the job; the environment does not get it (secrets.py)."""
+        """Takes the secret of the job; the environment does not get it (secrets.py)."""
         secrets.keep(secret)
 
     def start_executable(
@@ -79,14 +79,16 @@ class BaseHorovodWorker:
             self.executable = executable_cls(*(executable_args or ()), **(executable_kwargs or {}))
 
     def execute(self, func: Callable[[Any], Any]) -> Any:
-        """func(executable). RuntimeError in place of SystemExit, for which Ray would end the actor without a word."""
+        """Calls func(executable). RuntimeError in place of SystemExit, for which Ray would end the actor without a
+        word."""
         try:
             return func(self.executable)
         except SystemExit as end:
             raise RuntimeError(f"the function ended with SystemExit({end.code!r})") from end
 
     def work(self, func: Callable[[Any], Any], ready: object = None) -> tuple[str, Any]:
-        """For a worker of an elastic job, whose init() may end with SystemExit: (RETURNED, value) or (EXITED, code).
+        """Calls a function of an elastic job, whose init() may end with SystemExit; returns (RETURNED, value) or
+        (EXITED, code).
 
         ready: what it has to wait for; when that failed this fails as well.
         """
@@ -104,5 +106,5 @@ class BaseHorovodWorker:
             life.shutdown()
 
     def set_queue(self, queue: Any) -> None:
-        """Where ray_logger.log() puts what it is given."""
+        """Sets the queue into which ray_logger.log() puts what it is given."""
         ray_logger.configure(queue)

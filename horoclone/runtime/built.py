@@ -4,19 +4,21 @@ from __future__ import annotations
 
 
 def mpi_built() -> bool:
-    """Whether mpi4py is installed: communicators can be passed to init, and data can go through MPI between nodes."""
+    """Returns whether mpi4py is installed: communicators can be passed to init, and data can go through MPI between
+    nodes."""
     import importlib.util
 
     return importlib.util.find_spec("mpi4py") is not None
 
 
 def gloo_built() -> bool:
-    """Always True: it means that MPI is not needed."""
+    """Returns True always: MPI is not needed."""
     return True
 
 
 def nccl_built() -> int:
-    """NCCL's version code (22809 is 2.28.9), 0 when it or CUDA's driver does not load: `horoclone doctor` says why."""
+    """Returns NCCL's version code (22809 is 2.28.9), 0 when it or CUDA's driver does not load: `horoclone doctor` says
+    why."""
     import ctypes
     import os
 
@@ -36,22 +38,22 @@ def nccl_built() -> int:
 
 
 def ddl_built() -> bool:
-    """False: IBM's DDL is not supported."""
+    """Returns False: IBM's DDL is not supported."""
     return False
 
 
 def ccl_built() -> bool:
-    """False: oneCCL is not supported."""
+    """Returns False: oneCCL is not supported."""
     return False
 
 
 def sycl_built() -> bool:
-    """False: SYCL is not supported."""
+    """Returns False: SYCL is not supported."""
     return False
 
 
 def cuda_built() -> bool:
-    """Whether CUDA's driver is here. Whether a GPU is: torch.cuda.is_available()."""
+    """Returns whether CUDA's driver is here; torch.cuda.is_available() says whether a GPU is."""
     import ctypes
     import os
 
@@ -63,5 +65,5 @@ def cuda_built() -> bool:
 
 
 def rocm_built() -> bool:
-    """False: ROCm is not supported."""
+    """Returns False: ROCm is not supported."""
     return False

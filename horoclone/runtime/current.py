@@ -39,7 +39,7 @@ def native() -> Runtime:
 
 
 def is_initialized() -> bool:
-    """True between init() and shutdown() in the process that called init()."""
+    """Returns True between init() and shutdown() in the process that called init()."""
     return runtime is not None
 
 

@@ -21,42 +21,42 @@ def _place() -> Runtime | Parent:
 
 
 def rank() -> int:
-    """This process's number, 0..size-1."""
+    """Returns this process's number, from 0 to size() - 1."""
     return _place().rank
 
 
 def size() -> int:
-    """Number of processes."""
+    """Returns the number of processes of the job."""
     return _place().size
 
 
 def local_rank() -> int:
-    """This process's number on its host."""
+    """Returns this process's number on its host, from 0 to local_size() - 1."""
     return _place().local_rank
 
 
 def local_size() -> int:
-    """Number of processes on this host."""
+    """Returns the number of processes on this host."""
     return _place().local_size
 
 
 def cross_rank() -> int:
-    """This host's number among the hosts that have a process with my local rank."""
+    """Returns this host's number among the hosts that have a process with my local rank."""
     return _place().cross_rank
 
 
 def cross_size() -> int:
-    """Number of hosts that have a process with my local rank."""
+    """Returns the number of hosts that have a process with this local rank."""
     return _place().cross_size
 
 
 def is_homogeneous() -> bool:
-    """Whether every host runs the same number of processes."""
+    """Returns whether every host runs the same number of processes."""
     return _place().is_homogeneous
 
 
 def mpi_enabled() -> bool:
-    """Whether this job was started by an MPI launcher or from an MPI communicator."""
+    """Returns whether this job was started by an MPI launcher or from an MPI communicator."""
     if current.job is not None:
         return current.job.uses_mpi
     from horoclone.bootstrap import detect
@@ -68,7 +68,7 @@ def mpi_enabled() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Whether MPI may be used from several threads. ValueError when MPI is not in use."""
+    """Returns whether MPI may be used from several threads. ValueError when MPI is not in use."""
     native()
     if not mpi_enabled():
         raise ValueError(
@@ -81,7 +81,7 @@ def mpi_threads_supported() -> bool:
 
 
 def gloo_enabled() -> bool:
-    """Whether the job runs without MPI."""
+    """Returns whether the job runs without MPI."""
     return not mpi_enabled()
 
 

@@ -14,7 +14,7 @@ _NOT_IN_NAMES = re.compile(r"[^\w\-. /]")
 
 
 def flat_metrics(prefix: str = "horoclone/") -> dict[str, float]:
-    """`hvd.metrics()` of this rank as {name: number}, for TensorBoard, W&B, MLflow or print.
+    """Returns `hvd.metrics()` of this rank as {name: number}, for TensorBoard, W&B, MLflow or print.
 
     The names are `prefix` and the path to the number, joined by slashes: "horoclone/operations",
     "horoclone/last_ready/0/rank1/seconds". Numbers are int or float, truth is 1 or 0; texts and None are left out.

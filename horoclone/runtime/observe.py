@@ -13,7 +13,8 @@ from horoclone.runtime.current import native
 
 
 def flight_record(path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
-    """This rank's last 1,000 operations, newest last, under "operations"; also rank, size, host and process sets.
+    """Returns this rank's last 1,000 operations, newest last, under "operations"; also rank, size, host and process
+    sets.
 
     Each has op, name (None: unnamed), dtype, shape, process_set, call (its number among this rank's calls to that set,
     from 1), use (its number among those with its name), state ("pending", "running", "ok", or how it failed) and how
@@ -28,7 +29,7 @@ def flight_record(path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
 
 
 def metrics() -> dict[str, Any]:
-    """Counters of this rank since init: operations, batches, bytes, control frames, sleeps, ... All only grow.
+    """Returns counters of this rank since init: operations, batches, bytes, control frames, sleeps, ... All only grow.
 
     "last_ready" says who keeps the others waiting: process set id -> [{rank, times, seconds}]: how often that rank was
     the last to be ready, and how long the first one had waited by then. Rank 0 of a set knows about every operation

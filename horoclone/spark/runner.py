@@ -116,7 +116,8 @@ def run_elastic(
     *,
     executable: str | None = None,
 ) -> list[Any]:
-    """The same for an elastic job: fn trains in hvd.elastic.run, and goes on when ranks are lost or come.
+    """Runs an elastic job as run() runs one of a fixed size: fn trains in hvd.elastic.run, and goes on when ranks are
+    lost or come.
 
     The job begins with num_proc ranks (default: spark.default.parallelism), goes on with min_num_proc at least and
     max_num_proc at most (defaults: num_proc; min_np and max_np are their older names). max_num_proc tasks are started

@@ -39,7 +39,7 @@ def horovod_error_of(error: BaseException) -> HorovodInternalError | None:
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: func(state, ...) carries on when ranks are lost or added. See horoclone.elastic.run.run_fn.
+    """Decorates func(state, ...) so that it carries on when ranks are lost or added. See horoclone.elastic.run.run_fn.
 
     A lost collective in a graph, which TensorFlow raises as UnknownError, counts as HorovodInternalError.
     """
@@ -70,7 +70,7 @@ keep_in_place(
 
 
 class TensorFlowState(VariablesState):
-    """TensorFlowState(variables=[...], epoch=0): tf.Variables, and attributes.
+    """Keeps tf.Variables and attributes: TensorFlowState(variables=[...], epoch=0).
 
     In TensorFlow 1's graph mode `session` (default: the default one) reads and writes them, and variables=None means
     all global variables.
@@ -107,7 +107,8 @@ class TensorFlowState(VariablesState):
 
 
 class TensorFlowKerasState(VariablesState):
-    """TensorFlowKerasState(model, optimizer, epoch=0): a Keras model's weights, its optimizer's variables, attributes.
+    """Keeps what TensorFlowKerasState(model, optimizer, epoch=0) is given: a Keras model's weights, its optimizer's
+    variables, attributes.
 
     optimizer: default the one that the model was compiled with. The model must be built. backend is not needed.
     """

@@ -39,7 +39,7 @@ def _make_broadcast_group_fn() -> Callable[..., Any]:
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
-    """The op that gives all global variables of the default graph rank root_rank's values.
+    """Returns the op that gives all global variables of the default graph rank root_rank's values.
 
     RuntimeError when TensorFlow runs eagerly, where there is no such list.
     """
@@ -61,13 +61,13 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
         self.bcast_op: Any = None
 
     def begin(self) -> None:
-        """Adds the op to the graph, once for each graph."""
+        """Adds the broadcast to the graph, once for each graph."""
         if self.bcast_op is None or self.bcast_op.graph is not tf.compat.v1.get_default_graph():
             with tf.device(self.device):
                 self.bcast_op = broadcast_global_variables(self.root_rank)
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """Runs the op."""
+        """Runs the broadcast in the new session."""
         session.run(self.bcast_op)
 
 
@@ -78,7 +78,7 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The object of rank root_rank on every rank, through cloudpickle. `session` is accepted and not needed."""
+    """Returns the object of rank root_rank on every rank, through cloudpickle. `session` is accepted and not needed."""
     return objects.broadcast_object(obj, root_rank, name, process_set)
 
 
@@ -88,12 +88,13 @@ def broadcast_object_fn(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
-    """broadcast_object with everything but the object fixed."""
+    """Returns broadcast_object with everything but the object fixed."""
     return objects.broadcast_object_fn(root_rank, name, process_set)
 
 
 def allgather_object(
     obj: Any, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Every rank's object, in rank order, through cloudpickle. `session` is accepted and not needed."""
+    """Returns the list of every rank's object, in rank order, through cloudpickle. `session` is accepted and not
+    needed."""
     return objects.allgather_object(obj, name, process_set)

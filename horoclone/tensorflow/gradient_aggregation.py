@@ -140,7 +140,8 @@ def _as_dependencies(results: Sequence[Any]) -> list[Any]:
 
 
 class LocalGradientAggregationHelper(GradientAggregation):
-    """Horovod's class for optimizers in graphs. allreduce_func: takes gradients and variables, gives reduced gradients.
+    """Aggregates gradients over several steps, as Horovod's class of this name for optimizers in graphs.
+    allreduce_func: takes gradients and variables, gives reduced gradients.
 
     register_local_var: a variable whose sum stays this rank's own, divided by the size of process_set with
     scale_local_gradients. rank, optimizer_type and name change nothing.

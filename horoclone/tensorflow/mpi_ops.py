@@ -268,7 +268,7 @@ def allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Every rank's rows, in rank order. Shapes may differ in the first dimension only; there must be one.
+    """Returns every rank's rows, in rank order. Shapes may differ in the first dimension only; there must be one.
 
     Differentiable: each rank gets the average over the ranks of the gradients of its rows, as in Horovod.
     """
@@ -286,7 +286,7 @@ def grouped_allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """allgather of several tensors as one operation."""
+    """Gathers several tensors over the ranks as one operation; see allgather."""
     tensors = group_of("grouped_allgather", tensors)
     if not tensors:
         return []
@@ -308,8 +308,8 @@ def broadcast(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Rank root_rank's tensor (a world rank) on every rank. Differentiable: the root gets the average of the ranks'
-    gradients, as in Horovod, the others zeros."""
+    """Returns rank root_rank's tensor (a world rank) on every rank. Differentiable: the root gets the average of the
+    ranks' gradients, as in Horovod, the others zeros."""
     tensor = to_tensor("broadcast", tensor)
     return functions.horovod_broadcast(
         tensor=tensor,
@@ -464,13 +464,13 @@ def join() -> Any:
 
 @_as_it_is
 def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
-    """Number of ranks in the process set, read each time the op runs (int32)."""
+    """Returns the number of ranks in the process set, read each time the op runs (int32)."""
     return functions.horovod_size(process_set_id=process_set_id, name=name)
 
 
 @_as_it_is
 def rank_op(name: str | None = None) -> Any:
-    """This process's number, read each time the op runs (int32)."""
+    """Returns this process's number, read each time the op runs (int32)."""
     return functions.horovod_rank(name=name)
 
 
@@ -482,17 +482,17 @@ def process_set_rank_op(process_set_id: int = 0, name: str | None = None) -> Any
 
 @_as_it_is
 def local_size_op(name: str | None = None) -> Any:
-    """Number of ranks on this host, read each time the op runs (int32)."""
+    """Returns the number of ranks on this host, read each time the op runs (int32)."""
     return functions.horovod_local_size(name=name)
 
 
 @_as_it_is
 def local_rank_op(name: str | None = None) -> Any:
-    """This process's number on its host, read each time the op runs (int32)."""
+    """Returns this process's number on its host, read each time the op runs (int32)."""
     return functions.horovod_local_rank(name=name)
 
 
 @_as_it_is
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
-    """1 when this process belongs to the process set, else 0; read each time the op runs (int32)."""
+    """Returns 1 when this process belongs to the process set, else 0; read each time the op runs (int32)."""
     return functions.horovod_process_set_included(process_set_id=process_set_id, name=name)

@@ -97,7 +97,7 @@ def grouped_allreduce(
     ignore_name_scope: bool = False,
     name: str | None = None,
 ) -> list[Any]:
-    """allreduce of several tensors, of any shapes and dtypes, as one operation: none before all are ready everywhere.
+    """Reduces several tensors, of any shapes and dtypes, as one operation: none before all are ready everywhere.
 
     Entries that are tf.IndexedSlices are reduced one by one.
     """
@@ -158,7 +158,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
     name: str | None = None,
 ) -> list[Any]:
-    """reducescatter of several tensors as one operation."""
+    """Does reducescatter on several tensors as one operation."""
     check_compression("grouped_reducescatter", compression)
     tensors = mpi_ops.group_of("grouped_reducescatter", tensors)
     with tf.device(device_dense):

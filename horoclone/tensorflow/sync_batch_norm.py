@@ -31,7 +31,8 @@ def _global_moments(inputs: Any, axes: Any, keep_dims: bool) -> tuple[Any, Any]:
 
 @tf.keras.utils.register_keras_serializable("horoclone")
 class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignore[misc, name-defined]
-    """tf.keras.layers.BatchNormalization over the batches of all ranks. In training every rank calls it equally often.
+    """Normalises as tf.keras.layers.BatchNormalization does, over the batches of all ranks. In training every rank
+    calls it equally often.
 
     renorm corrects with the moments of all ranks. ValueError for fused=True, NotImplementedError for a mask or, in
     tf_keras, virtual_batch_size.

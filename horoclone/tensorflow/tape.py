@@ -78,7 +78,7 @@ def DistributedGradientTape(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """A tape whose gradient() gives gradients reduced over the ranks.
+    """Wraps a tf.GradientTape so that gradient() gives gradients reduced over the ranks.
 
     op: Average, Sum, Adasum, or what else allreduce knows (for dense gradients). groups: a number of groups, or lists
     of variables, whose gradients go out as one operation each; by default about 8 MiB each. gradient_predivide_factor:
@@ -105,7 +105,8 @@ def PartialDistributedGradientTape(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """As DistributedGradientTape; the gradients of local_layers (one layer or several) stay this rank's own.
+    """Does what DistributedGradientTape does, except that the gradients of local_layers (one layer or several) stay
+    this rank's own.
 
     scale_local_gradients: these are divided by the number of ranks, so that they weigh as the reduced ones do.
     """

@@ -30,20 +30,20 @@ _cache = lru_cache(maxsize=None)
 
 
 def vars_to_refs(variables: Iterable[Any]) -> tuple[Any, ...]:
-    """Hashable references to variables."""
+    """Returns hashable references to variables."""
     return tuple(variable.ref() for variable in variables)
 
 
 def refs_to_vars(references: Iterable[Any]) -> list[Any]:
-    """The variables behind references."""
+    """Returns the variables behind references."""
     return [reference.deref() for reference in references]
 
 
 def handle_average_backwards_compatibility(op: int | None, average: bool | None) -> int:
-    """The reduction that these two arguments of a function mean. ValueError for both."""
+    """Returns the reduction that these two arguments of a function mean. ValueError for both."""
     return resolve_reduce(average, op)
 
 
 def check_num_rank_power_of_2(num_rank: int) -> bool:
-    """Whether a number of ranks is a power of two. Adasum needs that in Horovod, not here."""
+    """Returns whether a number of ranks is a power of two. Adasum needs that in Horovod, not here."""
     return num_rank_is_power_2(num_rank)

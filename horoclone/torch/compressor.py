@@ -34,14 +34,14 @@ class GradientCompressor:
         raise NotImplementedError
 
     def residuals(self, bucket: GradientBucket) -> dict[str, torch.Tensor]:
-        """What this rank has kept back of its gradients, by their names and in their shapes; {}: nothing.
+        """Returns what this rank has kept back of its gradients, by their names and in their shapes; {}: nothing.
 
         It goes with the parameters into other buckets, and in an elastic job to who goes on for a lost rank.
         """
         return {}
 
     def resume(self, bucket: GradientBucket, residuals: Mapping[str, torch.Tensor]) -> None:
-        """Takes these for what residuals() gives; of gradients without one nothing has been kept back."""
+        """Sets what residuals() gives; of gradients without one nothing has been kept back."""
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         raise Unsupported(

@@ -55,7 +55,7 @@ class _Entry(NamedTuple):
 
 
 class Writer(StorageWriter):
-    """A new save below `path`, of which the `keep` newest stay. All ranks see that directory.
+    """Writes a new save below `path`, of which the `keep` newest stay. All ranks see that directory.
 
     Values other than tensors must be of the kinds that hvd.checkpoint.save() takes, else TypeError: no pickle is
     written.
@@ -68,19 +68,19 @@ class Writer(StorageWriter):
         self.path, self.keep, self._name = Path(os.path.abspath(path)), keep, ""
 
     def reset(self, checkpoint_id: Path_ | None = None) -> None:
-        """dcp.save(checkpoint_id=) is another path."""
+        """Takes another path, which dcp.save(checkpoint_id=) gives."""
         if checkpoint_id is not None:
             self.path = Path(os.path.abspath(checkpoint_id))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the coordinator makes the directory when it has all plans."""
+        """Does nothing: the coordinator makes the directory when it has all plans."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As it is."""
+        """Returns the plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: tells everybody the directory."""
+        """Tells everybody the directory; called on the coordinator."""
         files.end(self._name)  # of a save that failed
         self._number, name = files.begin(self.path)
         self._name = name
@@ -132,7 +132,8 @@ class Writer(StorageWriter):
         return _Entry(flat.node, rows, offsets, whole)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator, when everybody's file is on disk: writes the manifest and gives the save its name."""
+        """Called on the coordinator when everybody's file is on disk: writes the manifest and gives the save its
+        name."""
         everything = [result for of_rank in results for result in of_rank]
         if not everything:
             raise CheckpointError("the state is empty: there is nothing to save")
@@ -170,11 +171,11 @@ class Writer(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Path_) -> bool:
-        """A directory of a file system."""
+        """Returns whether this is a directory of a file system."""
         return "://" not in os.fspath(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta | None:
-        """Where it writes."""
+        """Returns where the save is written."""
         return StorageMeta(checkpoint_id=self.path, save_id=None)
 
 
@@ -204,7 +205,7 @@ def _node_of(nested: Any) -> Any:
 
 
 class Reader(StorageReader):
-    """The newest complete save below `path`, or the one with that number, whichever save() wrote it.
+    """Reads the newest complete save below `path`, or the one with that number, whichever save() wrote it.
 
     Each rank reads one file after the other, takes what it needs, and compares each with its checksum. What is Owned is
     not there. NothingSaved and CheckpointError as load() raises them.
@@ -215,12 +216,12 @@ class Reader(StorageReader):
         self.path, self.number = Path(os.path.abspath(path)), number
 
     def reset(self, checkpoint_id: Path_ | None = None) -> None:
-        """dcp.load(checkpoint_id=) is another path."""
+        """Takes another path, which dcp.load(checkpoint_id=) gives."""
         if checkpoint_id is not None:
             self.path = Path(os.path.abspath(checkpoint_id))
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the save holds, under the names that torch gives to the places of a nested state."""
+        """Returns what the save holds, under the names that torch gives to the places of a nested state."""
         self._reading = Reading(self.path, self.number)
         nested = self._reading.built(lambda number, _: _Array(number), lambda _: _ABSENT)
         flat, mapping = flatten_state_dict(_shown(nested, self._reading))
@@ -241,16 +242,16 @@ class Reader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Every rank reads for itself."""
+        """Takes the metadata; every rank reads for itself."""
         if not hasattr(self, "_reading"):
             self.read_metadata()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
+        """Returns the plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
+        """Returns the plans as they are."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
@@ -286,7 +287,7 @@ class Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Path_) -> bool:
-        """A directory of a file system."""
+        """Returns whether this is a directory of a file system."""
         return "://" not in os.fspath(checkpoint_id)
 
 
@@ -359,7 +360,7 @@ def to_dcp(path: Path_, directory: Path_, number: int | None = None) -> None:
 
 
 def from_dcp(directory: Path_, path: Path_, keep: int = 3) -> Path:
-    """Writes what dcp.save has written to `directory` as a new save below `path`; where it lies.
+    """Writes what dcp.save has written to `directory` as a new save below `path` and returns its directory.
 
     One process does it, and needs the memory of the whole state. torch unpickles values other than tensors: use it for
     checkpoints that you trust.

@@ -211,11 +211,11 @@ class LocalSGD(_Periodic):
             parameter.copy_(view)
 
     def state_dict(self) -> dict[str, Any]:
-        """How far this period has come."""
+        """Returns how far this period has come."""
         return {"steps": self._steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on there. The parameters are what was loaded into the model: nothing is broadcast."""
+        """Continues from such a state. The parameters are what was loaded into the model: nothing is broadcast."""
         self._steps, self._begun_in = state["steps"], native()
 
 
@@ -274,7 +274,7 @@ class _Fragment:
 
 
 class DiLoCo(_Periodic):
-    """Every rank trains alone; once in `sync_every` steps of `inner_optimizer` the movement of each fragment is
+    """Has every rank train alone; once in `sync_every` steps of `inner_optimizer` the movement of each fragment is
     averaged over the ranks, and `outer_optimizer` takes the average for the gradient of the global parameters.
 
         outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
@@ -371,8 +371,8 @@ class DiLoCo(_Periodic):
             fragment.settle()
 
     def state_dict(self) -> dict[str, Any]:
-        """The global parameters, the outer optimizers, and what is under way, for which it waits: call it on all ranks
-        after the same step. Each rank saves its own, beside its model's and its inner optimizer's."""
+        """Returns the global parameters, the outer optimizers, and what is under way, for which it waits: call it on
+        all ranks after the same step. Each rank saves its own, beside its model's and its inner optimizer's."""
         self._settle()
         return {
             "steps": self._steps,
@@ -393,7 +393,7 @@ class DiLoCo(_Periodic):
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on exactly there, once the model and the inner optimizer have been loaded as well."""
+        """Continues exactly from such a state, once the model and the inner optimizer have been loaded as well."""
         if len(state["fragments"]) != len(self._fragments):
             raise ValueError(f"the state has {len(state['fragments'])} fragments, not {len(self._fragments)}")
         self._steps, self._turn, self._begun_in = state["steps"], state["turn"], native()

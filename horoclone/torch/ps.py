@@ -34,7 +34,7 @@ _ROWS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class EmbeddingBag(torch.nn.Module):
-    """As torch.nn.EmbeddingBag, with its rows on the servers. num_embeddings=None: any int64 is an id.
+    """Does what torch.nn.EmbeddingBag does, with its rows on the servers. num_embeddings=None: any int64 is an id.
 
     A forward pass in training pulls the rows of its ids once each, and the backward pass pushes their gradients: one
     step of the table. In evaluation nothing is pushed and nobody is waited for. Rows begin as torch's do, normal with
@@ -84,7 +84,8 @@ class EmbeddingBag(torch.nn.Module):
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """(bags, embedding_dim), on the input's device; input and offsets as torch.nn.EmbeddingBag takes them.
+        """Returns a tensor of shape (bags, embedding_dim), on the input's device; input and offsets as
+        torch.nn.EmbeddingBag takes them.
 
         IndexError for an id outside num_embeddings, TypeError for ids that are no integers; else as Table.pull and
         Table.push.
@@ -112,11 +113,11 @@ class EmbeddingBag(torch.nn.Module):
         self._ahead = unique, self._pool.submit(self._pull, unique, self._second)
 
     def save(self, path: str) -> int:
-        """See Table.save."""
+        """Saves the rows of the table; see Table.save."""
         return self.table.save(path)
 
     def load(self, path: str) -> int:
-        """See Table.load."""
+        """Loads rows that save() wrote; see Table.load."""
         return self.table.load(path)
 
     def _checked(self, input: torch.Tensor) -> torch.Tensor:
@@ -161,7 +162,7 @@ class EmbeddingBag(torch.nn.Module):
 
 
 class KVStore:
-    """Dense tensors by key, in the manner of PS-Lite and MXNet: push a gradient, pull the weights.
+    """Keeps dense tensors by key, in the manner of PS-Lite and MXNet: push a gradient, pull the weights.
 
     optimizer: what servers do with a push (Sum adds it). staleness, average: see Table. Large tensors are cut into
     pieces of at most 1 MiB that lie on all servers.
@@ -180,8 +181,9 @@ class KVStore:
         self._keys: dict[str, _Key] = {}
 
     def init(self, key: str, value: torch.Tensor) -> None:
-        """Every worker calls it; the value of rank 0 counts, unless the key is there already. Servers keep float32: of
-        other floats the nearest; a tensor of integers or complex numbers is a TypeError, here and in push() and pull().
+        """Sets a key's first value. Every worker calls it; the value of rank 0 counts, unless the key is there already.
+        Servers keep float32: of other floats the nearest; a tensor of integers or complex numbers is a TypeError, here
+        and in push() and pull().
         """
         check_name("key", key)
         check_name("table", f"kv/{key}")  # with the name of its table
@@ -217,7 +219,8 @@ class KVStore:
         self._keys[key] = entry
 
     def push(self, key: str, gradient: torch.Tensor) -> None:
-        """One step. ValueError for an unknown key, another shape, or a number that float32 makes infinite."""
+        """Pushes a gradient, which is one step of this worker. ValueError for an unknown key, another shape, or a
+        number that float32 makes infinite."""
         entry = self._entry(key, "gradient", gradient)
         pieces = entry.filled(key, "gradient", gradient)
         entry.table.push_from(entry.ids.data_ptr(), len(entry.ids), pieces.data_ptr())

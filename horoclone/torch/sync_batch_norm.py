@@ -22,7 +22,8 @@ from horoclone.torch import operations
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Drop-in for BatchNorm1d/2d/3d: input of shape [N, C] or [N, C, ...], at least 2-d, floating point.
+    """Replaces BatchNorm1d, 2d and 3d, with statistics over all ranks: input of shape [N, C] or [N, C, ...], at least
+    2-d, floating point.
 
     In evaluation mode, or with one rank, it is plain batch normalisation. In training every rank must call it equally
     often; ValueError where all ranks together have one value per channel. It can be differentiated as often as wanted:

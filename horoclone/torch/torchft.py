@@ -17,7 +17,7 @@ __all__ = ["ProcessGroupHoroclone"]
 
 
 class ProcessGroupHoroclone(ProcessGroupWrapper):
-    """As torchft.ProcessGroupGloo, for its Manager, LocalSGD, DiLoCo and managed meshes."""
+    """Does what torchft.ProcessGroupGloo does, for its Manager, LocalSGD, DiLoCo and managed meshes."""
 
     _pg: HorocloneGroup | None
 
@@ -25,7 +25,7 @@ class ProcessGroupHoroclone(ProcessGroupWrapper):
         return HorocloneGroup(store, rank, world_size, self._timeout)
 
     def getBackendName(self) -> str:
-        """Read by torchft's logs."""
+        """Returns the name that torchft's logs show."""
         return "torchft-horoclone"
 
     def abort(self, errored: bool = True) -> None:

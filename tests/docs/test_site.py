@@ -132,11 +132,14 @@ import site_api
 package = griffe.load("horoclone", search_paths=["."], allow_inspection=False, extensions=griffe.load_extensions(site_api.ApiPages))
 pages = "".join(page.read_text() for page in pathlib.Path("docs/api").glob("*.md"))
 names = re.findall(r"^::: horoclone\\.(\\S+)", pages, re.M)
-print(len(names), *(name for name in names if package[name].docstring is None))
+def says_nothing(name):
+    text = package[name].docstring
+    return text is None or not re.match("[A-Z`-]", text.value) or text.value.split()[0] in ("As", "Of", "Whether", "Where")
+print(len(names), *filter(says_nothing, names))
 """
 
 
-def test_every_name_of_the_api_has_a_docstring(mkdocs: Path) -> None:
+def test_every_name_of_the_api_has_a_docstring_that_begins_as_a_sentence(mkdocs: Path) -> None:
     done = subprocess.run(
         [mkdocs.with_name("python"), "-c", UNEXPLAINED], cwd=ROOT, capture_output=True, text=True, timeout=120
     )

@@ -27,78 +27,85 @@ _DBFS = (
 
 
 class Store:
-    """What an estimator needs of a store; FilesystemStore has it all. Paths are URLs, or absolute paths."""
+    """Base class of what an estimator needs of a store; FilesystemStore has it all. Paths are URLs, or absolute
+    paths."""
 
     def get_train_data_path(self, idx: Any = None) -> str:
-        """Of the training data as Parquet: that of fit_on_parquet(), or of one fit() where idx is given."""
+        """Returns the path of the training data as Parquet: that of fit_on_parquet(), or of one fit() where idx is
+        given."""
         raise NotImplementedError
 
     def get_val_data_path(self, idx: Any = None) -> str:
-        """The same of the validation data."""
+        """Returns the path of the validation data, as get_train_data_path() does."""
         raise NotImplementedError
 
     def get_test_data_path(self, idx: Any = None) -> str:
-        """The same of test data, which nothing here writes."""
+        """Returns the path of test data, which nothing here writes."""
         raise NotImplementedError
 
     def saving_runs(self) -> bool:
-        """Whether checkpoints and logs are kept."""
+        """Returns whether checkpoints and logs are kept."""
         raise NotImplementedError
 
     def get_runs_path(self) -> str:
-        """Of all runs."""
+        """Returns the path of all runs."""
         raise NotImplementedError
 
     def get_run_path(self, run_id: str) -> str:
-        """Of one run: its checkpoint is in it, and its logs."""
+        """Returns the path of one run, in which its checkpoint and its logs are."""
         raise NotImplementedError
 
     def get_checkpoint_path(self, run_id: str) -> str | None:
-        """The folder of the run's checkpoint; None where runs are not kept."""
+        """Returns the folder of the run's checkpoint; None where runs are not kept."""
         raise NotImplementedError
 
     def get_checkpoints(self, run_id: str, suffix: str = ".ckpt") -> list[str]:
-        """The files of that folder whose names end so."""
+        """Returns the files of the checkpoint folder whose names end so."""
         raise NotImplementedError
 
     def get_logs_path(self, run_id: str) -> str | None:
-        """Of the run's logs; None where runs are not kept."""
+        """Returns the path of the run's logs; None where runs are not kept."""
         raise NotImplementedError
 
     def get_checkpoint_filename(self) -> str:
+        """Returns the name of the checkpoint's file in the folder of a run."""
         raise NotImplementedError
 
     def get_logs_subdir(self) -> str:
+        """Returns the name of the folder of logs in the folder of a run."""
         raise NotImplementedError
 
     def exists(self, path: str) -> bool:
+        """Returns whether there is a file or folder of this path."""
         raise NotImplementedError
 
     def read(self, path: str) -> bytes:
+        """Returns the content of a file."""
         raise NotImplementedError
 
     def write_text(self, path: str, text: str) -> None:
+        """Writes a text as a file, in the place of one that is there."""
         raise NotImplementedError
 
     def is_parquet_dataset(self, path: str) -> bool:
-        """Whether Parquet can be read there."""
+        """Returns whether Parquet can be read there."""
         raise NotImplementedError
 
     def get_parquet_dataset(self, path: str) -> Any:
-        """A pyarrow.dataset.Dataset."""
+        """Returns a pyarrow.dataset.Dataset of the Parquet files there."""
         raise NotImplementedError
 
     def get_local_output_dir_fn(self, run_id: str) -> Callable[[], Any]:
-        """A context manager that gives a local folder for the files of the run."""
+        """Returns a context manager that gives a local folder for the files of the run."""
         raise NotImplementedError
 
     def sync_fn(self, run_id: str) -> Callable[[str], None]:
-        """A function that copies what is in a local folder to the folder of the run."""
+        """Returns a function that copies what is in a local folder to the folder of the run."""
         raise NotImplementedError
 
     @staticmethod
     def create(prefix_path: str, *args: Any, **kwargs: Any) -> Store:
-        """The store for this URL or path. Unsupported for hdfs:// and dbfs:/, with what to do instead."""
+        """Returns the store for this URL or path. Unsupported for hdfs:// and dbfs:/, with what to do instead."""
         if prefix_path.startswith("hdfs://"):
             return HDFSStore(prefix_path)
         if prefix_path.startswith("dbfs:"):

@@ -80,7 +80,7 @@ class KerasEstimator(HorovodEstimator, _Packed):
             raise ValueError(f"{name}: optimizer is missing, and model is not compiled with one")
 
     def get_model_shapes(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Of the model's inputs and outputs, -1 for the batch."""
+        """Returns the shapes of the model's inputs and outputs, -1 for the batch."""
         model = self.getModel()
         return [list(shape_of(one)) for one in model.inputs], [list(shape_of(one)) for one in model.outputs]
 
@@ -130,7 +130,8 @@ class KerasEstimator(HorovodEstimator, _Packed):
 
 @accessors(_OF_MODEL)
 class KerasModel(HorovodModel, _Packed):
-    """Predicts: transform(df) adds a column for each label column. getModel() is the Keras model, not compiled."""
+    """Predicts with a trained model: transform(df) adds a column for each label column. getModel() is the Keras model,
+    not compiled."""
 
     @keyword_only  # type: ignore[untyped-decorator]
     def __init__(self, **kwargs: Any) -> None:

@@ -125,7 +125,8 @@ class TorchEstimator(HorovodEstimator, Persistent):
 
 @accessors(_OF_MODEL)
 class TorchModel(HorovodModel, Persistent):
-    """Predicts: transform(df) adds a column for each label column. getModel() is the torch.nn.Module."""
+    """Predicts with a trained model: transform(df) adds a column for each label column. getModel() is the
+    torch.nn.Module."""
 
     @keyword_only  # type: ignore[untyped-decorator]
     def __init__(self, **kwargs: Any) -> None:

@@ -75,7 +75,7 @@ class ComputeClient:
 
 @dataclass(frozen=True)
 class TfDataServiceConfig:
-    """What training ranks need to know about a compute job.
+    """Describes a compute job to training ranks.
 
     dispatchers: 1 for all training ranks together, or one for each. dispatcher_side: "compute" or "training".
     addresses: of the rendezvous server. timeout: seconds to wait for each other.
@@ -89,16 +89,16 @@ class TfDataServiceConfig:
     timeout: int = 60
 
     def compute_client(self, verbose: int = 1) -> ComputeClient:
-        """A connection to the rendezvous server. `verbose` is accepted and not needed."""
+        """Returns a connection to the rendezvous server. `verbose` is accepted and not needed."""
         return ComputeClient(self.addresses, self.key, self.timeout)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON knows it; the key in hexadecimal digits."""
+        """Returns a dictionary for JSON, with the key in hexadecimal digits."""
         return {**self.__dict__, "addresses": list(self.addresses), "key": self.key.hex()}
 
     @staticmethod
     def from_dict(config: Mapping[str, Any]) -> TfDataServiceConfig:
-        """The inverse of to_dict."""
+        """Makes the object of which to_dict() made this dictionary."""
         return TfDataServiceConfig(**{**config, "key": bytes.fromhex(config["key"])})
 
     def write(self, filename: str) -> None:
@@ -126,7 +126,7 @@ class TfDataServiceConfig:
         return TfDataServiceConfig.from_dict(json.loads(Path(filename).read_text()))
 
     def workers_of(self, dispatcher: int) -> range:
-        """Numbers (ranks in the compute job) of the workers of a dispatcher."""
+        """Returns the numbers (ranks in the compute job) of the workers of a dispatcher."""
         return range(dispatcher * self.workers_per_dispatcher, (dispatcher + 1) * self.workers_per_dispatcher)
 
 

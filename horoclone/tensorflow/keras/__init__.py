@@ -37,5 +37,6 @@ def DistributedOptimizer(  # type: ignore[no-redef]
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> OptimizerT:
-    """As horoclone.keras.DistributedOptimizer, with the arguments in the order of horovod.tensorflow.keras."""
+    """Makes what horoclone.keras.DistributedOptimizer makes, with the arguments in the order of
+    horovod.tensorflow.keras."""
     return make_distributed(**locals())

@@ -82,7 +82,7 @@ class HorocloneGroup(GroupFacts):
     # --- life ---
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The time limit of operations that start from now on."""
+        """Sets the time limit of operations that start from now on."""
         self._limit_s = timeout.total_seconds() or None
 
     _set_default_timeout = set_timeout
@@ -227,7 +227,8 @@ class HorocloneGroup(GroupFacts):
         )  # fmt: skip
 
     def reduce_scatter(self, outputs: Any, sources: Any, opts: Any = None) -> Work:
-        """outputs: one tensor; sources: a list of one tensor per rank, each of the size of that rank's output."""
+        """Reduces and scatters. outputs: one tensor; sources: a list of one tensor per rank, each of the size of that
+        rank's output."""
         (output,), parts = listed(outputs), sources[0] if isinstance(sources[0], (list, tuple)) else sources
         if all(part.numel() == output.numel() for part in parts):
             return self._reduce_scatter_base(output, torch.cat([part.reshape(-1) for part in parts]), opts)
@@ -245,7 +246,7 @@ class HorocloneGroup(GroupFacts):
         return work
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, sources: Tensors, opts: Any = None) -> Work:
-        """Several reduce_scatter_tensor as one operation."""
+        """Does several reduce_scatter_tensor as one operation."""
         if len({s.dtype for s in sources}) > 1:
             raise ValueError("coalesced reduce_scatter needs tensors of one dtype")
         return self._reduce_parts(outputs, sources, opts)
@@ -266,7 +267,8 @@ class HorocloneGroup(GroupFacts):
         )
 
     def allgather(self, outputs: Any, sources: Any, opts: Any = None) -> Work:
-        """outputs: a list of one tensor per rank, of that rank's size (sizes may differ)."""
+        """Gathers a tensor of every rank. outputs: a list of one tensor per rank, of that rank's size (sizes may
+        differ)."""
         parts = outputs[0] if isinstance(outputs[0], (list, tuple)) else outputs
         (source,) = listed(sources)
         if len(parts) != self._size:
@@ -305,7 +307,7 @@ class HorocloneGroup(GroupFacts):
     all_gather_single = _allgather_base
 
     def all_gather_single_coalesced(self, outputs: Tensors, sources: Tensors, opts: Any = None) -> Work:
-        """Several all_gather_into_tensor as one operation."""
+        """Does several all_gather_into_tensor as one operation."""
         parts = [as_bytes(source) for source in sources]
         data = torch.cat(parts)
 
@@ -320,7 +322,7 @@ class HorocloneGroup(GroupFacts):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def allgather_coalesced(self, output_lists: Any, sources: Tensors, opts: Any = None) -> Work:
-        """output_lists: for each rank a list of one tensor per source."""
+        """Does several all_gather as one operation. output_lists: for each rank a list of one tensor per source."""
         if len(output_lists) != self._size:
             raise ValueError(
                 f"all_gather_coalesced: {len(output_lists)} lists of outputs for {self._size} ranks"
@@ -329,7 +331,7 @@ class HorocloneGroup(GroupFacts):
         return self._gather_bytes(torch.cat([as_bytes(s) for s in sources]), outputs, sources)
 
     def gather(self, outputs: Any, sources: Any, opts: Any = None) -> Work:
-        """Rank opts.rootRank gets everybody's tensor into its list of outputs; sizes may differ."""
+        """Collects everybody's tensor on rank opts.rootRank in its list of outputs; sizes may differ."""
         (source,) = listed(sources)
         data, parts = as_bytes(source), []
         if self._rank == opts.rootRank:
@@ -348,7 +350,7 @@ class HorocloneGroup(GroupFacts):
         )
 
     def scatter(self, outputs: Any, sources: Any, opts: Any = None) -> Work:
-        """Each rank gets its entry of the list that rank opts.rootRank has; sizes may differ."""
+        """Gives each rank its entry of the list that rank opts.rootRank has; sizes may differ."""
         (output,) = listed(outputs)
         data, splits, wanted = None, None, as_bytes(output).numel()
         if self._rank == opts.rootRank:
@@ -387,7 +389,7 @@ class HorocloneGroup(GroupFacts):
     all_to_all_single = alltoall_base
 
     def alltoall(self, outputs: Tensors, sources: Tensors, opts: Any = None) -> Work:
-        """outputs[r] gets what rank r has in sources[this rank]."""
+        """Sets outputs[r] to what rank r has in sources[this rank]."""
         if len(outputs) != self._size or len(sources) != self._size:
             raise ValueError(f"all_to_all: needs {self._size} inputs and as many outputs")
         parts = [as_bytes(source) for source in sources]
@@ -419,12 +421,13 @@ class HorocloneGroup(GroupFacts):
     # --- barriers ---
 
     def barrier(self, opts: Any = None) -> Work:
-        """Complete when every rank has called it."""
+        """Starts a barrier, complete when every rank has called it."""
         handle = self._enqueue(requests.submit_empty, ops.BARRIER)
         return self._work(handle, [], None, None, "barrier")
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier whose rank 0 names the ranks that did not come in time (the first one, or all with wait_all_ranks).
+        """Waits at a barrier whose rank 0 names the ranks that did not come in time (the first one, or all with
+        wait_all_ranks).
 
         torch.distributed.monitored_barrier itself takes gloo only: call it on the group. Raises Timeout, with gloo's
         words, on every rank that has come. timeout None: the group's; 0: rank 0 does not wait, so it raises.
@@ -438,7 +441,8 @@ class HorocloneGroup(GroupFacts):
     # --- point to point ---
 
     def send(self, tensors: Any, destination: int, tag: int = 0) -> Work:
-        """Complete when the receiver has taken it. Its tensor must have as many elements, of the same dtype."""
+        """Sends a tensor; complete when the receiver has taken it. Its tensor must have as many elements, of the same
+        dtype."""
         return self._message(ops.SEND, tensors, destination, tag)
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Work:

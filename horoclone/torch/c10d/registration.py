@@ -43,7 +43,7 @@ def _keep_torchs_recorder_off() -> None:
 
 
 def register() -> None:
-    """Once is enough."""
+    """Registers the backend "horoclone" with torch.distributed; more calls do nothing."""
     if not dist.is_available() or hasattr(dist.Backend, BACKEND.upper()):
         return
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class PowerSGDCompressor(GradientCompressor):
-    """Gradients of shape [n, ...] are n x m matrices, sent as (n + m) * rank elements; vectors are sent whole.
+    """Compresses by low rank (PowerSGD): gradients of shape [n, ...] are n x m matrices, sent as (n + m) * rank
+    elements; vectors are sent whole.
 
     A matrix that would not shrink by `min_ratio` is sent whole too, and so is everything in the first `start_step`
     steps, when gradients change too fast for a warm start. What a rank's approximation loses is added to its next

@@ -41,7 +41,8 @@ class Part:
 
 
 class Int8Compressor(GradientCompressor):
-    """Blocks of `block` elements share a float32 scale (largest magnitude / 127); nearest integer, 127 steps a side.
+    """Quantises to int8: blocks of `block` elements share a float32 scale (largest magnitude / 127); nearest integer,
+    127 steps a side.
 
     What quantising loses, on the way to the sum and on the way back, is added to the next step's gradients unless
     error_feedback is False. A block with infinities or NaN arrives as NaN. Works in float32 whatever the parameters'
@@ -87,7 +88,7 @@ class Int8Compressor(GradientCompressor):
             flat.copy_(values)
 
     def residuals(self, bucket: GradientBucket) -> dict[str, torch.Tensor]:
-        """What was lost on the way to the sums, and, of this rank's shard, on the way back."""
+        """Returns what was lost on the way to the sums, and, of this rank's shard, on the way back."""
         if not any(isinstance(key, tuple) and key[0] in ("sent", "returned") for key in bucket.state):
             return {}
         flat = torch.zeros(bucket.flat.numel(), device=bucket.flat.device)
@@ -103,7 +104,7 @@ class Int8Compressor(GradientCompressor):
         return dict(zip(bucket.names, bucket.views_of(flat), strict=True))
 
     def resume(self, bucket: GradientBucket, residuals: Mapping[str, torch.Tensor]) -> None:
-        """All of it as lost on the way to the sums: there it counts as much."""
+        """Takes all of it as lost on the way to the sums, where it counts as much."""
         for key in [key for key in bucket.state if isinstance(key, tuple) and key[0] in ("sent", "returned")]:
             del bucket.state[key]
         if not residuals or not self.error_feedback:

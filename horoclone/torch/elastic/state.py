@@ -56,29 +56,30 @@ class StateHandler:
         raise NotImplementedError
 
     def sync_saves(self) -> bool:
-        """Whether sync() ends with the copy that save() would make, so that it need not be made twice."""
+        """Returns whether sync() ends with the copy that save() would make, so that it need not be made twice."""
         return False
 
     def has_own(self) -> bool:
-        """Whether a part of the value is this rank's only, so that sync() must not replace it; alike on all ranks."""
+        """Returns whether a part of the value is this rank's only, so that sync() must not replace it; alike on all
+        ranks."""
         return False
 
     def own(self) -> Any:
-        """That part, now. NumPy's arrays in it are copied at once."""
+        """Returns the part that is this rank's only, as it is now. NumPy's arrays in it are copied at once."""
         raise NotImplementedError
 
     def set_own(self, values: Mapping[int, Any], mine: int | None, holders: Sequence[int]) -> None:
-        """Gives it what own() gave on ranks of a commit, behind restore() or sync(). See OwnPart."""
+        """Sets that part to what own() gave on ranks of a commit, behind restore() or sync(). See OwnPart."""
         raise NotImplementedError
 
     def set_value(self, value: Any) -> None:
-        """Another object takes the value's place; its state is saved."""
+        """Puts another object in the value's place; its state is saved."""
         self.value = value
         self.save()
 
 
 class ModelStateHandler(StateHandler):
-    """For a torch.nn.Module: its state_dict()."""
+    """Handles a torch.nn.Module by its state_dict()."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
@@ -89,11 +90,11 @@ class ModelStateHandler(StateHandler):
         self._saved_model_state = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        """Copies them back, in place."""
+        """Copies the parameters and buffers back, in place."""
         self.value.load_state_dict(self._saved_model_state)
 
     def sync(self) -> None:
-        """Broadcasts them, and what else the state_dict holds."""
+        """Broadcasts the parameters and buffers, and what else the state_dict holds."""
         root = root_of_sync()
         state = self.value.state_dict()
         broadcast_parameters(state, root)
@@ -104,12 +105,12 @@ class ModelStateHandler(StateHandler):
         self.save()
 
     def sync_saves(self) -> bool:
-        """It does, unless a subclass has a sync() of its own."""
+        """Returns True unless a subclass has a sync() of its own."""
         return type(self).sync is ModelStateHandler.sync
 
 
 class OptimizerStateHandler(StateHandler):
-    """For a torch.optim.Optimizer, wrapped by DistributedOptimizer or not: its state_dict().
+    """Handles a torch.optim.Optimizer, wrapped by DistributedOptimizer or not: its state_dict().
 
     In an elastic job state that is sharded over all ranks stays where it is: each rank commits its pieces, and a buddy
     keeps them too. Elsewhere nobody would, and the state is collected.
@@ -136,7 +137,8 @@ class OptimizerStateHandler(StateHandler):
         self._saved_optimizer_state = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        """Gives them back; an optimizer that had no state then has none again. Reductions in flight are given up."""
+        """Restores state and options; an optimizer that had no state then has none again. Reductions in flight are
+        given up."""
         if self._saved_layout is not None:
             OwnState(self.value).set_options(self._saved_optimizer_state["param_groups"])
             return
@@ -149,7 +151,7 @@ class OptimizerStateHandler(StateHandler):
         return is_elastic() and OwnState(self.value).is_sharded
 
     def sync(self) -> None:
-        """Broadcasts them; of sharded state the cut and the options only."""
+        """Broadcasts state and options; of sharded state the cut and the options only."""
         root, own = root_of_sync(), OwnState(self.value)
         if self._stays_cut():
             cut = own.layout(), own.options()
@@ -164,29 +166,30 @@ class OptimizerStateHandler(StateHandler):
         self._saved_optimizer_state = copy.deepcopy(self.value.state_dict())
 
     def sync_saves(self) -> bool:
-        """Not where the state is sharded, of which sync() gives the cut only."""
+        """Returns False where the state is sharded, of which sync() gives the cut only."""
         return type(self).sync is OptimizerStateHandler.sync and not self._is_sharded()
 
     def has_own(self) -> bool:
-        """Pieces of sharded state, local parameters' state, what a compressor has kept back."""
+        """Returns True where there are pieces of sharded state, local parameters or residuals of a compressor."""
         own = OwnState(self.value)
         return own.exists() and (is_elastic() or not own.is_sharded)
 
     def own(self) -> Any:
-        """This rank's pieces, and the rest of what it has alone."""
+        """Returns this rank's pieces, and the rest of what it has alone."""
         return OwnState(self.value).read()
 
     def set_own(self, values: Mapping[int, Any], mine: int | None, holders: Sequence[int]) -> None:
-        """Goes on with them; the next step cuts them anew."""
+        """Takes over what ranks of a commit had alone; the next step cuts it anew."""
         OwnState(self.value).write(values, mine, holders, self._saved_layout)
 
     def lose(self) -> None:
-        """What is left of sharded state is of no use without the rest: it begins anew, or with load_state_dict()."""
+        """Drops what is left of sharded state, which is of no use without the rest: it begins anew, or with
+        load_state_dict()."""
         OwnState(self.value).forget()
         self.save()
 
     def local_parameters(self) -> list[torch.Tensor]:
-        """The parameters that are this rank's own."""
+        """Returns the parameters that are this rank's own."""
         return OwnState(self.value).local_parameters
 
 
@@ -231,7 +234,7 @@ class LocalParameters:
 
 
 class SamplerStateHandler(StateHandler):
-    """For an ElasticSampler: which samples of the epoch are done."""
+    """Handles an ElasticSampler: which samples of the epoch are done."""
 
     def __init__(self, sampler: ElasticSampler) -> None:
         super().__init__(sampler)
@@ -242,11 +245,11 @@ class SamplerStateHandler(StateHandler):
         self._saved_sampler_state = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        """Goes back to them, and shares out what is left."""
+        """Sets epoch and number to the newest copy, and shares out what is left."""
         self.value.load_state_dict(self._saved_sampler_state)
 
     def sync(self) -> None:
-        """Broadcasts them, and shares out what is left over the ranks that there are."""
+        """Broadcasts epoch and number, and shares out what is left over the ranks that there are."""
         self.value.load_state_dict(
             broadcast_object(self.value.state_dict(), root_of_sync(), "hvd.elastic.sampler")
         )
@@ -275,12 +278,12 @@ _registry: list[tuple[type, type[StateHandler]]] = [
 
 
 def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
-    """Pairs (class, handler): the first whose class a value has handles it."""
+    """Returns pairs (class, handler), of which the first whose class a value has handles it."""
     return _registry
 
 
 def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> None:
-    """Takes the place of the pairs, for states that are made from now on."""
+    """Replaces the pairs of class and handler, for states that are made from now on."""
     global _registry
     _registry = registry
 
@@ -305,7 +308,8 @@ def _forms_of(name: str, handler: StateHandler) -> list[tuple[Any, ...]]:
 
 
 class TorchState(ObjectState):
-    """TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0, batch=0): what elastic.run keeps.
+    """Keeps a training for elastic.run: TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0,
+    batch=0).
 
     Modules, optimizers and ElasticSamplers, under whatever name, go through handlers; everything else is kept as an
     attribute. Another object that is assigned to such a name takes the place of the old one, and is saved.
@@ -350,7 +354,7 @@ class TorchState(ObjectState):
                 yield from _parts_of_optimizer(name, value)
 
     def restore(self) -> None:
-        """Goes back to the newest copy."""
+        """Sets the state to the newest copy."""
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
@@ -375,7 +379,8 @@ class TorchState(ObjectState):
         return [*parts, *(("attribute", name) for name in self._saved_state)]
 
     def reset(self) -> None:
-        """Samplers share out what is left over the ranks there are now; optimizers give up what was on its way."""
+        """Has samplers share out what is left among the ranks that there are now; optimizers give up what was on its
+        way."""
         for handler in self._handlers.values():
             if isinstance(handler, SamplerStateHandler):
                 handler.value.reset()

@@ -224,7 +224,7 @@ def grouped_allgather_async(
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> tuple[torch.Tensor, ...]:
-    """Several allgathers as one operation. Differentiable."""
+    """Does several allgathers as one operation. Differentiable."""
     tensors = tuple(tensors) if is_compiling() else tuple_of("grouped_allgather", tensors)
     if is_compiling():
         return start("grouped_allgather", tensors, name, Sum, (1.0, 1.0), process_set, differentiable=True)()
@@ -268,7 +268,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Several reducescatters as one operation. Differentiable."""
+    """Does several reducescatters as one operation. Differentiable."""
     pairs = (
         [compression.compress(t) for t in tensors]
         if is_compiling()

@@ -82,7 +82,8 @@ def remember(
 
 
 def poll(handle: Any) -> bool:
-    """True when `synchronize(handle)` would not block. ValueError for a handle that was synchronized, or is none."""
+    """Returns True when `synchronize(handle)` would not block. ValueError for a handle that was synchronized, or is
+    none."""
     if callable(handle):
         return all(poll(part) for part in getattr(handle, "parts", ()))
     _waits.refuse_no_handle("poll", handle)

@@ -32,7 +32,7 @@ def _number_of(tensor: Any, what: str) -> int:
 
 
 def isend(tensor: torch.Tensor, dst: int, tag: int = 0, process_set: ProcessSet = global_process_set) -> int:
-    """As send; returns a handle at once. Do not change the tensor before it is done."""
+    """Starts a send and returns a handle at once. Do not change the tensor before it is done."""
     dtype, to, place = _number_of(tensor, "send"), peer_number(dst, "dst"), place_of(tensor)
     runtime = native()
     handle = requests.submit(
@@ -63,7 +63,7 @@ def irecv(
     tag: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """As recv; returns a handle at once. Do not touch the tensor before it is done."""
+    """Starts a receive and returns a handle at once. Do not touch the tensor before it is done."""
     runtime = native()
     terms: dict[str, Any] = {"root": peer_number(src, "src"), "process_set": set_id(process_set), "tag": tag}
     if tensor is None:

@@ -83,7 +83,8 @@ def reduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """The reduction of everybody's tensor on rank root_rank, as a new tensor; an empty one (shape [0]) on the others.
+    """Returns the reduction of everybody's tensor on rank root_rank, as a new tensor; an empty one (shape [0]) on the
+    others.
 
     op: any but Adasum; shapes and dtypes must be the same. Differentiable for Average and Sum: every
     rank gets the root's gradient, scaled as the tensor was. The others' empty results belong to the graph: call
@@ -155,7 +156,7 @@ def gather(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Every rank's rows, in rank order, on rank root_rank; no rows (shape [0, ...]) on the others.
+    """Returns every rank's rows, in rank order, on rank root_rank; no rows (shape [0, ...]) on the others.
 
     First dimensions may differ. Differentiable: each rank gets its rows of the root's gradient. The others' empty
     results belong to the graph: call backward on every rank. A 0-d tensor is an error.
@@ -226,7 +227,8 @@ def scatter(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """This rank's share of the rows of rank root_rank's tensor: splits[r] rows for the r-th rank of the process set.
+    """Returns this rank's share of the rows of rank root_rank's tensor: splits[r] rows for the r-th rank of the process
+    set.
 
     Without splits the shares are equal, the first ranks get one row more if uneven. The root passes tensor and splits;
     the others may pass None and get the root's dtype. From a GPU the shares go to GPUs: to that of the tensor that a
