@@ -138,24 +138,20 @@ class SparkElasticJob(_SaysWhy, ElasticJob):
 
     def _turn(self) -> None:
         super()._turn()
-        if self._stage.over and not (self._ending.begun or self._finishing):
+        if self._stage.over and not (self.is_ending() or self._supervisor.finishing):
             text = f"Spark has ended the tasks of the job: {self._stage.reason() or 'they all returned'}"
-            self._end(time.monotonic(), list(self._members), text)
+            self._supervisor.end(time.monotonic(), self._supervisor.workers.values(), text)
 
-    def _look_whether_it_can_go_on(self, culprit: int, now: float) -> None:
-        is_whole = len(self._policy.hosts()) >= self._tasks
-        if is_whole and not (self._policy.can_reach_smallest() or self._ending.begun or self._finishing):
-            self._end(now, [culprit], "too few slots are left for min_num_proc")
+    def more_hosts_to_come(self) -> bool | None:
+        return len(self._supervisor.policy.hosts()) < self._tasks
 
     def _result(self) -> JobResult:
         """With the values of all ranks of the last generation, and our names of parameters."""
         result = super()._result()
         for flag, parameter in _PARAMETERS.items():
             result = result._replace(text=(result.text or "").replace(flag, parameter) or None)
-        record = self._service.coordinator.record
-        if result.exit_code != 0 or record is None or self._ending.reason == ending.FAILURE:
+        if result.exit_code != 0 or not self._supervisor.has_formed or self._ending.reason == ending.FAILURE:
             return result
-        values = {rank: self._members[key].result for rank, key in enumerate(record.indexes)}
-        return result._replace(
-            results=result.results | {rank: value for rank, value in values.items() if value}
-        )
+        ranks = [self._members[worker.number] for worker in self._supervisor.ranks()]
+        values = {rank: member.result for rank, member in enumerate(ranks) if member.result}
+        return result._replace(results=result.results | values)
