@@ -17,7 +17,10 @@ NOTICE_SIGNALS = ("USR1", "USR2")
 
 
 class Elastic(NamedTuple):
-    """What --min-np and its companions say. size: of the first generation. notice_signal: beside SIGTERM."""
+    """What --min-np and its companions say. notice_signal: beside SIGTERM.
+
+    size: of the first generation; 0: as many as there is room for when it starts.
+    """
 
     source: Source
     size: int

@@ -40,6 +40,7 @@ class Worker:
     began_s: float
     id: bytes = b""
     ended: bool = False
+    has_finished: bool = False  # with success, and its work done
     dismissed: bool = False  # it is not needed any more, so nothing follows from its end
 
 
@@ -394,6 +395,7 @@ class Supervisor:
             self.policy.left(worker.number, now)
             self._backend.say(f"the worker in {name} has left: {end.why}")
         elif code == 0:
+            worker.has_finished = True
             self.policy.done(worker.number)
             self.finishing = True  # it has a value, and nobody is started in its place
             if end.has_formed:

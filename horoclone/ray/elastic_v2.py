@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from horoclone.launch.elastic_policy import Cooldown
+from horoclone.launch.elastic_options import Elastic
+from horoclone.launch.elastic_policy import Cooldown, Plan
 from horoclone.launch.numbers import seconds, whole
 from horoclone.ray.adapter import Adapter, BaseParams
 from horoclone.ray.discovery import ChangingDiscovery, ClusterDiscovery
-from horoclone.ray.elastic_job import ElasticJob, Wishes, wait_for_slots
+from horoclone.ray.elastic_job import ElasticJob, JobSpec, wait_for_slots
 from horoclone.ray.log_queue import Callback, LogQueue
+from horoclone.runner.elastic.discovery import source_of
 
 
 class RayHostDiscovery(ClusterDiscovery):
@@ -94,7 +96,7 @@ class ElasticAdapter(Adapter):
             settings.discovery = RayHostDiscovery(
                 params_.use_gpu, params_.cpus_per_worker, params_.gpus_per_worker
             )
-        self._wishes: Wishes | None = None
+        self._spec: JobSpec | None = None
 
     def start(
         self,
@@ -105,26 +107,30 @@ class ElasticAdapter(Adapter):
     ) -> None:
         """Waits until there is room for min_workers. TimeoutException when there is none within elastic_timeout."""
         params = self.params
-        self._wishes = Wishes(
-            self.settings,
-            params.min_workers,
-            params.max_workers,
+        elastic = Elastic(
+            source_of(self.settings.discovery),
+            0,  # as many as there is room for
+            Plan(params.min_workers, params.max_workers),
+            cooldown_of(params.cooldown_range),
             params.elastic_timeout,
             params.reset_limit,
-            cooldown_of(params.cooldown_range),
+        )
+        self._spec = JobSpec(
+            self.settings,
+            elastic,
             params.cpus_per_worker,
             (params.gpus_per_worker or 0) * int(params.use_gpu),
             {name: str(value) for name, value in (extra_env_vars or {}).items()},
             (executable_cls, executable_args, executable_kwargs),
         )
-        wait_for_slots(self._wishes)
+        wait_for_slots(self._spec)
 
     def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callback] | None = None) -> list[Any]:
         """fn(executable) on every worker; values of those that have finished, by rank. RuntimeError when it fails."""
-        if self._wishes is None:
+        if self._spec is None:
             raise RuntimeError("this RayExecutor has not been started: call start() first")
         with LogQueue(callbacks) as queue:
-            return ElasticJob(self._wishes, queue.queue).run(fn)
+            return ElasticJob(self._spec, queue.queue).run(fn)
 
     def run(
         self,
@@ -156,4 +162,4 @@ class ElasticAdapter(Adapter):
 
     def shutdown(self) -> None:
         """start() may follow."""
-        self._wishes = None
+        self._spec = None

@@ -311,20 +311,20 @@ def reset_limit() -> str:
 
 def hidden_secret() -> int:
     """While an elastic job runs its secret is in no environment; found by what the job's server knows."""
-    from horoclone.runner.elastic import generations
+    from horoclone.launch import supervisor
 
-    made: list[Any] = []
-    init = generations.Generations.__init__
+    made: list[bytes] = []
+    serve = supervisor.Supervisor.serve
 
-    def noted(self: Any, *args: Any) -> None:
-        init(self, *args)
-        made.append(self)
+    def noted(self: Any, secret: bytes, *args: Any) -> Any:
+        made.append(secret)
+        return serve(self, secret, *args)
 
-    generations.Generations.__init__ = noted  # type: ignore[method-assign]
+    supervisor.Supervisor.serve = noted  # type: ignore[method-assign]
     try:
         job = Job(min_workers=2, max_workers=2)
         job.of_size(2)
-        secret = made[0]._secret.encode()
+        secret = made[0]
         looked_at = 0
         for path in [*Path("/proc").glob("[0-9]*/environ"), *Path("/proc").glob("[0-9]*/cmdline")]:
             try:
@@ -334,7 +334,7 @@ def hidden_secret() -> int:
                 pass
         job.finish()
     finally:
-        generations.Generations.__init__ = init  # type: ignore[method-assign]
+        supervisor.Supervisor.serve = serve  # type: ignore[method-assign]
     return looked_at
 
 
