@@ -43,7 +43,7 @@ class RunError(RuntimeError):
         self.exit_code = exit_code
 
 
-class _Wishes(NamedTuple):
+class _JobSpec(NamedTuple):
     """The arguments of run() in the launcher's words."""
 
     size: int
@@ -119,7 +119,7 @@ def run(
     start_timeout = seconds(_RUN, "start_timeout", start_timeout)
     is_elastic = any(value is not None for value in elastic.values())
     _refuse(func, bool(use_mpi or mpi_args), bool(use_gloo), is_elastic)
-    wishes = _Wishes(
+    spec = _JobSpec(
         size=_either("num_proc", num_proc, "np", np) or smallest or 1,
         hosts=hosts,
         hostfile=hostfile,
@@ -133,7 +133,7 @@ def run(
         elastic=elastic,
     )
     call = pickled_call(func, args, kwargs)
-    return _run_with_mpi(wishes, mpi_args or "", call) if use_mpi or mpi_args else _run(wishes, call)
+    return _run_with_mpi(spec, mpi_args or "", call) if use_mpi or mpi_args else _run(spec, call)
 
 
 def _ssh(port: int | None, key: str | None, python: str | None, timeout_s: float | None) -> SshOptions:
@@ -177,9 +177,9 @@ def _refuse(func: Any, by_mpi: bool, by_gloo: bool, is_elastic: bool) -> None:
         raise ValueError(f"run(): func must be callable, not {type(func).__name__}.")
 
 
-def _run(wishes: _Wishes, function: bytes) -> list[Any]:
+def _run(spec: _JobSpec, function: bytes) -> list[Any]:
     try:
-        result = _job(wishes, function).run()
+        result = _job(spec, function).run()
     except LaunchError as error:
         if error.exit_code == 2:
             raise ValueError(f"run(): {error}") from None
@@ -187,18 +187,18 @@ def _run(wishes: _Wishes, function: bytes) -> list[Any]:
     return values_of(result)
 
 
-def _run_with_mpi(wishes: _Wishes, mpi_args: str, function: bytes) -> list[Any]:
+def _run_with_mpi(spec: _JobSpec, mpi_args: str, function: bytes) -> list[Any]:
     from horoclone.launch import mpirun
 
     request = mpirun.MpiRequest(
-        placements=_placements(wishes),
-        command=[wishes.ssh.python, "-c", RANK, package_home()],
-        environment=_environment(wishes),
+        placements=_placements(spec),
+        command=[spec.ssh.python, "-c", RANK, package_home()],
+        environment=_environment(spec),
         mpi_args=mpi_args,
-        output_folder=wishes.output_folder,
+        output_folder=spec.output_folder,
     )
     try:
-        exit_code, answers = mpirun.call(request, function, wishes.grace_s)
+        exit_code, answers = mpirun.call(request, function, spec.grace_s)
     except LaunchError as error:
         raise ValueError(f"run(): {error}") from None
     if exit_code != 0:
@@ -220,50 +220,50 @@ def pickled_call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     return pack_function(path, cloudpickle.dumps((func, tuple(args), dict(kwargs or {}))))
 
 
-def _job(wishes: _Wishes, function: bytes) -> Any:
+def _job(spec: _JobSpec, function: bytes) -> Any:
     from horoclone.launch.elastic_job import ElasticJob
     from horoclone.launch.job import Job, JobRequest
     from horoclone.launch.output import Screen, Style
 
-    elastic = _elastic(wishes)
+    elastic = _elastic(spec)
     request = JobRequest(
-        placements=_placements(wishes) if elastic is None else [],
-        command=[wishes.ssh.python, "-c", RANK, package_home()],
-        environment=_environment(wishes),
+        placements=_placements(spec) if elastic is None else [],
+        command=[spec.ssh.python, "-c", RANK, package_home()],
+        environment=_environment(spec),
         cwd=os.getcwd(),
         screen=Screen(Style()),
-        ssh=wishes.ssh,
-        output_folder=wishes.output_folder,
-        grace_s=wishes.grace_s,
-        interfaces=wishes.interfaces,
+        ssh=spec.ssh,
+        output_folder=spec.output_folder,
+        grace_s=spec.grace_s,
+        interfaces=spec.interfaces,
         function=function,
-        verbose=wishes.verbose,
+        verbose=spec.verbose,
         give_stdin=False,
     )
     return Job(request) if elastic is None else ElasticJob(request, elastic)
 
 
-def _elastic(wishes: _Wishes) -> Any:
+def _elastic(spec: _JobSpec) -> Any:
     from horoclone.launch.elastic_options import elastic_of
 
-    where = {"num_proc": wishes.size, "hosts": wishes.hosts, "hostfile": wishes.hostfile}
-    return elastic_of(argparse.Namespace(**where, **wishes.elastic), "horoclonerun")
+    where = {"num_proc": spec.size, "hosts": spec.hosts, "hostfile": spec.hostfile}
+    return elastic_of(argparse.Namespace(**where, **spec.elastic), "horoclonerun")
 
 
-def _placements(wishes: _Wishes) -> list[Any]:
+def _placements(spec: _JobSpec) -> list[Any]:
     from horoclone.launch.cli import choose_placements
 
-    return choose_placements(wishes.size, wishes.hosts, wishes.hostfile)
+    return choose_placements(spec.size, spec.hosts, spec.hostfile)
 
 
-def _environment(wishes: _Wishes) -> dict[str, str]:
+def _environment(spec: _JobSpec) -> dict[str, str]:
     from horoclone.launch.environment import job_environment
 
-    settings = dict(wishes.environment)
-    if wishes.start_timeout_s is not None:
-        settings["HOROVOD_START_TIMEOUT"] = f"{wishes.start_timeout_s:g}"
-    if wishes.interfaces:
-        settings["HOROVOD_GLOO_IFACE"] = wishes.interfaces
+    settings = dict(spec.environment)
+    if spec.start_timeout_s is not None:
+        settings["HOROVOD_START_TIMEOUT"] = f"{spec.start_timeout_s:g}"
+    if spec.interfaces:
+        settings["HOROVOD_GLOO_IFACE"] = spec.interfaces
     for stream in (sys.stdout, sys.stderr):  # the ranks' lines go straight to the descriptors
         if stream is not None:
             stream.flush()

@@ -99,8 +99,8 @@ def needs_majority(quorum: str, one_host: bool) -> bool:
 
 def _source_of(arguments: argparse.Namespace) -> tuple[Source, int]:
     """Where hosts come from, and the slots that are known before anybody has looked."""
-    wishes = ("host_discovery_script", "host_discovery", "hosts", "hostfile")
-    if sum(bool(getattr(arguments, wish)) for wish in wishes) > 1:
+    flags = ("host_discovery_script", "host_discovery", "hosts", "hostfile")
+    if sum(bool(getattr(arguments, flag)) for flag in flags) > 1:
         raise LaunchError(
             "-H, --hostfile, --host-discovery and --host-discovery-script all name the hosts; give one of them"
         )

@@ -66,12 +66,12 @@ def job_environment(ours: Mapping[str, str], settings: Mapping[str, str]) -> dic
 
 
 def thread_variables(
-    environment: Mapping[str, str], wish: str, local_size: int, cores: int
+    environment: Mapping[str, str], threads: str, local_size: int, cores: int
 ) -> dict[str, str]:
-    """OMP_NUM_THREADS so that the ranks of one host share its cores. wish: 'auto', 'off' or a number."""
-    if wish == "off" or (wish == "auto" and ("OMP_NUM_THREADS" in environment or local_size < 2)):
+    """OMP_NUM_THREADS so that the ranks of one host share its cores. threads: 'auto', 'off' or a number."""
+    if threads == "off" or (threads == "auto" and ("OMP_NUM_THREADS" in environment or local_size < 2)):
         return {}
-    return {"OMP_NUM_THREADS": str(max(1, cores // local_size)) if wish == "auto" else wish}
+    return {"OMP_NUM_THREADS": str(max(1, cores // local_size)) if threads == "auto" else threads}
 
 
 def exported(environment: Mapping[str, str]) -> dict[str, str]:

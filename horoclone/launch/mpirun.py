@@ -79,7 +79,7 @@ def find() -> Mpi:
 
 
 def command_line(mpi: Mpi, request: MpiRequest) -> tuple[list[str], dict[str, str]]:
-    """(mpirun's arguments, its whole environment). LaunchError for a wish that this mpirun has no flag for."""
+    """(mpirun's arguments, its whole environment). LaunchError for what this mpirun has no flag for."""
     environment = dict(request.environment)
     most = max(one.local_size for one in request.placements)
     environment.update(thread_variables(environment, request.threads, most, usable_cores()))

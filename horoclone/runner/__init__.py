@@ -14,7 +14,7 @@ __all__ = ["run"]
 
 
 class _HorovodArgs:
-    """The wishes of one start, by the names of horovodrun's flags; scripts fill it in and call runner.launch._run()."""
+    """What one start is asked for, by the names of horovodrun's flags; for runner.launch._run()."""
 
     def __init__(self) -> None:
         self.num_proc: int | str | None = 1

@@ -37,7 +37,7 @@ START_TIMEOUT_S = 600.0
 ELASTIC_TIMEOUT_S = 600.0
 
 
-class _Wishes(NamedTuple):
+class _JobSpec(NamedTuple):
     """The arguments that run() and run_elastic() have in common. tasks: how many; wanted: so many must start."""
 
     what: str
@@ -85,14 +85,14 @@ def run(
     context = active_context()
     _refuse(fn, use_mpi, use_gloo, extra_mpi_args)
     size = _number("num_proc", num_proc, int(context.defaultParallelism))
-    wishes = _wishes(
+    spec = _job_spec(
         "horoclone.spark.run", fn, args, kwargs, (size, size), start_timeout, env, stdout, stderr, verbose, nics,
         prefix_output_with_timestamp, executable, True,
     )  # fmt: skip
-    with _opened(context, wishes) as (door, stage, tasks):
-        environment = environment_of(env, wishes.nics, wishes.start_timeout_s)
-        request = request_of(placements_of(tasks), environment, wishes.screen, door, verbose)
-        return _values(wishes.what, SparkJob(request, stage))
+    with _opened(context, spec) as (door, stage, tasks):
+        environment = environment_of(env, spec.nics, spec.start_timeout_s)
+        request = request_of(placements_of(tasks), environment, spec.screen, door, verbose)
+        return _values(spec.what, SparkJob(request, stage))
 
 
 def run_elastic(
@@ -138,16 +138,16 @@ def run_elastic(
         )
     reset_limit = None if reset_limit is None else _number("reset_limit", reset_limit, 1)
     timeout_s = _seconds("elastic_timeout", elastic_timeout, "HOROVOD_ELASTIC_TIMEOUT", ELASTIC_TIMEOUT_S)
-    wishes = _wishes(
+    spec = _job_spec(
         "horoclone.spark.run_elastic", fn, args, kwargs, (largest, size), start_timeout, env, stdout, stderr, verbose,
         nics, prefix_output_with_timestamp, executable, False,
     )  # fmt: skip
-    with _opened(context, wishes) as (door, stage, _):
+    with _opened(context, spec) as (door, stage, _):
         plan = Plan(smallest, largest)
         elastic = Elastic(door, size, plan, Cooldown(None), timeout_s, reset_limit)
-        environment = environment_of(env, wishes.nics, wishes.start_timeout_s)
-        request = request_of([], environment, wishes.screen, door, verbose)
-        return _values(wishes.what, SparkElasticJob(request, elastic, stage, largest))
+        environment = environment_of(env, spec.nics, spec.start_timeout_s)
+        request = request_of([], environment, spec.screen, door, verbose)
+        return _values(spec.what, SparkElasticJob(request, elastic, stage, largest))
 
 
 def _refuse(fn: Any, use_mpi: bool | None, use_gloo: bool | None, extra_mpi_args: str | None) -> None:
@@ -179,7 +179,7 @@ def _seconds(name: str, value: float | None, variable: str, default: float) -> f
     return seconds
 
 
-def _wishes(
+def _job_spec(
     what: str,
     fn: Callable[..., Any],
     args: Sequence[Any],
@@ -194,32 +194,30 @@ def _wishes(
     timestamps: bool,
     executable: str | None,
     barrier: bool,
-) -> _Wishes:
+) -> _JobSpec:
     names = nics.split(",") if isinstance(nics, str) else sorted(nics) if nics else None
     limit_s = _seconds("start_timeout", start_timeout, "HOROVOD_SPARK_START_TIMEOUT", START_TIMEOUT_S)
     screen = StreamScreen(Style(timestamps=timestamps), stdout, stderr)
     call = pickled_call(fn, args, kwargs)
-    return _Wishes(what, call, *tasks, limit_s, env, screen, verbose, names, executable, barrier)
+    return _JobSpec(what, call, *tasks, limit_s, env, screen, verbose, names, executable, barrier)
 
 
 @contextlib.contextmanager
-def _opened(context: Any, wishes: _Wishes) -> Iterator[tuple[Door, Stage, list[Task]]]:
+def _opened(context: Any, spec: _JobSpec) -> Iterator[tuple[Door, Stage, list[Task]]]:
     """The driver's door, the Spark job, and its tasks when enough have come. Nothing of them is left at the end."""
     secret, job = secrets.token_bytes(32), secrets.token_hex(8)
     try:
-        door = Door(secret, job, bindings(str(context.master), wishes.nics))
+        door = Door(secret, job, bindings(str(context.master), spec.nics))
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{wishes.what}: the driver cannot listen: {error}; nics chooses interfaces"
-        ) from None
-    offer = Offer(tuple(door.own_addresses), secret, job, wishes.python)
-    function = context.broadcast(wishes.call)
+        raise ValueError(f"{spec.what}: the driver cannot listen: {error}; nics chooses interfaces") from None
+    offer = Offer(tuple(door.own_addresses), secret, job, spec.python)
+    function = context.broadcast(spec.call)
     stage = None
     try:
-        text = f"{wishes.what}: {wishes.wanted} ranks"
+        text = f"{spec.what}: {spec.wanted} ranks"
         task = functools.partial(serve_partition, offer, function)
-        stage = Stage(context, wishes.tasks, task, wishes.barrier, text)
-        yield door, stage, _tasks(context, wishes, door, stage)
+        stage = Stage(context, spec.tasks, task, spec.barrier, text)
+        yield door, stage, _tasks(context, spec, door, stage)
         door.close()
         stage.join(10.0)
     finally:
@@ -230,19 +228,17 @@ def _opened(context: Any, wishes: _Wishes) -> Iterator[tuple[Door, Stage, list[T
             function.destroy()
 
 
-def _tasks(context: Any, wishes: _Wishes, door: Door, stage: Stage) -> list[Task]:
+def _tasks(context: Any, spec: _JobSpec, door: Door, stage: Stage) -> list[Task]:
     def look() -> None:
         if stage.over:
-            raise RunError(
-                f"{wishes.what}: Spark could not run the tasks of the job: {stage.reason()}", -1, 1
-            )
+            raise RunError(f"{spec.what}: Spark could not run the tasks of the job: {stage.reason()}", -1, 1)
 
     try:
-        tasks = door.wait(wishes.wanted, wishes.start_timeout_s, look)
+        tasks = door.wait(spec.wanted, spec.start_timeout_s, look)
     except LaunchError as error:
-        raise RunError(f"{wishes.what}: {error}", -1, error.exit_code) from None
-    if len(tasks) < wishes.wanted:
-        raise too_few(context, wishes.what, wishes.wanted, len(tasks), wishes.start_timeout_s)
+        raise RunError(f"{spec.what}: {error}", -1, error.exit_code) from None
+    if len(tasks) < spec.wanted:
+        raise too_few(context, spec.what, spec.wanted, len(tasks), spec.start_timeout_s)
     return tasks
 
 
