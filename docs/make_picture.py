@@ -38,7 +38,7 @@ LAYER_OF_FILE = {
 }
 # Modules below horoclone by their beginning: what is drawn together, and what apart from the rest of its folder.
 GROUP_OF_MODULE = {
-    "init and exit": ("runtime.life", "runtime.ending", "runtime.exported"),
+    "init and exit": ("runtime.lifecycle", "runtime.exit_hooks", "runtime.exported"),
     "arrays": ("arrays", "objects"),
     "handles": ("handles", "compression", "ops"),
     "errors and settings": ("errors", "settings", "numbers", "stand_ins"),

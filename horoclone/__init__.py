@@ -16,7 +16,7 @@ HOROVOD_VERSION = "0.28.1"
 """The version of Horovod whose behaviour this is: `horovod.__version__`, where `import horovod` finds horoclone."""
 
 _HOMES: dict[str, tuple[str, ...]] = {
-    "runtime.life": ("init", "shutdown"),
+    "runtime.lifecycle": ("init", "shutdown"),
     "runtime": (
         "is_initialized", "rank", "size", "local_rank", "local_size", "cross_rank", "cross_size", "is_homogeneous",
         "mpi_threads_supported", "mpi_enabled", "gloo_enabled", "start_timeline", "stop_timeline",

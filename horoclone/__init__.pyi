@@ -6,7 +6,7 @@ from typing import Any, overload
 from numpy import int32
 from numpy.typing import ArrayLike, NDArray
 
-from horoclone.runtime.life import (
+from horoclone.runtime.lifecycle import (
     init as init,
     shutdown as shutdown,
 )

@@ -285,7 +285,7 @@ class Crew:
 
         modules = (
             "pytest",
-            "horoclone.runtime.life",
+            "horoclone.runtime.lifecycle",
             "horoclone._core",
             "horoclone.bootstrap.exchange",
             *modules,

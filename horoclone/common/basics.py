@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from horoclone import ops, process_sets, runtime
-from horoclone.runtime import built, life
+from horoclone.runtime import built, lifecycle
 
 
 class HorovodBasics:
@@ -18,8 +18,8 @@ class HorovodBasics:
     Max = ops.Max
     Product = ops.Product
 
-    init = staticmethod(life.init)
-    shutdown = staticmethod(life.shutdown)
+    init = staticmethod(lifecycle.init)
+    shutdown = staticmethod(lifecycle.shutdown)
     is_initialized = staticmethod(runtime.is_initialized)
     start_timeline = staticmethod(runtime.start_timeline)
     stop_timeline = staticmethod(runtime.stop_timeline)

@@ -35,7 +35,7 @@ from horoclone.runtime import (
     stop_timeline,
 )
 from horoclone.runtime.built import cuda_built, nccl_built
-from horoclone.runtime.life import init, shutdown
+from horoclone.runtime.lifecycle import init, shutdown
 
 if TYPE_CHECKING:
 

@@ -13,7 +13,7 @@ from horoclone.elastic.generation import ALONE, generation
 from horoclone.elastic.notice import notification_manager
 from horoclone.elastic.recovery import watch
 from horoclone.elastic.state import root_of_sync
-from horoclone.runtime import life, newcomer
+from horoclone.runtime import lifecycle, newcomer
 
 SAME_FAILURES = 3  # in a row and without a commit between them: it would fail for ever
 
@@ -140,7 +140,7 @@ def _prepare(state: Any, reason: Reason) -> None:
         leaving = leaving or "another rank was asked to leave"
     if leaving is not None and not state._nobody_stays:
         member.leave(leaving)
-        life.shutdown()
+        lifecycle.shutdown()
         raise SystemExit(member.code_of_leaving())
 
 
@@ -155,9 +155,9 @@ def _agree_on_commit(state: Any) -> None:
 
 def reset_world() -> None:
     """Begins another generation: shutdown(), init()."""
-    life.shutdown()
+    lifecycle.shutdown()
     failpoints.reach("elastic.run.between")
-    life.init()
+    lifecycle.init()
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:

@@ -31,7 +31,7 @@ from horoclone.runtime import (
     size,
 )
 from horoclone.runtime.flat_metrics import flat_metrics
-from horoclone.runtime.life import init, shutdown
+from horoclone.runtime.lifecycle import init, shutdown
 from horoclone.runtime.observe import flight_record, metrics
 
 native.load()

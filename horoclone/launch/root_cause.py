@@ -1,7 +1,7 @@
 """Root causes: which ranks the text of an error names, in the forms in which the runtime names them. Pure functions.
 
 The words come from csrc/agreement/mismatch.cc (who announced what), csrc/engine/watch (who is late), Mesh::describe
-("rank 3 (node-b, pid 812)") and runtime/ending.py ("rank 3 raised ValueError: ...").
+("rank 3 (node-b, pid 812)") and runtime/exit_hooks.py ("rank 3 raised ValueError: ...").
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import socket
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 
 from horoclone import objects, runtime
-from horoclone.runtime import life
+from horoclone.runtime import lifecycle
 
 
 class HorocloneEnvironment(ClusterEnvironment):
@@ -23,7 +23,7 @@ class HorocloneEnvironment(ClusterEnvironment):
 
     def __init__(self) -> None:
         super().__init__()
-        life.init()
+        lifecycle.init()
         self._main_endpoint: tuple[str, int] | None = None
 
     @property

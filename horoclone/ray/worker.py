@@ -101,9 +101,9 @@ class BaseHorovodWorker:
 
     def leave(self) -> None:
         """Ends the runtime, so that the others need not find out that this process is gone."""
-        life = sys.modules.get("horoclone.runtime.life")
-        if life is not None:
-            life.shutdown()
+        lifecycle = sys.modules.get("horoclone.runtime.lifecycle")
+        if lifecycle is not None:
+            lifecycle.shutdown()
 
     def set_queue(self, queue: Any) -> None:
         """Sets the queue into which ray_logger.log() puts what it is given."""

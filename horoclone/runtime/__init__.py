@@ -1,6 +1,6 @@
-"""The runtime of this process: the pointer to it and the facts that it knows. life.py starts and ends it.
+"""The runtime of this process: the pointer to it and the facts that it knows. lifecycle.py starts and ends it.
 
-Nothing here imports life.py, so that process sets and bindings can use the pointer without what init() needs.
+Nothing here imports lifecycle.py, so that process sets and bindings can use the pointer without what init() needs.
 """
 
 from horoclone.runtime.current import is_initialized, native

@@ -1,7 +1,7 @@
 """Hands the runtime to native libraries of framework bindings that submit to the engine themselves, without Python.
 
 TensorFlow's ops and JAX's compiled calls are such libraries. Each holds one pointer to the runtime, which is set here
-after every init() and cleared before every shutdown(). Thread: any; life.py calls publish() with its lock held.
+after every init() and cleared before every shutdown(). Thread: any; lifecycle.py calls publish() with its lock held.
 """
 
 from __future__ import annotations

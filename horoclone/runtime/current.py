@@ -1,7 +1,7 @@
 """The one pointer to the native runtime of this process, and the job that it belongs to.
 
 The core has no globals; only this module makes `hvd.rank()` work without an object. Bindings call `native()` for every
-operation. life.py and ending.py write these variables, with `lock` held. Thread: any.
+operation. lifecycle.py and exit_hooks.py write these variables, with `lock` held. Thread: any.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from horoclone.runtime.built import (
     rocm_built,
     sycl_built,
 )
-from horoclone.runtime.life import init, shutdown
+from horoclone.runtime.lifecycle import init, shutdown
 
 __all__ = [
     "ProcessSet", "add_process_set", "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built",

@@ -14,7 +14,7 @@ from horoclone.errors import (
     Unsupported,
 )
 from horoclone.ops import *  # noqa: F403 - the reductions; what a star gives, mypy does not pass on through another
-from horoclone.runtime import life
+from horoclone.runtime import lifecycle
 from horoclone.runtime.exported import *  # noqa: F403 - facts, init() and shutdown(), for the same reason
 from horoclone.runtime.flat_metrics import flat_metrics
 from horoclone.runtime.observe import flight_record, metrics
@@ -36,7 +36,7 @@ from horoclone.torch.sync_batch_norm import SyncBatchNorm
 if TYPE_CHECKING:
     from horoclone.torch.local_sgd import DiLoCo, LocalSGD
 
-life.preferred["HOROCLONE_TIMELINE_OPERATION_NAMES"] = "1"
+lifecycle.preferred["HOROCLONE_TIMELINE_OPERATION_NAMES"] = "1"
 
 __all__ = [
     *messages.__all__, *mpi_ops.__all__, *rooted.__all__,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from horoclone import runtime
 from horoclone.runtime.attached import attach
-from horoclone.runtime.life import init, shutdown
+from horoclone.runtime.lifecycle import init, shutdown
 
 
 def test_a_setter_hears_of_every_life_and_of_one_that_has_begun() -> None:

@@ -28,7 +28,7 @@ if dies and phase == "before init":
 import numpy as np
 import horoclone as hvd
 from horoclone import errors
-from horoclone.runtime import life
+from horoclone.runtime import lifecycle
 from horoclone.bootstrap import exchange
 
 class Dies:
@@ -48,8 +48,8 @@ class Dies:
         self.native.shutdown(*arguments)
 
 if dies:
-    new_runtime = life.new_runtime
-    life.new_runtime = lambda settings: Dies(new_runtime(settings))
+    new_runtime = lifecycle.new_runtime
+    lifecycle.new_runtime = lambda settings: Dies(new_runtime(settings))
     gather = exchange.Job.gather
     def gather_and_die(self, *arguments):
         if phase == "before gathering":

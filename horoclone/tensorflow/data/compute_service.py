@@ -22,7 +22,7 @@ import tensorflow as tf
 from horoclone import arrays, errors, runtime
 from horoclone.bootstrap import wire
 from horoclone.bootstrap.rendezvous import Client
-from horoclone.runtime import life
+from horoclone.runtime import lifecycle
 
 SERVICE = tf.data.experimental.service
 JOB = "tf.data"
@@ -206,7 +206,7 @@ tf.data.Dataset.send_to_data_service = send_to_data_service
 
 def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
     """One rank of the compute job: a worker, and the dispatcher where one belongs here. Returns after shutdown()."""
-    life.init()
+    lifecycle.init()
     index = runtime.rank()
     dispatcher = index // compute_config.workers_per_dispatcher
     client = compute_config.compute_client()

@@ -11,13 +11,13 @@ import secrets
 from horoclone import runtime
 from horoclone.bootstrap.rendezvous import Server
 from horoclone.objects import broadcast_object
-from horoclone.runtime import life
+from horoclone.runtime import lifecycle
 from horoclone.tensorflow.data.compute_service import JOB, TfDataServiceConfig, compute_worker_fn
 
 
 def main(dispatchers: int, dispatcher_side: str, configfile: str, timeout: int) -> None:
     """Serves until a training rank calls config.compute_client().shutdown(). ValueError for numbers that do not fit."""
-    life.init()
+    lifecycle.init()
     size = runtime.size()
     if dispatchers < 1 or size % dispatchers:
         raise ValueError(

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from horoclone import errors, objects
 from horoclone.bootstrap import exchange, launchers, wire
-from horoclone.runtime import current, life, native_module, stacks
+from horoclone.runtime import current, lifecycle, native_module, stacks
 from horoclone.settings import setting, settings_of, start_timeout_s, with_own_files
 from horoclone.torch.c10d.lost import Look
 from horoclone.torch.c10d.signed import SignedStore
@@ -127,7 +127,7 @@ def rendezvous_of_any_launcher(torchs_own: Callable[..., Iterator[Any]]) -> Call
         if given or "rank=" in url or "world_size=" in url:
             yield from serving_at_once(torchs_own)(url, timeout, **kwargs)
             return
-        life.init()
+        lifecycle.init()
         native = current.native()
         yield _store(native, timeout), native.rank, native.size
         raise RuntimeError("env:// has no second rendezvous")

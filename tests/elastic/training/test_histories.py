@@ -27,7 +27,7 @@ from horoclone.elastic.state import ObjectState
 from horoclone.errors import PeerLost
 from horoclone.membership import coordinator
 from horoclone.membership.coordinator import Coordinator, Evicted, Limits, Record, Stop
-from horoclone.runtime import facts, life
+from horoclone.runtime import facts, lifecycle
 
 EPOCHS = 3
 MAX_TURNS = 20_000  # of a history; one that takes more waits for ever
@@ -156,7 +156,7 @@ class World:
         patch.setattr(member, "leave_requested", lambda: self.current.leaving or None)
         patch.setattr(member, "leave", self._leave)
         patch.setattr(member, "told_by_all", lambda words, name: list(map(list, self.gather(words, name))))
-        patch.setattr(life, "shutdown", lambda: None)
+        patch.setattr(lifecycle, "shutdown", lambda: None)
         patch.setattr(state, "is_ours", lambda _: True)
         for module in (run, state):
             patch.setattr(module, "generation", self.generation)

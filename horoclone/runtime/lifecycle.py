@@ -1,4 +1,4 @@
-"""Starts and ends this process's runtime: init() and shutdown(). ending.py handles exit, exceptions and fork().
+"""Starts and ends this process's runtime: init() and shutdown(). exit_hooks.py handles exit, exceptions and fork().
 
 Thread: any, one at a time (current.lock).
 """
@@ -15,7 +15,16 @@ from horoclone import errors, failpoints, selection
 from horoclone import process_sets as sets
 from horoclone.bootstrap import address_space, exchange, mpi_link
 from horoclone.process_sets import ProcessSet
-from horoclone.runtime import attached, current, ending, member, newcomer, offspring, shared_metrics, stacks
+from horoclone.runtime import (
+    attached,
+    current,
+    exit_hooks,
+    member,
+    newcomer,
+    offspring,
+    shared_metrics,
+    stacks,
+)
 from horoclone.runtime.current import say
 from horoclone.runtime.gpu_libraries import with_libraries
 from horoclone.runtime.native_module import core, new_runtime
@@ -59,12 +68,12 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         if current.runtime is not None or offspring.recognise():
             return
         failpoints.check()
-        ending.install_hooks(_finish, _shutdown)
+        exit_hooks.install_hooks(_finish, _shutdown)
         wanted = _checked_process_sets(process_sets, comm)
         if member.is_elastic():
             _join_generation(comm, wanted)
             return
-        ending.end_when_told()
+        exit_hooks.end_when_told()
         member.hear_signal()
         deadline = time.monotonic() + start_timeout_s(os.environ)
         current.job = exchange.open_job(comm, os.environ, deadline, say, current.job)
@@ -250,7 +259,7 @@ def shutdown() -> None:
     if current.forked_from is not None:
         raise current.forked_error()
     _finish()
-    _shutdown(ending.EXIT_DEADLINE_S)
+    _shutdown(exit_hooks.EXIT_DEADLINE_S)
 
 
 def _finish() -> None:
