@@ -19,10 +19,11 @@ PACKAGE = ROOT / "horoclone"
 # package horoclone (its version, and nothing else), and the layers that are named.
 MAY_IMPORT: dict[str, set[str]] = {
     "_keras": {"keras", "ops", "process_sets"},
+    "anonymous_file": set(),
     "arguments": set(),
     "arrays": {"arguments", "handles", "ops", "process_sets", "runtime"},
     "bootstrap": {"errors", "selection", "settings", "visitors"},
-    "checkpoint": {"errors", "failpoints", "objects", "runtime"},
+    "checkpoint": {"anonymous_file", "errors", "failpoints", "objects", "runtime"},
     "common": {"elastic", "errors", "ops", "process_sets", "runtime", "runtime.lifecycle"},
     "compression": set(),
     "cupy": {"arrays", "errors", "objects", "ops", "process_sets", "runtime", "runtime.lifecycle"},
@@ -66,6 +67,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "tracking",
     },
     "launch": {
+        "anonymous_file",
         "bootstrap",
         "errors",
         "failpoints",
@@ -142,6 +144,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "torch.sync_batch_norm",
     },
     "torch.c10d": {
+        "anonymous_file",
         "bootstrap",
         "errors",
         "objects",
