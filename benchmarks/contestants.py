@@ -148,11 +148,11 @@ class HorocloneInt8(Horoclone):
         from types import SimpleNamespace
 
         from horoclone.process_sets import global_process_set
-        from horoclone.torch.optimizer.gradient_bucket import GradientBucket
+        from horoclone.torch.optimizer.gradient_bucket import OptimizerBucket
 
         compressor = hvd.Compression.int8(error_feedback=False)
         flat: Any = SimpleNamespace(flat=tensor, slots=[], index=0)
-        bucket = GradientBucket(flat, name, hvd.Sum, global_process_set)
+        bucket = OptimizerBucket(flat, name, hvd.Sum, global_process_set)
 
         def run() -> None:
             work = compressor.reduce(bucket)

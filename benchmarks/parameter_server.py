@@ -70,7 +70,7 @@ def our_worker(store: str, rank: int, steps: int, dense: int) -> list[float]:
 def our_dense_steps(servers: Any, steps: int, dense: int) -> list[float]:
     import torch
 
-    from horoclone.torch.ps import KVStore
+    from horoclone.ps.torch import KVStore
 
     torch.set_num_threads(1)
     store = KVStore(servers)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import horoclone.torch as hvd
-from horoclone.torch import ps
+from horoclone.ps import torch as ps
 
 USERS, ITEMS, WIDTH = 300, 100, 16
 

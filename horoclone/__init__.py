@@ -51,7 +51,10 @@ __all__ = ["__version__", *_HOME_OF]
 def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
     if name == "checkpoint":
-        return importlib.import_module("horoclone.checkpoint")
+        from horoclone import optional
+
+        if optional.is_there(name):
+            return optional.load("checkpoint")
     if home is None:
         raise AttributeError(f"module 'horoclone' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"horoclone.{home}"), name)

@@ -15,7 +15,7 @@ from horoclone.checkpoint.failures import CheckpointError, NothingSaved
 from horoclone.checkpoint.files import saves
 from horoclone.checkpoint.loading import Pieces, load
 from horoclone.checkpoint.saving import Save
-from horoclone.checkpoint.tree import Owned
+from horoclone.owned import Owned
 from horoclone.runtime.current import say
 
 __all__ = ["CheckpointError", "NothingSaved", "Owned", "Pieces", "load", "save", "saves", "wait"]

@@ -1,7 +1,10 @@
-"""Converts arrays of every framework to bytes and back. NumPy's are built in; each binding registers its own."""
+"""Converts arrays of every framework to bytes and back. NumPy's are built in; those of torch and JAX have packages
+below this one, which are loaded once the framework's binding is imported."""
 
 from __future__ import annotations
 
+import importlib
+import sys
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -131,6 +134,7 @@ class _Scalar(_NumPy):
 
 NUMPY: Kind = _NumPy()
 _kinds: list[Kind] = [_Scalar(), _BigEndian(), NUMPY]
+_not_loaded = ["torch", "jax"]  # whose arrays are known once horoclone's binding is imported
 
 
 def register(kind: Kind) -> None:
@@ -138,11 +142,19 @@ def register(kind: Kind) -> None:
     _kinds.insert(0, kind)
 
 
+def _load_kinds() -> None:
+    for framework in [one for one in _not_loaded if f"horoclone.{one}" in sys.modules]:
+        importlib.import_module(f"horoclone.checkpoint.{framework}")
+        _not_loaded.remove(framework)
+
+
 def kind_of(value: Any) -> Kind | None:
     """The framework's, None where it is no array of one that is imported."""
+    _load_kinds()
     return next((kind for kind in _kinds if kind.owns(value)), None)
 
 
 def kind_named(name: str) -> Kind:
     """NumPy's where the framework's binding is not imported."""
+    _load_kinds()
     return next((kind for kind in _kinds if kind.name == name), NUMPY)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from horoclone.checkpoint.leaves import Form, Kind, kind_of
+from horoclone.owned import Owned
 
 DEPTH = 200
 PAIRS, SEQUENCES = ("dict", "ordered", "named"), ("list", "tuple")  # the words whose nodes hold others
@@ -20,17 +21,6 @@ _INT_BITS = int(DIGITS * math.log2(10))
 
 
 _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered"}
-
-
-class Owned:
-    """Marks a value in a state as one that only this rank has: Owned(value). Its value may differ from rank to rank, in
-    form too.
-
-    load() gives Pieces in its place: the values of all the ranks that saved.
-    """
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
 
 
 class Leaf(NamedTuple):

@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any, Protocol
 
-from horoclone import checkpoint, runtime
-from horoclone.checkpoint import CheckpointError
+from horoclone import optional, runtime
 from horoclone.objects import broadcast_object
 
 
@@ -34,16 +33,21 @@ class Disk:
         if not timeout_s > 0:
             raise ValueError(f"timeout_s={timeout_s}: seconds, more than 0")
         self.path, self.every, self.keep, self._timeout_s = os.fspath(path), every, keep, timeout_s
+        self._checkpoint = optional.load("checkpoint")
 
     def committed(self, state: Kept) -> None:
         """All ranks have made this commit, so all of them save it or none."""
         if state._commit_number % self.every == 0:
-            checkpoint.save(self.path, state._on_disk(), keep=self.keep, timeout_s=self._timeout_s)
+            self._checkpoint.save(self.path, state._on_disk(), keep=self.keep, timeout_s=self._timeout_s)
 
     def save(self, state: Kept) -> None:
         """Saves what is committed now, on all ranks, and waits until that is complete."""
-        checkpoint.save(self.path, state._on_disk(), keep=self.keep)
-        checkpoint.wait()
+        self._checkpoint.save(self.path, state._on_disk(), keep=self.keep)
+        self.wait()
+
+    def wait(self) -> None:
+        """Until the save that is under way is complete. Raises what it failed with."""
+        self._checkpoint.wait()
 
     def begin(self, state: Kept, root: int) -> bool:
         """Where the rank whose state counts holds no commit, it takes the newest save; whether it has. A collective.
@@ -53,12 +57,12 @@ class Disk:
         found, problem = False, ""
         if runtime.rank() == root and not state._commit_number:
             try:
-                if checkpoint.saves(self.path):
-                    state._from_disk(checkpoint.load(self.path))
+                if self._checkpoint.saves(self.path):
+                    state._from_disk(self._checkpoint.load(self.path))
                     found = True
             except Exception as error:  # the others wait, and must hear of it, whatever it is
                 problem = f"rank {root} could not go on from the disk: {error}"
         found, problem = broadcast_object((found, problem), root, "hvd.elastic.disk")
         if problem:
-            raise CheckpointError(problem)
+            raise self._checkpoint.CheckpointError(problem)
         return bool(found)

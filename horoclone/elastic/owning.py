@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from horoclone import errors
-from horoclone.checkpoint.tree import Owned
 from horoclone.elastic import member
 from horoclone.elastic.attributes import Attributes, Place, States
 from horoclone.elastic.generation import generation
 from horoclone.elastic.peers import OwnPart, Peers, Shards, wait_for_all
 from horoclone.elastic.randomness import RandomStates
 from horoclone.objects import allgather_object
+from horoclone.owned import Owned
 
 _chosen_root = (
     0,

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from horoclone import checkpoint, errors, failpoints, runtime
+from horoclone import errors, failpoints, runtime
 from horoclone.elastic import member, replicas
 from horoclone.elastic.generation import ALONE, generation
 from horoclone.elastic.notice import notification_manager
@@ -65,7 +65,7 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., 
                     value = func(state, *args, **kwargs)
                     state._come_to_an_end()
                     if getattr(state, "_disk", None) is not None:
-                        checkpoint.wait()
+                        state._disk.wait()
                     return value
                 except (errors.HorovodInternalError, errors.HostsUpdatedInterrupt) as reason:
                     # In here: an error that another generation begins with does not hide why it had to begin.

@@ -1,6 +1,8 @@
 """horoclone for JAX: `import horoclone.jax as hvd`. Collectives on pytrees, under jit and outside, and for Optax."""
 
-from horoclone import ops
+from typing import TYPE_CHECKING, Any
+
+from horoclone import ops, optional
 from horoclone.errors import (
     Aborted,
     HorovodInternalError,
@@ -11,7 +13,7 @@ from horoclone.errors import (
     Timeout,
     Unsupported,
 )
-from horoclone.jax import checkpoint, elastic, native
+from horoclone.jax import elastic, native
 from horoclone.jax.compression import Compression
 from horoclone.jax.failures import horovod_error_of
 from horoclone.jax.native import add_process_set, remove_process_set
@@ -48,3 +50,16 @@ __all__ = [
     "horovod_error_of", "init", "is_homogeneous", "is_initialized", "local_rank", "local_size", "metrics", "rank",
     "reducescatter", "remove_process_set", "shutdown", "size",
 ]  # fmt: skip
+
+
+if TYPE_CHECKING:
+    from horoclone import checkpoint as checkpoint
+else:  # a type checker would take it for a sign that every name is there
+    if not optional.is_there("checkpoint"):
+        __all__.remove("checkpoint")
+
+    def __getattr__(name: str) -> Any:
+        """What is loaded only where it is used."""
+        if name == "checkpoint" and optional.is_there(name):
+            return optional.load("checkpoint")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from horoclone.checkpoint.tree import Owned
 from horoclone.elastic.generation import Generation, generation
 from horoclone.elastic.randomness import RandomStates
 from horoclone.elastic.recovery import Recovery, last_recovery
@@ -19,6 +18,7 @@ from horoclone.elastic.state import ObjectState, State
 from horoclone.elastic.variables import VariablesState, converting
 from horoclone.errors import StateLost
 from horoclone.jax.failures import horovod_error_of
+from horoclone.owned import Owned
 
 __all__ = [
     "ElasticSampler", "Generation", "JaxState", "ObjectState", "Owned", "RandomStates", "Recovery", "State",

@@ -5,9 +5,9 @@ Keras 3 on TensorFlow, JAX or torch; with TF_USE_LEGACY_KERAS=1, tf_keras. Only 
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from horoclone import checkpoint, ops
+from horoclone import ops, optional
 from horoclone.errors import (
     Aborted,
     HorovodInternalError,
@@ -46,6 +46,19 @@ __all__ = [
     "allreduce", "broadcast", "broadcast_global_variables", "broadcast_object", "broadcast_variables",
     "callbacks", "checkpoint", "elastic", "flat_metrics", "flight_record", "load_model", "metrics", "reducescatter",
 ]  # fmt: skip
+
+
+if TYPE_CHECKING:
+    from horoclone import checkpoint as checkpoint
+else:  # a type checker would take it for a sign that every name is there
+    if not optional.is_there("checkpoint"):
+        __all__.remove("checkpoint")
+
+    def __getattr__(name: str) -> Any:
+        """What is loaded only where it is used."""
+        if name == "checkpoint" and optional.is_there(name):
+            return optional.load("checkpoint")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 OptimizerT = TypeVar("OptimizerT")  # the class is another one of its name, derived from it

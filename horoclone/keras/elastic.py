@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from horoclone.checkpoint.tree import Owned
 from horoclone.elastic.attributes import keep_in_place
 from horoclone.elastic.generation import Generation, generation
 from horoclone.elastic.randomness import RandomStates
@@ -22,6 +21,7 @@ from horoclone.elastic.variables import VariablesState, converting
 from horoclone.errors import StateLost
 from horoclone.keras.callbacks import BroadcastGlobalVariablesCallback, _state_of
 from horoclone.keras.flavor import LEGACY, assign, backend, keras, to_numpy
+from horoclone.owned import Owned
 
 __all__ = [
     "CommitStateCallback", "ElasticSampler", "Generation", "KerasState", "ObjectState", "Owned",

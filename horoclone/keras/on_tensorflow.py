@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-import horoclone.tensorflow as hvd
+from horoclone.ops import Sum
 from horoclone.tensorflow import reduced_gradients
 from horoclone.tensorflow.gradient_reduction import cut_by_bytes
+from horoclone.tensorflow.reductions import allreduce, grouped_allreduce
 
 if TYPE_CHECKING:
     from horoclone.keras.reduction import Part, Reduction
@@ -27,7 +28,7 @@ def scaled(gradient: Any, factor: float) -> Any:
 
 def reduced_before(grads: Sequence[Any], variables: Sequence[Any], op: int) -> list[bool]:
     """For each gradient whether a DistributedGradientTape, or the optimizer itself, has reduced it already."""
-    return reduced_gradients.are_reduced(grads, variables, by_variable=op == hvd.Sum)
+    return reduced_gradients.are_reduced(grads, variables, by_variable=op == Sum)
 
 
 def reduce(
@@ -45,12 +46,12 @@ def reduce(
         if part.compression is not None:
             options["compression"] = part.compression
         for place in sparse:
-            result[place] = hvd.allreduce(grads[place], name=f"{part.name}.{place}", **options)
+            result[place] = allreduce(grads[place], name=f"{part.name}.{place}", **options)
         cut = part.divisible and not tf.executing_eagerly()
         for number, group in enumerate(cut_by_bytes(dense, grads) if cut else [dense]):
             if not group:
                 continue
-            reduced = hvd.grouped_allreduce(
+            reduced = grouped_allreduce(
                 [tf.convert_to_tensor(grads[place]) for place in group],
                 name=part.name if number == 0 else f"{part.name}.{number}",
                 prescale_factor=part.prescale,

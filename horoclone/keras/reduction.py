@@ -119,9 +119,9 @@ class Reduction:
         """For each gradient whether it is reduced already; only TensorFlow knows such ones."""
         if backend() != "tensorflow":
             return [False] * len(grads)
-        from horoclone.keras import on_tensorflow
-
-        return on_tensorflow.reduced_before(grads, variables, self.op)
+        return importlib.import_module("horoclone.keras.on_tensorflow").reduced_before(
+            grads, variables, self.op
+        )
 
     def all_reduced_before(self, grads: Grads, variables: Sequence[Any]) -> bool:
         """Whether every gradient that there is is reduced already."""

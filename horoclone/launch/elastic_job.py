@@ -13,12 +13,12 @@ import time
 from collections.abc import Mapping, Sequence
 
 from horoclone.bootstrap.rendezvous import Server
-from horoclone.launch import report, termination
+from horoclone.launch import ending, report
 from horoclone.launch.discovery import Settled
 from horoclone.launch.elastic_options import Elastic, needs_majority
 from horoclone.launch.environment import thread_variables
-from horoclone.launch.host_identity import MACHINE, HostIdentities
 from horoclone.launch.hosts import usable_cores
+from horoclone.launch.incarnation import MACHINE, Incarnations
 from horoclone.launch.job import Job, JobRequest, JobResult, Member
 from horoclone.launch.link import REFUSED, Link
 from horoclone.launch.notice_script import NoticeScript
@@ -37,13 +37,13 @@ class ElasticJob(Job):
         self._elastic, self._outlives = elastic, elastic.outlives
         settled = None if request.reach is None else Settled(0.0)  # what a scheduler has lost, is so for sure
         self._supervisor = Supervisor(elastic, self, self._wake, settled)
-        self._wakeup, self._wakeup_sender = socket.socketpair()
-        self._wakeup_sender.setblocking(False)
-        self._wakeup.setblocking(False)
+        self._bell, self._rope = socket.socketpair()
+        self._rope.setblocking(False)
+        self._bell.setblocking(False)
         self._has_majority_rule = False
         self._is_minority = False  # of a cut network
         self._notices: NoticeScript | None = None
-        self._host_identities = HostIdentities(request.ssh, self._wake)
+        self._incarnations = Incarnations(request.ssh, self._wake)
 
     def _start(self) -> None:
         hosts = self._supervisor.find_hosts()
@@ -55,7 +55,7 @@ class ElasticJob(Job):
         self._owner = LocalRanks(
             self._secret, self._request.function, self._request.ssh.bind_to_us, self._outlives
         )
-        self._selector.register(self._wakeup, 1, self._hear)
+        self._selector.register(self._bell, 1, self._hear)
         self._supervisor.watch_hosts()
         command, ssh = self._elastic.notice_script, self._request.ssh
         if command is not None:
@@ -105,13 +105,13 @@ class ElasticJob(Job):
         return None if self._elastic.source.changes else False
 
     def is_ending(self) -> bool:
-        return self._termination.begun
+        return self._ending.begun
 
     def fail(self, now: float) -> None:
-        self._termination.fail(now)
+        self._ending.fail(now)
 
     def formed(self, number: int, ranks: Sequence[Worker], is_first: bool) -> None:
-        self._metrics.formed(number, len(ranks))
+        self._pages.formed(number, len(ranks))
         if self._request.verbose or not is_first:
             slots = ",".join(str(worker.place.number) for worker in ranks)
             say(f"generation {number}: {len(ranks)} ranks, in slots {slots}")
@@ -131,17 +131,17 @@ class ElasticJob(Job):
 
     def _wake(self) -> None:
         try:
-            self._wakeup_sender.send(b"x")
+            self._rope.send(b"x")
         except OSError:
             pass
 
     def _hear(self) -> None:
         try:
-            self._wakeup.recv(4096)
+            self._bell.recv(4096)
         except BlockingIOError:
             pass
-        for identity in self._host_identities.take():
-            self._supervisor.seen_as(*identity)
+        for mark in self._incarnations.take():
+            self._supervisor.seen_as(*mark)
 
     def started(self, rank: int, pid: int) -> None:
         super().started(rank, pid)
@@ -161,7 +161,7 @@ class ElasticJob(Job):
 
     def _on_signal(self, number: int, now: float) -> None:
         super()._on_signal(number, now)
-        if self._termination.begun:
+        if self._ending.begun:
             self._supervisor.stop(128 + number, "the launcher was told to end the job")
 
     def host_lost(self, link: Link, why: LaunchError, stage: str) -> None:
@@ -184,9 +184,9 @@ class ElasticJob(Job):
         now, policy = time.monotonic(), self._supervisor.policy
         self._let_go()
         if self._notices is not None:
-            self._notices.watch([] if self._termination.begun else policy.hosts(), now)
+            self._notices.watch([] if self._ending.begun else policy.hosts(), now)
         if self._request.reach is None:
-            self._host_identities.watch(policy.hosts(), policy.closed_hosts(now))
+            self._incarnations.watch(policy.hosts(), policy.closed_hosts(now))
         self._supervisor.step(now)
         stopped = self._supervisor.stopped
         if stopped is not None and stopped.code == NO_MEMBER and not self._is_minority:
@@ -221,16 +221,16 @@ class ElasticJob(Job):
 
     def _close(self) -> None:
         self._supervisor.close()
-        self._host_identities.close()
+        self._incarnations.close()
         if self._notices is not None:
             self._notices.close()
         super()._close()
-        self._wakeup.close()
-        self._wakeup_sender.close()
+        self._bell.close()
+        self._rope.close()
 
     def _result(self) -> JobResult:
         result, supervisor = super()._result(), self._supervisor
-        if self._termination.exit_code is not None:  # a signal ended it
+        if self._ending.exit_code is not None:  # a signal ended it
             return result
         order = supervisor.ranks()[: self._elastic.plan.smallest]
         results = {rank: self._members[worker.number].result for rank, worker in enumerate(order)}
@@ -245,7 +245,7 @@ class ElasticJob(Job):
                 failed, self._request.output_folder, lambda end: slots[id(end)], supervisor.reason
             )
             return JobResult(code, text, result.ends, results)
-        if self._termination.reason == termination.FAILURE or supervisor.reason:
+        if self._ending.reason == ending.FAILURE or supervisor.reason:
             code = NO_MEMBER if supervisor.stopped is None else supervisor.stopped.code
             return JobResult(code, supervisor.reason, result.ends, results)
         return JobResult(0, None, result.ends, results)

@@ -41,9 +41,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def build_parser() -> Parser:
     """The parser of the command, in which each subcommand's `does` is what it runs."""
-    from horoclone import __version__, simulate
+    from horoclone import __version__, optional, simulate
     from horoclone.launch import leaving
-    from horoclone.plan import command as planning
 
     parser = Parser(
         prog=PROGRAM, description="Starts jobs, and looks at hosts, jobs and what jobs leave behind."
@@ -92,10 +91,8 @@ def build_parser() -> Parser:
         "simulate", simulate.show_sizes, "what agreement costs, and how long a step takes, at any size"
     )
     simulate.add_arguments(simulated)
-    planned = command(
-        "plan", _plan, "measure a model and the ranks; say which way of training is the fastest"
-    )
-    planning.add_arguments(planned)
+    if optional.is_there("plan"):
+        optional.load("plan.launching").add_command(command)
     command("check-build", _check_build, "list what is available, and why not the rest")
     return parser
 
@@ -145,12 +142,6 @@ def _timeline(arguments: argparse.Namespace) -> int:
     from horoclone.launch import timelines
 
     return timelines.main(arguments.out, arguments.paths)
-
-
-def _plan(arguments: argparse.Namespace) -> int:
-    from horoclone.launch import plan
-
-    return plan.main(arguments)
 
 
 def _check_build(arguments: argparse.Namespace) -> int:

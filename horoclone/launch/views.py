@@ -11,16 +11,15 @@ import importlib.util
 import os
 import socket
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from horoclone import optional
 from horoclone.launch.usage import LaunchError, say
 from horoclone.live.job import Event, of_process
 from horoclone.live.overview import Source
 from horoclone.live.rank_metrics import RankMetrics
 
 if TYPE_CHECKING:
-    from horoclone.live.dashboard.content import Content
-    from horoclone.live.dashboard.server import Dashboard
     from horoclone.live.exposition import MetricsServer
 
 LOCAL = "127.0.0.1"
@@ -36,6 +35,10 @@ NEEDS = {
 def check_packages(flag: str) -> None:
     """LaunchError names what is missing and the extra."""
     packages, extra = NEEDS[flag]
+    if flag == "--dashboard" and not optional.is_there("live.dashboard"):
+        raise LaunchError(
+            "--dashboard: this installation of horoclone has no dashboard (horoclone.live.dashboard)", 1
+        )
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise LaunchError(f"{flag} needs {' and '.join(missing)}: pip install 'horoclone[{extra}]'", 1)
@@ -83,9 +86,9 @@ class Views:
     def __init__(self, arguments: argparse.Namespace, program: str) -> None:
         self._program = program
         self._metrics: MetricsServer | None = None
-        self._dashboard: Dashboard | None = None
+        self._dashboard: Any = None
         self._listening: socket.socket | None = None
-        self._content: Content | None = None
+        self._content: Any = None
         wants_dashboard = arguments.dashboard or arguments.dashboard_port is not None
         for flag, is_wanted in (
             ("--metrics-port", arguments.metrics_port is not None),
@@ -117,11 +120,10 @@ class Views:
         if self._metrics is not None:
             self._metrics.show(_own_job().ranks)
         if self._listening is not None:
-            from horoclone.live.dashboard.content import Content
-            from horoclone.live.dashboard.server import Dashboard
-
-            self._content = Content(_own_job(), str(os.getpid()))
-            self._dashboard = Dashboard(self._listening, self._content, lambda text: say(text, self._program))
+            self._content = optional.load("live.dashboard.content").Content(_own_job(), str(os.getpid()))
+            self._dashboard = optional.load("live.dashboard.server").Dashboard(
+                self._listening, self._content, lambda text: say(text, self._program)
+            )
             address, port = self._listening.getsockname()[:2]
             self._dashboard.start()
             say(f"dashboard: http://{_reachable(address)}:{port}/{self._dashboard.token}/", self._program)

@@ -10,11 +10,11 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from horoclone.plan.costs import Costs, Link
+from horoclone.plan.outcome import Plan
 from horoclone.plan.profile import PlanError, Profile, Rates
 from horoclone.plan.strategies import TIE, Strategy, Subject, enumerate_strategies, order
 
@@ -28,23 +28,7 @@ class Ranks(Protocol):
         """(ranks to plan for, of a host). PlanError where that contradicts the ranks that there are."""
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """The answer of rank 0 to measure or validate of horoclone/torch/planning. PlanError with a rank's text."""
-
-
-@dataclass
-class Plan:
-    """Everything that is printed. measured: strategy -> seconds of a step, or why it could not run."""
-
-    profile: Profile
-    rates: Rates
-    costs: Costs
-    strategies: list[Strategy]
-    chosen: Strategy
-    why: str
-    memory_limit: float | None
-    assumed: list[str]
-    measured: dict[str, float | str] = field(default_factory=dict)
-    remarks: list[str] = field(default_factory=list)
+        """The answer of rank 0 to measure or validate of horoclone/plan/torch. PlanError with a rank's text."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -26,7 +26,7 @@ ROUND_TRIP_S = 100e-6  # of a quorum's two messages (docs/decisions/local-sgd.md
 
 @dataclass(frozen=True)
 class Strategy:
-    """kind and options: for horoclone/torch/planning/running.py. learns: what is different from one process. why_not:
+    """kind and options: for horoclone/plan/torch/running.py. learns: what is different from one process. why_not:
     why --validate cannot run it, or empty. memory: bytes of a rank."""
 
     name: str

@@ -5,17 +5,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from horoclone.plan.costs import Costs
+from horoclone.plan.outcome import Plan
 from horoclone.plan.profile import Profile, Rates
 from horoclone.plan.strategies import EXACT, Strategy
-
-if TYPE_CHECKING:
-    from horoclone.plan.command import Plan
 
 WIDTH_OF_A_PIPE = 160
 GIB = 1 << 30

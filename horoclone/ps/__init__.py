@@ -1,6 +1,6 @@
 """A parameter server: tables of rows on servers that keep a second copy, for workers that pull rows and push gradients.
 
-`python -m horoclone.ps` is a server; `horoclone.torch.ps` has modules for PyTorch; docs/parameter_server.md explains
+`python -m horoclone.ps` is a server; `horoclone.ps.torch` has modules for PyTorch; docs/parameter_server.md explains
 both. This package works on NumPy arrays.
 """
 

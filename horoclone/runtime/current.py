@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from horoclone import errors
@@ -17,7 +18,22 @@ from horoclone import errors
 if TYPE_CHECKING:
     from horoclone._core import Runtime
     from horoclone.bootstrap.exchange import Job
-    from horoclone.runtime.offspring import Parent
+
+
+@dataclass(frozen=True)
+class Parent:
+    """The rank that has started this process as a part of it, and what it knew of its place."""
+
+    pid: int
+    launch: str  # of the variables with which the rank was started: another launcher's are another job
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    is_homogeneous: bool
+
 
 runtime: Runtime | None = None
 job: Job | None = None  # kept between init calls: its server, secret and MPI survive shutdown()

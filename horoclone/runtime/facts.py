@@ -12,7 +12,7 @@ from horoclone.runtime.current import native
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
-    from horoclone.runtime.offspring import Parent
+    from horoclone.runtime.current import Parent
 
 
 def _place() -> Runtime | Parent:

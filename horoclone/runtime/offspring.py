@@ -11,12 +11,13 @@ import hashlib
 import json
 import multiprocessing
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from horoclone import errors
 from horoclone.bootstrap import detect
 from horoclone.runtime import current
+from horoclone.runtime.current import Parent
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
@@ -24,21 +25,6 @@ if TYPE_CHECKING:
 _MARK = "_HOROCLONE_RANK_PROCESS"
 _OURS = ("HOROCLONE_RENDEZVOUS", "HOROCLONE_SERVICE", "HOROCLONE_MEMBER")
 _MAX_ANCESTORS = 64
-
-
-@dataclass(frozen=True)
-class Parent:
-    """The rank, and what it knew of its place."""
-
-    pid: int
-    launch: str  # of the variables with which the rank was started: another launcher's are another job
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    cross_rank: int
-    cross_size: int
-    is_homogeneous: bool
 
 
 def mark(runtime: Runtime) -> None:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
-from horoclone.launch import termination
+from horoclone.launch import ending
 from horoclone.launch.elastic_job import ElasticJob
 from horoclone.launch.elastic_options import Elastic
 from horoclone.launch.environment import job_environment
@@ -18,8 +18,8 @@ from horoclone.launch.job import Job, JobRequest, JobResult
 from horoclone.launch.link import LOST, Link
 from horoclone.launch.output import STDERR, STDOUT, Screen, Style
 from horoclone.launch.usage import LaunchError
+from horoclone.spark.door import Door, Task, by_machine
 from horoclone.spark.session import Stage
-from horoclone.spark.task_server import Task, TaskServer, by_machine
 
 _PARAMETERS = {
     "--elastic-timeout (seconds)": "elastic_timeout",
@@ -85,11 +85,7 @@ def environment_of(
 
 
 def request_of(
-    placements: Sequence[Placement],
-    environment: Mapping[str, str],
-    screen: Screen,
-    server: TaskServer,
-    verbose: int,
+    placements: Sequence[Placement], environment: Mapping[str, str], screen: Screen, door: Door, verbose: int
 ) -> JobRequest:
     """Command and folder are the executors' matter (slot.py)."""
     return JobRequest(
@@ -101,7 +97,7 @@ def request_of(
         threads="off",  # Spark has set OMP_NUM_THREADS to the cores of a task
         verbose=verbose >= 2,
         give_stdin=False,
-        reach=server,
+        reach=door,
     )
 
 
@@ -154,11 +150,7 @@ class SparkElasticJob(_SaysWhy, ElasticJob):
         result = super()._result()
         for flag, parameter in _PARAMETERS.items():
             result = result._replace(text=(result.text or "").replace(flag, parameter) or None)
-        if (
-            result.exit_code != 0
-            or not self._supervisor.has_formed
-            or self._termination.reason == termination.FAILURE
-        ):
+        if result.exit_code != 0 or not self._supervisor.has_formed or self._ending.reason == ending.FAILURE:
             return result
         ranks = [self._members[worker.number] for worker in self._supervisor.ranks()]
         values = {rank: member.result for rank, member in enumerate(ranks) if member.result}

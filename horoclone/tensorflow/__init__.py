@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from horoclone import checkpoint
+from horoclone import optional
 from horoclone.common.util import check_extension, gpu_available, split_list
 from horoclone.errors import (
     Aborted,
@@ -67,16 +67,21 @@ __all__ = [
 
 
 if TYPE_CHECKING:
+    from horoclone import checkpoint as checkpoint
     from horoclone.tensorflow.sync_batch_norm import SyncBatchNormalization as SyncBatchNormalization
 else:  # a type checker would take it for a sign that every name is there
+    if not optional.is_there("checkpoint"):
+        __all__.remove("checkpoint")
 
     def __getattr__(name: str) -> Any:
-        """SyncBatchNormalization needs Keras, which is loaded when it is asked for."""
+        """What is loaded only where it is used; SyncBatchNormalization needs Keras."""
         if name == "SyncBatchNormalization":
             from horoclone.tensorflow.sync_batch_norm import SyncBatchNormalization
 
             globals()[name] = SyncBatchNormalization
             return SyncBatchNormalization
+        if name == "checkpoint" and optional.is_there(name):
+            return optional.load("checkpoint")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from horoclone.checkpoint.tree import Owned
 from horoclone.elastic.attributes import keep_in_place
 from horoclone.elastic.generation import Generation, generation
 from horoclone.elastic.randomness import RandomStates
@@ -19,6 +18,7 @@ from horoclone.elastic.sampler import ElasticSampler
 from horoclone.elastic.state import ObjectState, State
 from horoclone.elastic.variables import VariablesState, converting
 from horoclone.errors import HorovodInternalError, StateLost
+from horoclone.owned import Owned
 
 __all__ = [
     "ElasticSampler", "Generation", "ObjectState", "Owned", "RandomStates", "Recovery", "State", "StateLost",

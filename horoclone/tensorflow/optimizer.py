@@ -5,6 +5,7 @@ With Adasum each rank makes its own step, and the steps are reduced instead of t
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -171,9 +172,8 @@ def DistributedOptimizer(
             raise ValueError(f"{optimizer!r} is neither an optimizer of tf.compat.v1.train nor one of Keras")
         if gradient_predivide_factor != 1.0 and op != Average:
             raise ValueError("gradient_predivide_factor not supported with op != Average")
-        from horoclone.tensorflow import keras
-
-        return keras.DistributedOptimizer(**arguments)
+        # By name: Keras's binding is built on this one.
+        return importlib.import_module("horoclone.tensorflow.keras").DistributedOptimizer(**arguments)
     if backward_passes_per_step < 1:
         raise ValueError("backward_passes_per_step must be > 0")
     if num_groups:

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from horoclone import optional
 from horoclone.common.util import check_extension
 from horoclone.errors import (
     Aborted,
@@ -18,7 +19,7 @@ from horoclone.runtime import lifecycle
 from horoclone.runtime.exported import *  # noqa: F403 - facts, init() and shutdown(), for the same reason
 from horoclone.runtime.flat_metrics import flat_metrics
 from horoclone.runtime.observe import flight_record, metrics
-from horoclone.torch import c10d, checkpoint, elastic, mpi_ops
+from horoclone.torch import c10d, elastic, mpi_ops
 from horoclone.torch.compression import Compression
 from horoclone.torch.functions import (
     allgather_object,
@@ -34,6 +35,7 @@ from horoclone.torch.optimizer import DistributedOptimizer
 from horoclone.torch.sync_batch_norm import SyncBatchNorm
 
 if TYPE_CHECKING:
+    from horoclone import checkpoint as checkpoint
     from horoclone.torch.local_sgd import DiLoCo, LocalSGD
 
 lifecycle.preferred["HOROCLONE_TIMELINE_OPERATION_NAMES"] = "1"
@@ -48,6 +50,8 @@ __all__ = [
 
 
 if not TYPE_CHECKING:  # a type checker would take it for a sign that every name is there
+    if not optional.is_there("checkpoint"):
+        __all__.remove("checkpoint")
 
     def __getattr__(name: str) -> Any:
         """What is loaded only where it is used."""
@@ -55,4 +59,8 @@ if not TYPE_CHECKING:  # a type checker would take it for a sign that every name
             from horoclone.torch import local_sgd
 
             return getattr(local_sgd, name)
+        if name == "checkpoint" and optional.is_there(name):
+            return optional.load("checkpoint")
+        if name == "ps" and optional.is_there(name):
+            return optional.load("ps.torch")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,16 +7,55 @@ Thread: the one that runs backward (first part of `reduce`) and the one that syn
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
 from horoclone.compression import Compressor as Compressor
 from horoclone.errors import Unsupported
 
-if TYPE_CHECKING:
-    from horoclone.torch.optimizer.gradient_bucket import GradientBucket
+
+class GradientBucket(Protocol):
+    """Gradients of one dtype that are reduced together; the same ones, in the same order, on every rank.
+
+    flat: 1-d, all gradients; where there are gaps between them, zeros. state: the compressor's, kept from step to step.
+    size, rank: within the process set. divisor: by which the sum is divided; 1 where the optimizer adds.
+    """
+
+    flat: torch.Tensor
+    gradients: list[torch.Tensor]
+    names: list[str]
+    index: int
+    state: dict[Any, Any]
+    size: int
+    rank: int
+    divisor: int
+    on_gpu: bool
+
+    def memory(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """New memory beside the gradients, for what is to be sent; not written yet."""
+
+    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The gradients' parts of a tensor that is laid out as `flat`."""
+
+    def joined(self, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Values in the gradients' shapes, by name, laid out as `flat`, in float32; zeros for what is not there."""
+
+    def allreduce(self, tensor: torch.Tensor, label: str) -> int:
+        """Starts the optimizer's reduction (Average or Sum) of a contiguous tensor, in place. Returns a handle.
+
+        label: differs between the operations of one call of `reduce`.
+        """
+
+    def allreduce_sum(self, tensor: torch.Tensor, label: str) -> int:
+        """Starts a sum, whatever the optimizer's reduction is."""
+
+    def allgather(self, tensor: torch.Tensor, label: str) -> int:
+        """Starts an allgather; the result has everybody's rows in rank order."""
+
+    def alltoall(self, tensor: torch.Tensor, label: str) -> Callable[[], torch.Tensor]:
+        """Starts an exchange of equal shares of the first dimension; the result has a share from every rank."""
 
 
 class GradientCompressor:

@@ -19,7 +19,7 @@ from horoclone.runtime import native
 from horoclone.torch import operations
 from horoclone.torch.compression import Compression, checked_compression
 from horoclone.torch.compressor import GradientCompressor
-from horoclone.torch.optimizer.gradient_bucket import GradientBucket
+from horoclone.torch.optimizer.gradient_bucket import OptimizerBucket
 from horoclone.torch.optimizer.wrapping import WrappedOptimizer
 
 BEHIND_GRADIENTS = -1  # priority: what steps wait for goes first
@@ -37,7 +37,7 @@ class _Sum:
         self.views = [part.view(t.shape) for part, t in zip(parts, like, strict=True)]
         states = [SimpleNamespace(view=view, name=f"{name}.{i}") for i, view in enumerate(self.views)]
         bucket: Any = SimpleNamespace(flat=self.flat, states=states, index=0)
-        self._bucket = GradientBucket(bucket, name, Average, members)
+        self._bucket = OptimizerBucket(bucket, name, Average, members)
         self._work: Iterator[None] | None = None
 
     @property

@@ -25,7 +25,7 @@ def a_state() -> dict[str, Any]:
 
 
 def test_a_save_goes_to_orbax_and_comes_back(tmp_path: Path) -> None:
-    from horoclone.jax.orbax import from_orbax, to_orbax
+    from horoclone.checkpoint.jax.orbax import from_orbax, to_orbax
 
     save_alone(tmp_path / "ours", a_state(), 1)
     to_orbax(tmp_path / "ours", tmp_path / "theirs")
@@ -43,7 +43,7 @@ def test_a_save_goes_to_orbax_and_comes_back(tmp_path: Path) -> None:
 
 
 def test_what_orbax_cannot_hold_and_what_does_not_fit_is_named(tmp_path: Path) -> None:
-    from horoclone.jax.orbax import from_orbax, to_orbax
+    from horoclone.checkpoint.jax.orbax import from_orbax, to_orbax
 
     save_alone(tmp_path / "ours", {"mine": Owned(1)}, 1)
     with pytest.raises(CheckpointError, match=r"state\['mine'\] is Owned"):

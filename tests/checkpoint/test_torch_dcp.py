@@ -56,7 +56,7 @@ def named(value: Any) -> Any:
 
 
 def test_dcp_writes_what_load_reads(tmp_path: Path) -> None:
-    from horoclone.torch.dcp import Writer
+    from horoclone.checkpoint.torch.dcp import Writer
 
     for seed in (1, 2, 3):
         dcp.save(a_state(seed), storage_writer=Writer(tmp_path, keep=2), no_dist=True)
@@ -66,7 +66,7 @@ def test_dcp_writes_what_load_reads(tmp_path: Path) -> None:
 
 
 def test_dcp_reads_what_save_wrote_and_what_dcp_wrote(tmp_path: Path) -> None:
-    from horoclone.torch.dcp import Reader, Writer
+    from horoclone.checkpoint.torch.dcp import Reader, Writer
 
     save_alone(tmp_path / "ours", a_state(4), 1)
     dcp.save(a_state(4), storage_writer=Writer(tmp_path / "theirs"), no_dist=True)
@@ -80,7 +80,7 @@ def test_dcp_reads_what_save_wrote_and_what_dcp_wrote(tmp_path: Path) -> None:
 
 
 def test_saves_are_converted_both_ways(tmp_path: Path) -> None:
-    from horoclone.torch.dcp import from_dcp, to_dcp
+    from horoclone.checkpoint.torch.dcp import from_dcp, to_dcp
 
     save_alone(tmp_path / "ours", a_state(5), 1)
     to_dcp(tmp_path / "ours", tmp_path / "dcp")
@@ -92,7 +92,7 @@ def test_saves_are_converted_both_ways(tmp_path: Path) -> None:
 
 
 def test_what_would_be_pickled_is_refused_and_damage_is_told(tmp_path: Path) -> None:
-    from horoclone.torch.dcp import Reader, Writer
+    from horoclone.checkpoint.torch.dcp import Reader, Writer
 
     with pytest.raises(
         BaseException, match=r"state\['f'\] is a builtins.*torch.distributed.checkpoint would pickle it"
@@ -119,7 +119,7 @@ def test_what_is_sharded_is_written_in_pieces_and_read_into_any_sharding(path):
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.fsdp import fully_shard
 
-    from horoclone.torch.dcp import Reader, Writer
+    from horoclone.checkpoint.torch.dcp import Reader, Writer
 
     dist.init_process_group("horoclone")
 

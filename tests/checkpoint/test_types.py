@@ -132,7 +132,7 @@ def test_a_named_tuple_is_one_again_where_like_is(tmp_path: Path) -> None:
 
 def test_tensors_come_back_as_what_they_were(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-    import horoclone.torch.checkpoint  # noqa: F401
+    import horoclone.checkpoint.torch  # noqa: F401
 
     complexes = torch.tensor([1 + 2j, 3j])
     state = {
@@ -156,7 +156,7 @@ def test_tensors_come_back_as_what_they_were(tmp_path: Path) -> None:
 
 def test_tensors_that_would_lose_something_are_refused_by_name(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-    import horoclone.torch.checkpoint  # noqa: F401
+    import horoclone.checkpoint.torch  # noqa: F401
 
     class Mine(torch.Tensor):
         pass

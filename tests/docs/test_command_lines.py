@@ -11,9 +11,11 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
+from horoclone import optional
 from horoclone.launch import options, tool
 from horoclone.launch.usage import LaunchError
-from horoclone.ps.__main__ import parser as servers_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -134,7 +136,7 @@ def wrong_module(module: str, words: list[str]) -> str | None:
     if not place.with_suffix(".py").exists() and not (place / "__main__.py").exists():
         return f"there is no module {module}"
     if module == "horoclone.ps":
-        parser = servers_parser()
+        parser = optional.load("ps.__main__").parser()
         parser.__class__ = Raising
         parser.parse_args(words)
     return None
@@ -203,7 +205,7 @@ def options_of(parser: argparse.ArgumentParser) -> set[str]:
 
 def test_every_flag_that_a_sentence_names_exists() -> None:
     known = options_of(options.build_parser("horoclonerun")) | options_of(tool.build_parser())
-    known |= options_of(servers_parser()) | set(FOREIGN)
+    known |= options_of(pytest.importorskip("horoclone.ps.__main__").parser()) | set(FOREIGN)
     for place in (
         "examples/*.py",
         "benchmarks/*.py",

@@ -222,6 +222,8 @@ def test_a_framework_is_imported_by_its_own_binding_only() -> None:
         allowed |= {"pyspark"} if layer == "spark" else set()
         allowed |= {"torch"} if parts[:2] == ("spark", "torch") else set()
         allowed |= {"keras", "tensorflow"} if parts[:2] == ("spark", "keras") else set()
+        optional_part = parts[0] in ("checkpoint", "plan", "ps")
+        allowed |= {"torch", "jax"} & {Path(part).stem for part in parts[1:]} if optional_part else set()
         name = path.relative_to(PACKAGE).as_posix()
         allowed |= LAZY_IMPORTS.get(name, set())
         assert first_words(names) & FRAMEWORKS <= allowed, f"{path}: only a binding knows its framework"

@@ -1,8 +1,9 @@
 """The walls inside horoclone/: which layer may import which, and no circles of modules. Read from the code, not run.
 
-Counted is what a module needs when any of its functions runs, so imports inside functions count as well; those for
-annotations (TYPE_CHECKING) do not. Importing a module also imports the packages around it: their `__init__` counts,
-but for the packages that the importing module itself lies in, which are being imported already.
+Counted is all that a module names: imports inside functions and those for annotations (TYPE_CHECKING) are arrows like
+others. The optional parts, a folder each, are nobody's imports: what is looked up by name, when it is asked for, stands in
+BY_NAME. Importing a module also imports the packages around it: their `__init__` counts, but for the packages that the
+importing module itself lies in, which are being imported already.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from horoclone import optional
+
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").exists())
 PACKAGE = ROOT / "horoclone"
 
@@ -19,30 +22,41 @@ PACKAGE = ROOT / "horoclone"
 # package horoclone (its version, and nothing else), and the layers that are named.
 MAY_IMPORT: dict[str, set[str]] = {
     "_keras": {"keras", "ops", "process_sets"},
-    "anonymous_file": set(),
     "arguments": set(),
     "arrays": {"arguments", "handles", "ops", "process_sets", "runtime"},
     "bootstrap": {"errors", "selection", "settings", "visitors"},
-    "checkpoint": {"anonymous_file", "errors", "failpoints", "objects", "runtime"},
+    "checkpoint": {"errors", "failpoints", "objects", "owned", "runtime"},
+    "checkpoint.jax": set(),
+    "checkpoint.torch": set(),
     "common": {"elastic", "errors", "ops", "process_sets", "runtime", "runtime.lifecycle"},
     "compression": set(),
     "cupy": {"arrays", "errors", "objects", "ops", "process_sets", "runtime", "runtime.lifecycle"},
     "data": set(),
-    "elastic": {"arrays", "checkpoint", "errors", "failpoints", "objects", "runtime", "runtime.lifecycle"},
+    "elastic": {
+        "arrays",
+        "errors",
+        "failpoints",
+        "objects",
+        "optional",
+        "owned",
+        "runtime",
+        "runtime.lifecycle",
+    },
     "errors": set(),
     "failpoints": {"errors"},
     "handles": {"arguments"},
-    "horoclone": set(),
+    "horoclone": {"optional"},
     "horovod_alias": {"stand_ins"},
     "jax": {
         "arguments",
         "arrays",
-        "checkpoint",
         "compression",
         "elastic",
         "errors",
         "objects",
         "ops",
+        "optional",
+        "owned",
         "process_sets",
         "runtime",
         "runtime.lifecycle",
@@ -50,13 +64,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "keras": {
         "arguments",
         "arrays",
-        "checkpoint",
         "compression",
         "elastic",
         "errors",
         "jax",
         "objects",
         "ops",
+        "optional",
+        "owned",
         "process_sets",
         "runtime",
         "runtime.exported",
@@ -67,13 +82,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         "tracking",
     },
     "launch": {
-        "anonymous_file",
         "bootstrap",
         "errors",
         "failpoints",
         "live",
         "membership",
-        "plan",
+        "optional",
         "selection",
         "settings",
         "simulate",
@@ -83,9 +97,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "membership": {"bootstrap", "errors", "failpoints"},
     "objects": {"arguments", "arrays", "bootstrap", "errors", "process_sets", "runtime"},
     "ops": {"arguments", "errors"},
+    "optional": set(),
+    "owned": set(),
     "plan": {"replay"},
+    "plan.launching": {"bootstrap", "launch"},
+    "plan.torch": {"replay", "torch", "torch.compression", "torch.optimizer"},
     "process_sets": {"errors", "ops", "runtime"},
     "ps": {"arguments", "bootstrap", "errors", "failpoints", "runtime"},
+    "ps.torch": {"arguments"},
     "ray": {"bootstrap", "errors", "launch", "ps", "runner"},
     "replay": set(),
     "runner": {"bootstrap", "common", "launch"},
@@ -112,13 +131,14 @@ MAY_IMPORT: dict[str, set[str]] = {
         "arguments",
         "arrays",
         "bootstrap",
-        "checkpoint",
         "common",
         "compression",
         "elastic",
         "errors",
         "objects",
         "ops",
+        "optional",
+        "owned",
         "process_sets",
         "runtime",
         "runtime.exported",
@@ -129,11 +149,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         "common",
         "errors",
         "ops",
+        "optional",
         "runtime",
         "runtime.exported",
         "runtime.lifecycle",
         "torch.c10d",
-        "torch.checkpoint",
         "torch.compression",
         "torch.elastic",
         "torch.functions",
@@ -144,7 +164,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "torch.sync_batch_norm",
     },
     "torch.c10d": {
-        "anonymous_file",
         "bootstrap",
         "errors",
         "objects",
@@ -154,16 +173,14 @@ MAY_IMPORT: dict[str, set[str]] = {
         "settings",
         "torch.operations",
     },
-    "torch.checkpoint": {"checkpoint"},
-    "torch.dcp": {"checkpoint", "torch.checkpoint"},
     "torch.compression": {"compression", "ops", "torch.compressor", "torch.compressors"},
     "torch.compressor": {"compression", "errors"},
     "torch.compressors": {"runtime", "torch.compressor"},
     "torch.elastic": {
-        "checkpoint",
         "elastic",
         "errors",
         "objects",
+        "owned",
         "runtime",
         "torch.functions",
         "torch.optimizer",
@@ -178,14 +195,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "torch.operations",
         "torch.optimizer",
     },
-    "torch.planning": {
-        "plan",
-        "replay",
-        "torch.compression",
-        "torch.optimizer",
-    },
-    "torch.ps": {"arguments", "ps"},
-    "torch.torchft": {"torch.c10d"},
     "torch.mpi_ops": {"common", "errors", "ops", "runtime", "runtime.exported", "torch.operations"},
     "torch.operations": {
         "arguments",
@@ -211,12 +220,29 @@ MAY_IMPORT: dict[str, set[str]] = {
         "torch.operations",
     },
     "torch.sync_batch_norm": {"errors", "ops", "process_sets", "torch.operations"},
+    "torch.torchft": {"torch.c10d"},
     "tracking": {"runtime"},
     "visitors": set(),
 }
-# (module, what it imports inside a function) -> why one framework needs the other only when a user brings both (docs/decisions/python-package.md)
-LAZY_FRAMEWORKS: dict[tuple[str, str], str] = {
-    ("tensorflow.optimizer", "tensorflow.keras"): "its DistributedOptimizer also takes an optimizer of Keras",
+
+# (module, what it looks up by name) -> why it cannot import it
+BY_NAME: dict[tuple[str, str], str] = {
+    ("horoclone", "checkpoint"): "hvd.checkpoint, where that part is there",
+    ("torch", "checkpoint"): "the same",
+    ("tensorflow", "checkpoint"): "the same",
+    ("keras", "checkpoint"): "the same",
+    ("jax", "checkpoint"): "the same",
+    ("torch", "ps.torch"): "from horoclone.torch import ps",
+    ("elastic.disk", "checkpoint"): "state.checkpoint() saves by it",
+    ("launch.tool", "plan.launching"): "a subcommand of `horoclone`",
+    ("launch.views", "live.dashboard.content"): "--dashboard",
+    ("launch.views", "live.dashboard.server"): "--dashboard",
+    ("keras.reduction", "keras.on_tensorflow"): "the module of its backend, as on_jax and on_torch are",
+    ("tensorflow.optimizer", "tensorflow.keras"): "it takes Keras's optimizers, whose binding is above it",
+}
+# (module, part) -> what its names are for: type checkers follow no lookup by name
+SHOWN_TO_TYPE_CHECKERS: dict[tuple[str, str], str] = {
+    (binding, "checkpoint"): "hvd.checkpoint" for binding in ("torch", "tensorflow", "keras", "jax")
 }
 
 # module -> the native calls that it makes; nobody else builds a request to the core
@@ -241,17 +267,9 @@ def modules() -> dict[str, Path]:
 
 
 def import_statements(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            runs = (
-                node.body if isinstance(node.test, ast.UnaryOp) else node.orelse
-            )  # of `not`, or of the `else`
-            for other in runs:
-                yield from import_statements(ast.Module([other], []))
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
             yield node
-        else:
-            yield from import_statements(node)
 
 
 def named_in(statement: ast.Import | ast.ImportFrom, package: tuple[str, ...]) -> Iterator[str]:
@@ -284,7 +302,7 @@ def imports_of(module: str) -> frozenset[str]:
     found: set[str] = set()
     for statement in import_statements(ast.parse(path.read_text())):
         for name in named_in(statement, package):
-            if (module, name) not in LAZY_FRAMEWORKS:
+            if (module, name) not in SHOWN_TO_TYPE_CHECKERS:
                 found |= {name, *(outer for outer in around(name) if outer not in around(module))}
     return frozenset(found - {module})
 
@@ -356,16 +374,55 @@ def test_no_room_needs_itself_through_others() -> None:
     assert not found, f"layers that import each other: {found}"
 
 
-def test_lazy_frameworks_are_imported_inside_functions() -> None:
-    for (module, name), why in LAZY_FRAMEWORKS.items():
-        path = modules()[module]
-        package = ("horoclone", *path.relative_to(PACKAGE).parts[:-1])
-        tree = ast.parse(path.read_text())
-        at_top = {
-            n for s in tree.body if isinstance(s, (ast.Import, ast.ImportFrom)) for n in named_in(s, package)
-        }
-        everywhere = {n for s in import_statements(tree) for n in named_in(s, package)}
-        assert why and name in everywhere - at_top, f"{module} does not import {name} inside a function"
+def part_of(module: str) -> str | None:
+    return next((part for part in optional.PARTS if module == part or module.startswith(f"{part}.")), None)
+
+
+def test_nothing_imports_an_optional_part() -> None:
+    wrong = [
+        f"{module} imports {other}"
+        for module in modules()
+        for other in imports_of(module)
+        if part_of(module) is None and part_of(other) is not None
+    ]
+    assert not wrong, f"ask horoclone.optional for it, by name: {wrong}"
+
+
+def test_what_type_checkers_are_shown_is_loaded_by_nobody() -> None:
+    for (module, name), why in SHOWN_TO_TYPE_CHECKERS.items():
+        tree = ast.parse(modules()[module].read_text())
+        shown = [
+            found
+            for node in tree.body
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            for statement in node.body
+            if isinstance(statement, ast.ImportFrom)
+            for found in named_in(statement, ("horoclone", module))
+        ]
+        assert why and name in shown, f"{module} shows {shown}"
+        everywhere = [n for s in import_statements(tree) for n in named_in(s, ("horoclone", module))]
+        assert everywhere.count(name) == 1, f"{module} imports {name} outside of TYPE_CHECKING"
+
+
+def names_looked_up(module: str) -> set[str]:
+    """What a module loads by a name of ours that stands in it."""
+    found = set()
+    for node in ast.walk(ast.parse(modules()[module].read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            called, given = ast.unparse(node.func), ast.unparse(node.args[0]) if node.args else ""
+            if called == "optional.load" and given.startswith("'"):
+                found.add(given.strip("'"))
+            elif called == "importlib.import_module" and given.startswith("'horoclone."):
+                found.add(given.strip("'").removeprefix("horoclone."))
+    return found
+
+
+def test_what_is_looked_up_by_name_has_a_reason() -> None:
+    found = {
+        (module, name) for module in modules() for name in names_looked_up(module) if part_of(module) is None
+    }
+    assert found == set(BY_NAME)
+    assert {name for _, name in BY_NAME} <= set(modules())
 
 
 def native_calls_of(path: Path) -> set[str]:

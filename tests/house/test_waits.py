@@ -27,8 +27,8 @@ PYTHON = {
     "membership/failover.py ask_all": "each thread answers, whatever it meets; what it asks has a deadline",
     "checkpoint/__init__.py save": SAVE,
     "checkpoint/__init__.py wait": SAVE,
-    "elastic/disk.py save": SAVE,
     "elastic/run.py wrapper": SAVE,
+    "elastic/disk.py wait": SAVE,
     "handles.py once": OPERATION,
     "jax/call.py is_tracing": "the thread only asks JAX for a value",
     "jax/finishing.py _wait": "programs whose operations end or raise",
@@ -53,8 +53,8 @@ PYTHON = {
     "torch/c10d/work.py _next": IDLE,
     "torch/c10d/work.py result": OPERATION,
     "torch/c10d/work.py synchronize": OPERATION,
-    "torch/planning/running.py _way": OPERATION,
-    "torch/ps.py _rows": "a request to a server, whose silence has a limit",
+    "plan/torch/running.py _way": OPERATION,
+    "ps/torch.py _rows": "a request to a server, whose silence has a limit",
 }
 # "file" -> who ends the wait
 NATIVE = {

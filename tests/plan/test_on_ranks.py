@@ -69,7 +69,7 @@ WRONG = {
 def test_a_file_that_cannot_be_planned_is_refused_on_every_rank(tmp_path: Path) -> None:
     import torch
 
-    from horoclone.torch.planning.ranks import measure
+    from horoclone.plan.torch.ranks import measure
 
     for number, (program, text) in enumerate(WRONG.values()):
         file = tmp_path / f"model{number}.py"
@@ -80,7 +80,7 @@ def test_a_file_that_cannot_be_planned_is_refused_on_every_rank(tmp_path: Path) 
 
 @ranks(2, init=False)
 def test_a_small_model_is_measured_on_both_ranks_alike(tmp_path: Path) -> None:
-    from horoclone.torch.planning.ranks import measure
+    from horoclone.plan.torch.ranks import measure
 
     file = tmp_path / "model.py"
     file.write_text(SMALL)

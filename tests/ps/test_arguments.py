@@ -15,7 +15,7 @@ from ps_cluster import Cluster
 
 from horoclone import errors
 from horoclone.ps import SGD, Adam, Servers, Sum, Table, files
-from horoclone.torch import ps
+from horoclone.ps import torch as ps
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,9 @@ from ps_cluster import Cluster
 
 from horoclone import errors
 from horoclone.ps import Servers, Table
+from horoclone.ps import torch as ps
 from horoclone.ps.register import open_register
 from horoclone.ps.server import Server
-from horoclone.torch import ps
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from horoclone.torch.compressor import GradientCompressor
-
-if TYPE_CHECKING:
-    from horoclone.torch.optimizer.gradient_bucket import GradientBucket
+from horoclone.torch.compressor import GradientBucket, GradientCompressor
 
 
 class PowerSGDCompressor(GradientCompressor):

@@ -10,17 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from horoclone.runtime.native_module import core
-from horoclone.torch.compressor import GradientCompressor
+from horoclone.torch.compressor import GradientBucket, GradientCompressor
 from horoclone.torch.compressors import blocks
 from horoclone.torch.compressors.blocks import SCALE_BYTES
-
-if TYPE_CHECKING:
-    from horoclone.torch.optimizer.gradient_bucket import GradientBucket
 
 dequantize, quantize = core().dequantize, core().quantize  # without the native module the import ends here
 PART_ELEMENTS = 1 << 20  # a bucket travels in parts: while one is on the wire, another is quantised

@@ -7,14 +7,11 @@ and Heafield, "Sparse Communication for Distributed Gradient Descent" (EMNLP 201
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from horoclone.torch.compressor import GradientCompressor
-
-if TYPE_CHECKING:
-    from horoclone.torch.optimizer.gradient_bucket import GradientBucket
+from horoclone.torch.compressor import GradientBucket, GradientCompressor
 
 
 class TopKCompressor(GradientCompressor):

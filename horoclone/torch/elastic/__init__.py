@@ -2,7 +2,6 @@
 
 import importlib
 
-from horoclone.checkpoint.tree import Owned
 from horoclone.elastic import member
 from horoclone.elastic.generation import Generation, generation
 from horoclone.elastic.randomness import RandomStates
@@ -10,6 +9,7 @@ from horoclone.elastic.recovery import Recovery, last_recovery
 from horoclone.elastic.run import run, run_fn
 from horoclone.elastic.state import ObjectState, State
 from horoclone.errors import StateLost
+from horoclone.owned import Owned
 from horoclone.torch.elastic import sampler, state
 from horoclone.torch.elastic.sampler import ElasticSampler
 from horoclone.torch.elastic.state import TorchState

@@ -12,12 +12,13 @@ from horoclone.errors import HorovodInternalError
 from horoclone.ops import Average, Sum
 from horoclone.process_sets import ProcessSet
 from horoclone.torch import operations
+from horoclone.torch.compressor import GradientBucket
 from horoclone.torch.operations.gpu import HOST, memory_beside, place_of
 from horoclone.torch.optimizer.buckets import Bucket
 
 
-class GradientBucket:
-    """Gradients of one dtype that are reduced together; the same ones, in the same order, on every rank."""
+class OptimizerBucket(GradientBucket):
+    """A bucket of an optimizer, whose operations are those of its process set."""
 
     def __init__(self, bucket: Bucket, name: str, op: int, process_set: ProcessSet) -> None:
         self.flat = bucket.flat  # 1-d, all gradients; where there are gaps between them, zeros
@@ -32,11 +33,9 @@ class GradientBucket:
         self._name, self._op, self._set = name, op, process_set
 
     def memory(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """New memory beside the gradients, for what is to be sent; not written yet."""
         return memory_beside(self.flat, shape, dtype) if self.on_gpu else torch.empty(shape, dtype=dtype)
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The gradients' parts of a tensor that is laid out as `flat`."""
         first = int(self.flat.storage_offset())
         return [
             flat.as_strided(one.size(), one.stride(), int(one.storage_offset()) - first)
@@ -44,7 +43,6 @@ class GradientBucket:
         ]
 
     def joined(self, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Values in the gradients' shapes, by name, laid out as `flat`, in float32; zeros for what is not there."""
         flat = torch.zeros(self.flat.numel(), device=self.flat.device)
         for name, view in zip(self.names, self.views_of(flat), strict=True):
             if name in values:
@@ -52,24 +50,17 @@ class GradientBucket:
         return flat
 
     def allreduce(self, tensor: torch.Tensor, label: str) -> int:
-        """Starts the optimizer's reduction (Average or Sum) of a contiguous tensor, in place. Returns a handle.
-
-        label: differs between the operations of one call of `reduce`.
-        """
         return operations.allreduce_async_(
             tensor, None, f"{self._name}.{label}", self._op, 1.0, 1.0, self._set
         )
 
     def allreduce_sum(self, tensor: torch.Tensor, label: str) -> int:
-        """Starts a sum, whatever the optimizer's reduction is."""
         return operations.allreduce_async_(tensor, None, f"{self._name}.{label}", Sum, 1.0, 1.0, self._set)
 
     def allgather(self, tensor: torch.Tensor, label: str) -> int:
-        """Starts an allgather; the result has everybody's rows in rank order."""
         return operations.allgather_async(tensor, f"{self._name}.{label}", self._set)
 
     def alltoall(self, tensor: torch.Tensor, label: str) -> Exchange:
-        """Starts an exchange of equal shares of the first dimension; the result has a share from every rank."""
         return Exchange(operations.alltoall_async(tensor, None, f"{self._name}.{label}", self._set))
 
 

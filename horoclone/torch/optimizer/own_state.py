@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from horoclone.process_sets import global_process_set
+from horoclone.torch.optimizer.pieces import Piece
 from horoclone.torch.optimizer.resharding import Range, boxed, own_tensor, unboxed
-from horoclone.torch.optimizer.sharding import Piece, Sharding
+from horoclone.torch.optimizer.sharding import Sharding
 
 
 class OwnState:

@@ -38,7 +38,7 @@ from horoclone.torch.optimizer.buckets import (
     is_dense,
     plan_buckets,
 )
-from horoclone.torch.optimizer.gradient_bucket import GradientBucket, run_compressors
+from horoclone.torch.optimizer.gradient_bucket import OptimizerBucket, run_compressors
 from horoclone.torch.optimizer.residuals import Residuals
 from horoclone.torch.optimizer.single import Terms, finish_alone, reduces_buckets, submit_alone
 
@@ -735,7 +735,7 @@ class Reducer:
 
     def _expose(self) -> None:
         for bucket in self.buckets:
-            bucket.exposed = GradientBucket(
+            bucket.exposed = OptimizerBucket(
                 bucket, self._name_of(bucket), self._terms.op, self._terms.process_set
             )
             self.residuals.enter(bucket)

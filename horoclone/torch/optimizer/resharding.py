@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,9 +17,7 @@ from horoclone.objects import opened, packed, sealed, unpacked
 from horoclone.process_sets import ProcessSet
 from horoclone.torch.operations.gpu import HOST, place_of
 from horoclone.torch.optimizer.buckets import flat_of
-
-if TYPE_CHECKING:
-    from horoclone.torch.optimizer.sharding import Piece
+from horoclone.torch.optimizer.pieces import Piece
 
 State = dict[Any, Any]  # tensor -> {name of the state: tensor or other value}
 

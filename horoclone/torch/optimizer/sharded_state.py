@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from horoclone.objects import allgather_object
+from horoclone.process_sets import ProcessSet
 from horoclone.torch import operations
 from horoclone.torch.operations.gpu import HOST, memory_beside, place_of
 from horoclone.torch.optimizer.buckets import flat_of
-
-if TYPE_CHECKING:
-    from horoclone.torch.optimizer.sharding import Piece, Sharding
+from horoclone.torch.optimizer.pieces import Piece
 
 State = dict[Any, Any]  # tensor -> {name of the state: tensor or other value}
 
@@ -39,7 +38,16 @@ def _cut(value: Any, piece: Piece) -> Any:
     return copy.deepcopy(value)
 
 
-def gather_state(sharding: Sharding, state: State, to: int | None) -> State | None:
+class Owners(Protocol):
+    """Who owns which piece: a Sharding. size, rank: of the set, when the pieces were cut."""
+
+    pieces: list[Piece]
+    process_set: ProcessSet
+    size: int
+    rank: int
+
+
+def gather_state(sharding: Owners, state: State, to: int | None) -> State | None:
     """The state of whole parameters, on every rank or on rank `to` of the set (None on the others). Collective.
 
     Tensors of a piece's shape are put together; everything else comes from the owner of the parameter's first piece.

@@ -22,6 +22,7 @@ from horoclone.torch.operations.gpu import follow, place_of_all
 from horoclone.torch.operations.tensors import NUMBER_OF
 from horoclone.torch.optimizer.agreement import by_name
 from horoclone.torch.optimizer.buckets import Bucket, flat_of, is_dense
+from horoclone.torch.optimizer.pieces import Piece
 from horoclone.torch.optimizer.reducer import Reducer
 from horoclone.torch.optimizer.resharding import reshard
 from horoclone.torch.optimizer.sharded_state import scatter_state
@@ -36,26 +37,6 @@ _ELEMENT_WISE = frozenset(
 )  # fmt: skip
 ADOPTED = -1  # number of a layout that no reducer has formed
 _NOT_ELEMENT_WISE = ("Adafactor", "Muon", "SparseAdam")
-
-
-class Piece:
-    """Elements begin..end of a parameter, in the order of its memory, and the rank of the set that owns them."""
-
-    __slots__ = ("begin", "end", "owner", "parameter", "tensor")
-
-    def __init__(self, parameter: torch.Tensor, begin: int, end: int, owner: int) -> None:
-        self.parameter, self.begin, self.end, self.owner = parameter, begin, end, owner
-        self.tensor = parameter  # what the owner's optimizer updates: the parameter, or a view of its memory
-
-    @property
-    def whole(self) -> bool:
-        return self.end - self.begin == self.parameter.numel()
-
-    def part_of(self, like: torch.Tensor) -> torch.Tensor:
-        """These elements of a tensor of the parameter's shape: its own memory where it is laid out alike."""
-        if like.stride() != self.parameter.stride():
-            like = torch.empty_like(self.parameter, dtype=like.dtype).copy_(like)
-        return flat_of(like)[self.begin : self.end]
 
 
 def checked_mode(mode: Any, kind: type) -> str:

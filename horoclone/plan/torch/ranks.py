@@ -14,7 +14,7 @@ import torch
 import horoclone.torch as hvd
 from horoclone import replay
 from horoclone.plan.profile import PlanError, Profile, Rates
-from horoclone.torch.planning import compressors, measuring, rates, running, subject
+from horoclone.plan.torch import compressors, measuring, rates, running, subject
 
 T = TypeVar("T")
 

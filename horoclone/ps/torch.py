@@ -1,6 +1,6 @@
 """A parameter server for PyTorch: embeddings whose rows live on servers, and dense keys in PS-Lite's manner.
 
-    from horoclone.torch import ps
+    from horoclone.ps import torch as ps
     servers = ps.Servers("ads", "host:29400")
     table = ps.EmbeddingBag("user", None, 64, servers, optimizer=ps.RowWiseAdagrad(lr=0.05), staleness=4)
 

@@ -6,13 +6,22 @@ import argparse
 import importlib
 import importlib.util
 import os
+from collections.abc import Callable
 from typing import Any
 
 from horoclone.launch.usage import LaunchError
 from horoclone.launch.views import check_packages
+from horoclone.plan import command
+from horoclone.plan.command import add_arguments
 from horoclone.plan.profile import PlanError
 
-ON_RANKS = "horoclone.torch.planning.ranks"  # by name: the launcher knows no framework
+ON_RANKS = "horoclone.plan.torch.ranks"  # by name: the launcher knows no framework
+
+
+def add_command(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Gives `horoclone` its subcommand; command(name, function, help) adds one."""
+    what = "measure a model and the ranks; say which way of training is the fastest"
+    add_arguments(command("plan", main, what))
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -21,7 +30,6 @@ def main(arguments: argparse.Namespace) -> int:
     if importlib.util.find_spec("torch") is None:
         raise LaunchError("horoclone plan needs PyTorch: pip install 'horoclone[torch]'", 1)
     from horoclone.bootstrap.detect import detect
-    from horoclone.plan import command
 
     placement = detect(os.environ)
     ranks = _InJob(placement.rank, placement.size) if placement.size > 1 else _Started(arguments)

@@ -6,10 +6,7 @@ from typing import Any
 
 import torch
 
-from horoclone.checkpoint import CheckpointError, NothingSaved, Owned, Pieces, load, save, saves, wait
 from horoclone.checkpoint.leaves import Bytes, Form, register
-
-__all__ = ["CheckpointError", "NothingSaved", "Owned", "Pieces", "load", "save", "saves", "wait"]
 
 _NAMES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32",

@@ -12,7 +12,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-import horoclone.jax.checkpoint  # noqa: F401 - arrays of JAX can be saved from here on
+import horoclone.checkpoint.jax  # noqa: F401 - arrays of JAX can be saved from here on
 from horoclone.checkpoint.failures import CheckpointError
 from horoclone.checkpoint.loading import Pieces, load
 from horoclone.checkpoint.saving import save_alone

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import horoclone.torch as hvd
-from horoclone.torch.planning.subject import Subject
+from horoclone.plan.torch.subject import Subject
 
 WARM_STEPS = 3  # the first one forms the buckets
 POWERSGD_WARM_STEPS = 12  # its first ten send everything

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from horoclone.plan.profile import Block, Profile
+from horoclone.plan.torch.subject import Subject
 from horoclone.replay import Gradient
 from horoclone.torch.optimizer.cross_barrier import _PER_PARAMETER
-from horoclone.torch.planning.subject import Subject
 
 WARM_STEPS, STEPS = 2, 5
 SAMPLE_BYTES = 16 << 20  # of a copy that is timed
