@@ -26,7 +26,7 @@ REPORT_AFTER_S = 10.0
 REPORT_EVERY_S = 30.0
 REFUSED_S = 3.0  # for so long must everybody who answers refuse us before we believe it
 NO_ANSWER = "no answer"
-STRANGER = "refused: it belongs to user id"  # one name of several may be a stranger's
+FOREIGN = "refused: it belongs to user id"  # one name of several may be another user's
 GONE_S = 0.5  # for so long must nobody listen where the server was
 GONE = (*map(os.strerror, (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE)), wire.CLOSED_BY_PEER)
 TELL_S = 1.0  # for a word to the server when this rank gives up
@@ -361,7 +361,7 @@ class Client:
                 return
             now = time.monotonic()
             texts = self.tried.values()
-            believed = [text for text in texts if not text.startswith(STRANGER)]
+            believed = [text for text in texts if not text.startswith(FOREIGN)]
             if NO_ANSWER not in texts and (
                 not believed or any(text.startswith("refused") for text in believed)
             ):
@@ -373,7 +373,7 @@ class Client:
                     f"no rendezvous accepts us. Tried: {self.where()}. Is the secret of this job right "
                     "(HOROCLONE_SECRET, HOROCLONE_SECRET_FILE), and is no older job left at that address?"
                 )
-            gone = all(text in GONE or text.startswith(STRANGER) for text in texts)
+            gone = all(text in GONE or text.startswith(FOREIGN) for text in texts)
             gone_since = (gone_since or now) if gone and self._met else 0.0
             if gone_since and now - gone_since >= GONE_S:
                 raise self._who_ended()
@@ -446,7 +446,7 @@ class Client:
                 raise OSError(failure, os.strerror(failure))
             if one.family == socket.AF_UNIX:
                 if not wire.same_user(one):
-                    raise Refused(f"{STRANGER} {wire.peer_uid(one)}, not to ours")
+                    raise Refused(f"{FOREIGN} {wire.peer_uid(one)}, not to ours")
             else:
                 one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._handshake(one)

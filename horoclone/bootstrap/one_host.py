@@ -1,7 +1,7 @@
 """The rendezvous of ranks on one host: an abstract unix socket under a name that each of them can derive.
 
 Any process may take a name first. With a secret, the name is derived from it. Without one there are several names: a
-stranger may hold some, which the kernel reveals, and rank 0 takes the next. The ranks try all of them.
+other users may hold some, which the kernel reveals, and rank 0 takes the next. The ranks try all of them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def addresses(secret: bytes, *parts: str) -> list[str]:
 def serve(make: Callable[[str], Server], names: list[str], deadline: float) -> Server:
     """A server under the first name that no other user holds. HorovodInternalError when there is none."""
     give_up = min(deadline, time.monotonic() + BIND_PATIENCE_S)
-    strangers: list[str] = []
+    holders: list[str] = []
     for address in names:
         server, holder = _bind(make, address, give_up)
         if server is not None:
@@ -44,8 +44,8 @@ def serve(make: Callable[[str], Server], names: list[str], deadline: float) -> S
                 f"rank 0: another process of yours holds {address} for {BIND_PATIENCE_S:.0f} s already. Is an older "
                 "run of this job alive, or do two processes have rank 0?"
             )
-        strangers.append("somebody who does not listen" if holder < 0 else f"user id {holder}")
-    who = ", ".join(sorted(set(strangers)))
+        holders.append("somebody who does not listen" if holder < 0 else f"user id {holder}")
+    who = ", ".join(sorted(set(holders)))
     raise errors.HorovodInternalError(
         f"rank 0: others hold all {len(names)} names for the rendezvous ({who}; the first is {names[0]}). "
         "Put a random text of at least 16 bytes into a file that only you can read and set HOROCLONE_SECRET_FILE to "

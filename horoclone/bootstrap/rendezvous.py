@@ -2,8 +2,8 @@
 
 Both sides of every connection prove that they know the job secret before a byte is interpreted; on a unix socket the
 kernel must also confirm that it is the same user, and with an empty secret (one host only) that is the proof. Limits
-bound what a stranger can cost: 64 connections that have proved nothing yet, 5 seconds each, no allocation from a length
-that they sent. The other side is client.py.
+bound what an unauthenticated peer can cost: 64 connections that have proved nothing yet, 5 seconds each, no allocation
+from a length that they sent. The other side is client.py.
 """
 
 from __future__ import annotations
@@ -212,7 +212,9 @@ class Server:
                 peer, _ = listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return
-            except OSError:  # out of descriptors: give up the stranger that waits longest, look again soon
+            except (
+                OSError
+            ):  # out of descriptors: give up the unauthenticated peer that waits longest, look again soon
                 self._drop_oldest_stranger(0)
                 time.sleep(0.01)
                 return
@@ -230,9 +232,9 @@ class Server:
             self._send(connection, wire.GREETING + connection.nonce)
 
     def _drop_oldest_stranger(self, limit: int) -> None:
-        strangers = [one for one in self._connections.values() if not one.proved]
-        if len(strangers) > limit:
-            self._drop(min(strangers, key=lambda one: one.opened_s))
+        unauthenticated = [one for one in self._connections.values() if not one.proved]
+        if len(unauthenticated) > limit:
+            self._drop(min(unauthenticated, key=lambda one: one.opened_s))
 
     def _drop(self, connection: Connection) -> None:
         if connection.closing:
@@ -264,7 +266,7 @@ class Server:
             if events & selectors.EVENT_WRITE:
                 self._flush(connection)
             if events & selectors.EVENT_READ and not connection.closing:
-                # A stranger is never read beyond its hello, a known rank never far beyond one frame.
+                # An unauthenticated peer is never read beyond its hello, a known rank never far beyond one frame.
                 room = wire.MAX_FRAME_BYTES if connection.proved else wire.HELLO_BYTES
                 part = connection.socket.recv(max(1, room - len(connection.received)))
                 if not part:

@@ -23,7 +23,7 @@ from horoclone.bootstrap.client import HELLO_S, SLICE_S, Client
 from horoclone.visitors import Visitors
 
 KEY = "replica"  # [generation u64][addresses, comma-separated]
-MAX_SPARES = 64  # and as many strangers, of whom the oldest goes when another comes
+MAX_SPARES = 64  # and as many unauthenticated connections, of which the oldest goes when another comes
 MAX_PARTS = 1 << 20
 DIGEST_BYTES = 8
 STUCK_S = 10.0  # a spare that takes nothing for so long is given up

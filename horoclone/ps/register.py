@@ -1,8 +1,8 @@
 """The register: the one place where it is decided which server holds which partition, by compare-and-set.
 
 It is a torch TCPStore: torchrun's, or that of `python -m horoclone.ps --register PORT`. Everybody on the network may
-write there, so every value is signed with the secret. What a stranger has written counts as forgotten, and is written
-over by those who know better. Thread: any; each operation ends within its time.
+write there, so every value is signed with the secret. What an unauthenticated peer has written counts as forgotten, and
+is written over by those who know better. Thread: any; each operation ends within its time.
 
 It remembers nothing when it is started again. The servers that live tell it what they know: first the primaries, then,
 once it is not new any more, backups whose primary has not come. A server that is started meanwhile begins with empty
@@ -37,7 +37,7 @@ OPERATION_S = 5.0  # for one operation: it is a small message to a server that d
 PAUSE_S = 0.05  # between two looks at a value that somebody else must write; the store has no way to wait for a change
 SAY_S = 10.0  # between two words about what stays so for a while
 NEW_S = 8.0  # longer than a server that lives takes to find a register that has been away: OPERATION_S, and a pause
-FOREIGN_S = 3.0  # for a stranger's value to be written over, where it may also be that the secrets differ
+FOREIGN_S = 3.0  # for an unauthenticated peer's value to be written over, where it may also be that the secrets differ
 STATE = "horoclone-ps-register"  # "new" or "open"; of the register, which has no secret to sign with
 NEEDS_SECRET = (
     "servers and workers prove to each other that they know a common secret, and there is none. Put the same random "
@@ -146,11 +146,11 @@ class Register:
         self._lock = threading.Lock()
         self._thread: _Thread | None = None
         self._is_ours = False  # whether a value was read that was signed with our secret
-        self._said = 0.0  # when it was last told that a stranger has written
+        self._said = 0.0  # when it was last told that an unauthenticated peer has written
 
     def get(self, key: str) -> Any:
-        """The value, or None where there is none, or one of a stranger's. HorovodInternalError where all that was ever
-        read is signed with another secret: then this process may be the stranger."""
+        """The value, or None where there is none, or one that an unauthenticated peer wrote. HorovodInternalError where
+        all that was ever read is signed with another secret: then this process may be the unauthenticated peer."""
         key = self._prefix + key
         until = time.monotonic() + FOREIGN_S
         while True:
@@ -162,13 +162,15 @@ class Register:
                 return json.loads(entry[64:])
             if self._is_ours:
                 if time.monotonic() > self._said + SAY_S:
-                    log.warning("a stranger has written %r in the register: it counts as forgotten", key)
+                    log.warning(
+                        "an unauthenticated peer has written %r in the register: it counts as forgotten", key
+                    )
                     self._said = time.monotonic()
                 return None
             if time.monotonic() > until:
                 raise errors.HorovodInternalError(
                     f"parameter server {self.name!r}: the register's value {key!r} was not signed with this secret. "
-                    "A stranger has written there, or servers and workers were given different secrets."
+                    "An unauthenticated peer has written there, or servers and workers were given different secrets."
                 )
             time.sleep(PAUSE_S)
 
@@ -187,14 +189,14 @@ class Register:
         self._do(lambda store: store.set(key, entry))
 
     def compare_set(self, key: str, old: Any, new: Any) -> bool:
-        """Writes `new` if the value is `old` (None: there is none, or one of a stranger's); whether `new` is there now.
-        It must be a value that nobody else would write."""
+        """Writes `new` if the value is `old` (None: there is none, or one that an unauthenticated peer wrote); whether
+        `new` is there now. It must be a value that nobody else would write."""
 
         def change(store: Any) -> bytes:
             expected = self._written(key, old) if old is not None else _entry(store, key)
             if old is None and self._is_signed(key, expected):
                 return expected
-            return bytes(store.compare_set(key, expected, entry))  # bytes: a stranger's need not be text
+            return bytes(store.compare_set(key, expected, entry))  # bytes: what others write need not be text
 
         key = self._prefix + key
         entry = self._written(key, new)

@@ -35,11 +35,11 @@ class Connection(H11Protocol):
         is_short = peer is not None and visitors.are_descriptors_short(peer.fileno())
         if len(self._ours()) <= MOST and not is_short:
             return
-        strangers = [one for one in self._ours() if not one.is_known]
-        if strangers:
+        unauthenticated = [one for one in self._ours() if not one.is_known]
+        if unauthenticated:
             self.loop.call_exception_handler({"message": visitors.too_many(MOST)})
-            strangers[0].transport.abort()
-            self._ours().remove(strangers[0])
+            unauthenticated[0].transport.abort()
+            self._ours().remove(unauthenticated[0])
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self in self._ours():

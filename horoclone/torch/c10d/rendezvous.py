@@ -43,7 +43,7 @@ def connect(store: Any, rank: int, size: int, timeout_s: float, look: Look = lam
     """A runtime whose world is the process group: every member calls it with the group's store.
 
     Raises Timeout naming who is missing, what look() raises while it waits, Unsupported for several hosts without a
-    common secret, HorovodInternalError where a stranger has written into the store.
+    common secret, HorovodInternalError where an unauthenticated peer has written into the store.
     """
     deadline = time.monotonic() + timeout_s
     settings = settings_of(os.environ)

@@ -1,7 +1,7 @@
 """Signed values through torch's store, to which everybody on the network may write.
 
 Every value carries a signature made with the job's secret, and all members confirm what they have read before any of
-them goes on: if a stranger has written, all members raise, and none waits for one that has given up.
+them goes on: if an unauthenticated peer has written, all members raise, and none waits for one that has given up.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -154,5 +154,6 @@ class SignedStore:
             if not hmac.compare_digest(signature, self._signature(f"{key}/{rank}", value)):
                 raise HorovodInternalError(
                     f"{WHO}: the value of rank {rank} in torch's store is not from this job: it was not signed with "
-                    "the job's secret. A stranger has written there, or HOROCLONE_SECRET_FILE differs between hosts."
+                    "the job's secret. An unauthenticated peer wrote there, or HOROCLONE_SECRET_FILE differs between "
+                    "hosts."
                 )
