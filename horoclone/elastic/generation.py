@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from horoclone.runtime import facts, member, newcomer
+from horoclone.runtime import facts, joining_rank, member
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def generation() -> Generation:
 
     NotInitialized before init().
     """
-    newcomer.allow_collectives()
+    joining_rank.allow_collectives()
     assignment = member.assignment
     if assignment is None:
         size = facts.size()

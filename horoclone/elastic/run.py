@@ -13,7 +13,7 @@ from horoclone.elastic.generation import ALONE, generation
 from horoclone.elastic.notice import notification_manager
 from horoclone.elastic.recovery import watch
 from horoclone.elastic.state import root_of_sync
-from horoclone.runtime import lifecycle, newcomer
+from horoclone.runtime import joining_rank, lifecycle
 
 SAME_FAILURES = 3  # in a row and without a commit between them: it would fail for ever
 
@@ -53,7 +53,7 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., 
 
     @functools.wraps(func)
     def wrapper(state: Any, *args: Any, **kwargs: Any) -> Any:
-        newcomer.allow_collectives()
+        joining_rank.allow_collectives()
         notification_manager.init()
         notification_manager.register_listener(state)
         progress, skip_sync = _Progress(), False

@@ -19,8 +19,8 @@ from horoclone.runtime import (
     attached,
     current,
     exit_hooks,
+    joining_rank,
     member,
-    newcomer,
     offspring,
     shared_metrics,
     stacks,
@@ -165,7 +165,7 @@ def _join_generation(comm: Any, wanted: list[ProcessSet]) -> None:
             _begin(runtime, wanted)
             assignment = member.assignment
             if assignment is not None and assignment.number > 1 and assignment.previous[assignment.rank] < 0:
-                newcomer.refuse_collectives(assignment.number)
+                joining_rank.refuse_collectives(assignment.number)
             return
         except (errors.Mismatch, errors.Unsupported):
             raise

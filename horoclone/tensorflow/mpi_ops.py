@@ -25,7 +25,7 @@ from horoclone.ops import REDUCE_NAMES, Adasum, Average, Sum
 from horoclone.process_sets import ProcessSet, global_process_set, id_of
 from horoclone.runtime import exported
 from horoclone.runtime.exported import *  # noqa: F403 - facts, process sets, init() and shutdown()
-from horoclone.runtime.newcomer import check as check_newcomer
+from horoclone.runtime.joining_rank import check as check_joining_rank
 from horoclone.tensorflow.library import functions
 
 __all__ = [
@@ -105,7 +105,7 @@ def _common(
     check(_public_name(kind), name=name)
     _refuse_dtypes(kind, tensors)
     if tf.executing_eagerly():
-        check_newcomer(name or kind)
+        check_joining_rank(name or kind)
     eager = tf.executing_eagerly()
     arguments = {
         "guard": _guard_with(name) if eager and name else _guard(),

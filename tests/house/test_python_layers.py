@@ -252,7 +252,7 @@ WHO_BUILDS_REQUESTS: dict[str, set[str]] = {
     "process_sets": {"run"},  # the ranks agree on a set below everything that knows arrays
     "torch.optimizer.reducer": {"declare", "submit_declared"},  # an optimizer's buckets
     # passes on what others have built, or refuses it
-    "runtime.newcomer": {"declare", "submit", "submit_declared", "submit_group"},
+    "runtime.joining_rank": {"declare", "submit", "submit_declared", "submit_group"},
 }
 
 

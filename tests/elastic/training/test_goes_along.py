@@ -59,7 +59,7 @@ def test_a_collective_before_run_of_a_rank_that_comes_is_an_error_that_says_so(
     """Horovod waits for ever: the others are in run, and make no such call."""
     import horoclone.torch as hvd
     from horoclone import errors
-    from horoclone.runtime import current, newcomer
+    from horoclone.runtime import current, joining_rank
 
     class Native:
         rank, size = 2, 3
@@ -72,7 +72,7 @@ def test_a_collective_before_run_of_a_rank_that_comes_is_an_error_that_says_so(
     native = Native()
     monkeypatch.setattr(current, "runtime", native)
     monkeypatch.setattr(current, "dynamic", True)
-    newcomer.refuse_collectives(7)
+    joining_rank.refuse_collectives(7)
     assert hvd.rank() == 2 and current.is_initialized()
     calls = {
         "broadcast_parameters": lambda: hvd.broadcast_parameters({"first.weight": torch.ones(2)}, 0),
@@ -84,7 +84,7 @@ def test_a_collective_before_run_of_a_rank_that_comes_is_an_error_that_says_so(
         errors.Mismatch, match=rf"rank 2 has come .* \(generation 7\) .*{called}.* hvd\.elastic\.run"
     ):
         calls[how]()
-    newcomer.allow_collectives()
+    joining_rank.allow_collectives()
     assert current.runtime is native
     with pytest.raises(AssertionError, match="reached the others"):
         calls[how]()

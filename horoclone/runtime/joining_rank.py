@@ -1,4 +1,4 @@
-"""Keeps a rank that comes to a running job from calling collectives before elastic.run: no other rank would match them.
+"""Keeps a rank that joins a running job from calling collectives before elastic.run: no other rank would match them.
 
 The others are in elastic.run already, and synchronise. What this rank calls before (a broadcast of the model, a process
 set) matches no call of theirs, and all would wait. Thread: the caller's.
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from horoclone._core import Runtime
 
 
-class Waiting:
+class JoiningRank:
     """Stands for the native runtime until allow_collectives(): it answers questions and refuses collectives."""
 
     def __init__(self, runtime: Runtime, generation: int) -> None:
@@ -59,17 +59,17 @@ def refuse(name: str | None, generation: int, rank: int) -> NoReturn:
 def refuse_collectives(generation: int) -> None:
     """init() of a rank that comes to a running job is about to return."""
     if current.runtime is not None:
-        current.runtime = Waiting(current.runtime, generation)  # type: ignore[assignment]
+        current.runtime = JoiningRank(current.runtime, generation)  # type: ignore[assignment]
 
 
 def allow_collectives() -> None:
     """The script knows what the others do: it is in elastic.run, or has asked for the generation."""
     waiting = current.runtime
-    if isinstance(waiting, Waiting):
+    if isinstance(waiting, JoiningRank):
         current.runtime = waiting.runtime
 
 
 def check(name: str | None) -> None:
     """For operations that reach the core past its Python object (TensorFlow's). Mismatch as above."""
-    if isinstance(current.runtime, Waiting):
+    if isinstance(current.runtime, JoiningRank):
         current.runtime._check(name)
