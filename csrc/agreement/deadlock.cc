@@ -81,7 +81,24 @@ bool is_of_optimizer(const Standing& group) {
   return group.call->text.find("grad") != std::string::npos || group.call->text.find("Grad") != std::string::npos;
 }
 
+// The backward pass of the bindings' differentiable operations: of "allreduce 'x.grad'" it is "'x'".
+std::string differentiated_in(const Standing& group) {
+  constexpr std::string_view kEnd = ".grad'";
+  const std::string& text = group.call->text;
+  const size_t quote = text.find('\'');
+  return quote == std::string::npos || !text.ends_with(kEnd)
+             ? ""
+             : text.substr(quote, text.size() - quote - kEnd.size()) + "'";
+}
+
 std::string likely_reason(const std::vector<Standing>& groups) {
+  for (const Standing& group : groups)
+    if (const std::string forward = differentiated_in(group); !forward.empty() && groups.size() == 2) {
+      const std::vector<int>& others = groups[&group == &groups[0] ? 1 : 0].ranks;
+      return text_of(others.size() == 1 ? " Has " : " Have ", ranks_text(others), " called ", forward,
+                     " without a gradient (no_grad(), detach(), requires_grad=False)? Where one rank takes the backward"
+                     " pass of a call, all have to.");
+    }
   // A few ranks against many: they have taken a branch. The optimizer's own calls are in no branch.
   const auto is_odder = [](const Standing& a, const Standing& b) {
     if (is_of_optimizer(a) != is_of_optimizer(b)) return is_of_optimizer(b);

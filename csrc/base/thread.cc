@@ -2,6 +2,9 @@
 
 #include <pthread.h>
 #include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <cerrno>
 #include <charconv>
 #include <csignal>
@@ -52,6 +55,11 @@ void NamedThread::forget() {
   // A std::thread that is destroyed joinable ends the process, and detaching one that lives in another
   // process is undefined; overwriting it with an empty one frees nothing that matters.
   ::new (static_cast<void*>(&thread_)) std::thread();
+}
+
+int thread_id() {
+  static thread_local const int id = static_cast<int>(::syscall(SYS_gettid));
+  return id;
 }
 
 std::vector<int> allowed_cpus() {

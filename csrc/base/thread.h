@@ -37,6 +37,8 @@ class NamedThread {
   std::thread thread_;
 };
 
+// The kernel's number of the calling thread.
+int thread_id();
 // CPU numbers that the calling thread may run on, ascending.
 std::vector<int> allowed_cpus();
 // Restricts (or widens, as far as the container allows) the calling thread.

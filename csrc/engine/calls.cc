@@ -1,10 +1,8 @@
 #include "engine/calls.h"
 
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include "base/nvtx.h"
 #include "base/quoted.h"
+#include "base/thread.h"
 
 namespace hc {
 
@@ -17,8 +15,7 @@ constexpr double kLookS = 0.05;
 class Awaits {
  public:
   explicit Awaits(Operation::Traces::Awaited& awaited) : awaited_(awaited) {
-    static thread_local const int id = static_cast<int>(::syscall(SYS_gettid));
-    awaited_.thread.store(id, std::memory_order_relaxed);
+    awaited_.thread.store(thread_id(), std::memory_order_relaxed);
     awaited_.threads.fetch_add(1, std::memory_order_relaxed);
   }
   ~Awaits() {
@@ -121,7 +118,9 @@ bool Calls::repeat(const Submission& s, int64_t* handle) {
 
 bool Calls::poll(int64_t handle) {
   Operation* op = intake_.handles().find(handle);
-  return !op || op->done.load(std::memory_order_acquire);
+  if (!op || op->done.load(std::memory_order_acquire)) return true;
+  op->note_poll(Clock::now());
+  return false;
 }
 
 Operation* Calls::finished(int64_t handle) {

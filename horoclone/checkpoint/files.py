@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from horoclone.anonymous_file import anonymous_file
 from horoclone.checkpoint import content as contents
 from horoclone.checkpoint import owner
 from horoclone.checkpoint.failures import CheckpointError
@@ -228,7 +229,7 @@ def _use_the_cache(file: int, wanted: bool) -> bool:
 def _check_header(image: Bytes) -> None:
     """That the library of the format takes the file for one of its own. It reads a file in memory that has the header
     and the length, so the disk is not asked for what it was just given."""
-    with open(os.memfd_create("horoclone header"), "wb", buffering=0) as file:
+    with open(anonymous_file("horoclone header"), "wb", buffering=0) as file:
         file.write(image.data[: 8 + int.from_bytes(image[:8].tobytes(), "little")])
         file.truncate(image.nbytes)
         with safe_open(f"/proc/self/fd/{file.fileno()}", framework="numpy", backend="pread"):

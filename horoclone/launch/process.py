@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
+from horoclone.anonymous_file import anonymous_file
 from horoclone.launch.usage import LaunchError, is_out_of_descriptors
 
 _PR_SET_PDEATHSIG = 1
@@ -27,12 +28,18 @@ _F_ADD_SEALS, _SEAL_WRITE, _SEAL_GROW, _SEAL_SHRINK, _SEAL_SEAL = 1033, 0x8, 0x4
 
 def sealed_memory(name: str, content: bytes) -> int:
     """A descriptor of anonymous read-only memory with `content`; children read it with pread, as often as they like."""
-    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    descriptor = anonymous_file(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     view = memoryview(content)
     while view:
         view = view[os.write(descriptor, view) :]
-    fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEAL_WRITE | _SEAL_GROW | _SEAL_SHRINK | _SEAL_SEAL)
-    return descriptor
+    try:
+        fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEAL_WRITE | _SEAL_GROW | _SEAL_SHRINK | _SEAL_SEAL)
+        return descriptor
+    except OSError:  # a file on disk
+        try:
+            return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+        finally:
+            os.close(descriptor)
 
 
 def read_memory(descriptor: int) -> bytes:
@@ -276,7 +283,7 @@ class LocalRanks:
             environment["HOROCLONE_PAGE"] = f"{page[0]}:{page[1]}"
         result = None
         if self._payload is not None:
-            result = os.memfd_create("horoclone-result", os.MFD_CLOEXEC)
+            result = anonymous_file("horoclone-result")
             inherited += [self._payload, result]
             environment["HOROCLONE_FUNCTION_FDS"] = f"{self._payload},{result}"
         try:

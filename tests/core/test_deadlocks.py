@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import tempfile
 import time
 
 import numpy as np
@@ -93,6 +94,61 @@ def test_a_circle_through_two_process_sets(crew):
     assert "rank 2 in barrier" in text, text
 
 
+def waits_by_polling(handle):
+    while not hvd.poll(handle):
+        time.sleep(0.02)
+    hvd.synchronize(handle)
+
+
+def polling():
+    hvd.init()
+    ends(lambda: waits_by_polling(hvd.allreduce_async(np.ones(2), name="ab"[hvd.rank()])))
+
+
+def test_a_loop_that_polls_is_a_wait(crew):
+    team = crew(polling, 2, env=SOON)
+    assert team.wait() == [0, 0], team.outputs()
+    for rank in range(2):
+        text = team.said(rank, "text")[0]["text"]
+        assert "rank 0 stands in allreduce 'a' at " in text and "rank 1 in allreduce 'b' at " in text, text
+
+
+def polling_at_work():
+    """Rank 0 looks now and then at an operation that rank 1 comes to late."""
+    hvd.init()
+    if hvd.rank() == 1:
+        hvd.allreduce(np.ones(2), name="first")
+    handle = None if hvd.rank() else hvd.allreduce_async(np.ones(2), name="last")
+    for _ in range(20):
+        time.sleep(0.2)
+        if handle is not None:
+            assert not hvd.poll(handle)
+    if hvd.rank() == 0:
+        hvd.allreduce(np.ones(2), name="first")
+    hvd.synchronize(handle) if hvd.rank() == 0 else hvd.allreduce(np.ones(2), name="last")
+
+
+def test_a_program_that_polls_beside_its_work_ends_when_the_others_come(crew):
+    team = crew(polling_at_work, 2)
+    assert team.wait() == [0, 0], team.outputs()
+
+
+def alone_in_a_save():
+    hvd.init()
+    if hvd.rank() == 0:
+        with tempfile.TemporaryDirectory() as folder:
+            with pytest.raises((hvd.checkpoint.CheckpointError, hvd.Mismatch), match="stands in"):
+                hvd.checkpoint.save(folder, {"a": np.ones(3)}, async_=False)
+        ends(lambda: None)
+    else:
+        ends(lambda: hvd.allreduce(np.ones(3), name="step"))
+
+
+def test_a_save_on_one_rank_ends_on_all(crew):
+    team = crew(alone_in_a_save, 2, env=SOON)
+    assert team.wait() == [0, 0], team.outputs()
+
+
 CALLS = {
     "join": hvd.join,
     "barrier": hvd.barrier,
@@ -170,6 +226,28 @@ for i in range(6 {more}):
     {branch}
 {end}
 """
+WITHOUT_GRADIENT = """
+import torch, horoclone.torch as hvd
+hvd.init()
+x = torch.ones(4, requires_grad=True)
+with torch.set_grad_enabled(hvd.rank() == 1):
+    y = hvd.allgather(x, name="loss")
+if hvd.rank() == 1:
+    y.sum().backward()
+hvd.allreduce(torch.ones(1), name="after")
+"""
+
+
+def test_a_rank_without_a_gradient_is_named(launch, tmp_path):
+    pytest.importorskip("torch")
+    script = tmp_path / "train.py"
+    script.write_text(WITHOUT_GRADIENT)
+    command = [sys.executable, "-m", "horoclone.launch", "-np", "2", sys.executable, str(script)]
+    done = launch(command, env=SOON, check=False)
+    assert done.returncode != 0
+    assert "Has rank 0 called 'loss' without a gradient (no_grad(), detach()" in done.output, done.output
+
+
 SCRIPTS = {
     "branch": {"more": "", "branch": 'hvd.rank() or hvd.allreduce(torch.ones(1), name="loss")', "end": ""},
     "uneven": {"more": "+ hvd.rank()", "branch": "", "end": 'hvd.allreduce(torch.ones(1), name="metric")'},

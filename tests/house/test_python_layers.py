@@ -22,10 +22,11 @@ PACKAGE = ROOT / "horoclone"
 # package horoclone (its version, and nothing else), and the layers that are named.
 MAY_IMPORT: dict[str, set[str]] = {
     "_keras": {"keras", "ops", "process_sets"},
+    "anonymous_file": set(),
     "arguments": set(),
     "arrays": {"arguments", "handles", "ops", "process_sets", "runtime"},
     "bootstrap": {"errors", "selection", "settings", "visitors"},
-    "checkpoint": {"errors", "failpoints", "objects", "owned", "runtime"},
+    "checkpoint": {"anonymous_file", "errors", "failpoints", "objects", "owned", "runtime"},
     "checkpoint.jax": set(),
     "checkpoint.torch": set(),
     "common": {"elastic", "errors", "ops", "process_sets", "runtime", "runtime.lifecycle"},
@@ -82,6 +83,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "tracking",
     },
     "launch": {
+        "anonymous_file",
         "bootstrap",
         "errors",
         "failpoints",
@@ -164,6 +166,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "torch.sync_batch_norm",
     },
     "torch.c10d": {
+        "anonymous_file",
         "bootstrap",
         "errors",
         "objects",

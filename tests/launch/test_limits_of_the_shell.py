@@ -56,3 +56,61 @@ def test_too_few_descriptors_are_named(tmp_path: Path) -> None:
     done = under("-n 24", 4, tmp_path)
     assert done.returncode and "ulimit -n" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr.split("root cause")[-1]
+
+
+WITHOUT_MEMFD = """
+# Has memfd_create fail, as some sandboxes do, and runs a command.
+import ctypes, errno, os, platform, struct, sys
+number = {"x86_64": 319, "aarch64": 279}[platform.machine()]
+load, equal, give = 0x20, 0x15, 0x06
+rules = [(load, 0, 0, 0), (equal, 0, 1, number), (give, 0, 0, 0x00050000 | errno.EPERM), (give, 0, 0, 0x7FFF0000)]
+program = b"".join(struct.pack("HBBI", *rule) for rule in rules)
+memory = ctypes.create_string_buffer(program, len(program))
+class Filter(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("rules", ctypes.c_void_p)]
+libc = ctypes.CDLL(None)
+assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, ctypes.byref(Filter(4, ctypes.addressof(memory))), 0, 0) == 0
+try:
+    os.memfd_create("x")
+except PermissionError:
+    os.execvp(sys.argv[1], sys.argv[1:])
+"""
+
+
+def test_without_memory_files_the_ranks_use_tcp_and_say_so(tmp_path: Path) -> None:
+    (tmp_path / "without.py").write_text(WITHOUT_MEMFD)
+    save = f"hvd.checkpoint.save({str(tmp_path / 'saves')!r}, {{'a': np.ones(3)}}, async_=False)\n"
+    (tmp_path / "program.py").write_text(PROGRAM + save)
+    done = subprocess.run(
+        [
+            sys.executable,
+            tmp_path / "without.py",
+            HOROCLONERUN,
+            "-np",
+            "2",
+            sys.executable,
+            tmp_path / "program.py",
+        ],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0 and done.stdout.count("sum [2.0, 2.0]") == 2, done.stderr
+    assert "no shared memory, TCP is used instead: memfd_create: " in done.stderr
+
+
+def test_a_small_dev_shm_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM.replace("300_000", "10_000_000"))
+    small = "mount -t tmpfs -o size=16m tmpfs /dev/shm || exit 77"
+    run = f"{small}; exec {HOROCLONERUN} -np 2 {sys.executable} {tmp_path / 'program.py'}"
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", run],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip("may not mount")
+    assert done.returncode == 0 and done.stdout.count("sum [2.0, 2.0]") == 2, done.stderr

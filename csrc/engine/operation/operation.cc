@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "base/quoted.h"
+#include "base/thread.h"
 
 namespace hc {
 
@@ -25,6 +26,14 @@ std::string Operation::describe() const {
                    s.root < 0 ? std::string("any rank") : text_of("rank ", s.root), " (tag ", request.sequence, ")");
   if (request.name.empty()) return text_of(name_of(s.op), " no. ", request.sequence, " (unnamed)");
   return text_of(name_of(s.op), " ", quoted(request.name));
+}
+
+void Operation::note_poll(TimePoint now) {
+  Traces::Polled& polled = traces.polled;
+  const int64_t ticks = now.time_since_epoch().count();
+  const TimePoint last{Clock::duration(polled.last.exchange(ticks, std::memory_order_relaxed))};
+  if (seconds_between(last, now) >= kPollsWithinS) polled.since.store(ticks, std::memory_order_relaxed);
+  traces.awaited.thread.store(thread_id(), std::memory_order_relaxed);
 }
 
 uint64_t Operation::bytes() const {
@@ -108,6 +117,8 @@ void Handles::recycle(Operation* op) {
   op->join_rank = -1;
   op->traces.awaited.thread.store(0, std::memory_order_relaxed);
   op->traces.awaited.left.store(0, std::memory_order_relaxed);
+  op->traces.polled.since.store(0, std::memory_order_relaxed);
+  op->traces.polled.last.store(0, std::memory_order_relaxed);
 }
 
 }  // namespace hc

@@ -40,6 +40,7 @@ struct NameRecord {
 };
 
 struct Operation {
+  static constexpr double kPollsWithinS = 2;  // between two looks of a loop that does nothing else
   // Set by submit, constant until done.
   int64_t handle = 0;
   uint16_t process_set = 0;
@@ -60,6 +61,9 @@ struct Operation {
       std::atomic<int> thread{0};    // the kernel's id of the last one to come
       std::atomic<int64_t> left{0};  // when the last one went, as of Clock: it waits in slices
     } awaited;
+    struct Polled {  // by a loop of the program's own, which looks at least every kPollsWithin
+      std::atomic<int64_t> since{0}, last{0};  // of its looks, the first and the last, as of Clock
+    } polled;
   } traces;
   struct Callback {
     void (*call)(void*, int64_t, const Status&) = nullptr;
@@ -85,12 +89,19 @@ struct Operation {
 
   bool released = false;  // guarded by Handles' mutex
 
-  // A thread waits for it, or has done so a moment ago, or a framework's program does until it is told.
+  // A thread waits for it, or has done so a moment ago, or a framework's program does until it is told, or a loop of
+  // the program's own asks again and again whether it is done.
   bool is_awaited(TimePoint now, double moment_s) const {
     if (tell.call || traces.awaited.threads.load(std::memory_order_relaxed) > 0) return true;
-    const TimePoint left{Clock::duration(traces.awaited.left.load(std::memory_order_relaxed))};
-    return left != TimePoint{} && seconds_between(left, now) < moment_s;
+    const auto seconds_since = [now](const std::atomic<int64_t>& at) {
+      const int64_t then = at.load(std::memory_order_relaxed);
+      return then == 0 ? 1e9 : seconds_between(TimePoint{Clock::duration(then)}, now);
+    };
+    if (seconds_since(traces.awaited.left) < moment_s) return true;
+    return seconds_since(traces.polled.last) < kPollsWithinS && seconds_since(traces.polled.since) > kPollsWithinS;
   }
+  // It was asked whether it is done, and is not.
+  void note_poll(TimePoint now);
   const Signature& signature() const { return request.signature; }
   // Bytes of its tensors, or of its results where the core owns them and they exist.
   uint64_t bytes() const;

@@ -24,6 +24,7 @@ from urllib.parse import parse_qs, urlparse
 import torch.distributed as dist
 
 from horoclone import errors, objects
+from horoclone.anonymous_file import anonymous_file
 from horoclone.bootstrap import exchange, launchers, wire
 from horoclone.runtime import current, lifecycle, native_module, stacks
 from horoclone.settings import setting, settings_of, start_timeout_s, with_own_files
@@ -185,7 +186,7 @@ def _store_in_memory(native: Runtime) -> Any:
     if native.rank == 0:
         mine = next((key for key in _memory if key[0] == os.getpid()), None)
         if mine is None:
-            descriptor = os.memfd_create("horoclone-c10d")
+            descriptor = anonymous_file("horoclone-c10d")
             mine = (os.getpid(), descriptor, os.fstat(descriptor).st_ino)
         told = (mine, next(_lives))
     place, life = objects.broadcast_object(told, 0)
