@@ -72,7 +72,7 @@ WORDS = {
     "horoclone.common": "Horovod's modules by their names",
     "horoclone.selection": "what init measured",
     "horoclone.arrays": "operations on arrays, objects",
-    "horoclone.init and exit": "runtime/life, runtime/ending",
+    "horoclone.init and exit": "runtime/lifecycle, exit_hooks",
     "horoclone.runtime": "the pointer, facts, counters",
     "horoclone.handles": "compression, handles, numbers",
     "horoclone.process_sets": "subsets of the ranks",

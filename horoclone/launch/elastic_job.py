@@ -13,12 +13,12 @@ import time
 from collections.abc import Mapping, Sequence
 
 from horoclone.bootstrap.rendezvous import Server
-from horoclone.launch import ending, report
+from horoclone.launch import report, termination
 from horoclone.launch.discovery import Settled
 from horoclone.launch.elastic_options import Elastic, needs_majority
 from horoclone.launch.environment import thread_variables
+from horoclone.launch.host_identity import MACHINE, HostIdentities
 from horoclone.launch.hosts import usable_cores
-from horoclone.launch.incarnation import MACHINE, Incarnations
 from horoclone.launch.job import Job, JobRequest, JobResult, Member
 from horoclone.launch.link import REFUSED, Link
 from horoclone.launch.notice_script import NoticeScript
@@ -43,7 +43,7 @@ class ElasticJob(Job):
         self._has_majority_rule = False
         self._is_minority = False  # of a cut network
         self._notices: NoticeScript | None = None
-        self._incarnations = Incarnations(request.ssh, self._wake)
+        self._host_identities = HostIdentities(request.ssh, self._wake)
 
     def _start(self) -> None:
         hosts = self._supervisor.find_hosts()
@@ -105,13 +105,13 @@ class ElasticJob(Job):
         return None if self._elastic.source.changes else False
 
     def is_ending(self) -> bool:
-        return self._ending.begun
+        return self._termination.begun
 
     def fail(self, now: float) -> None:
-        self._ending.fail(now)
+        self._termination.fail(now)
 
     def formed(self, number: int, ranks: Sequence[Worker], is_first: bool) -> None:
-        self._pages.formed(number, len(ranks))
+        self._metrics.formed(number, len(ranks))
         if self._request.verbose or not is_first:
             slots = ",".join(str(worker.place.number) for worker in ranks)
             say(f"generation {number}: {len(ranks)} ranks, in slots {slots}")
@@ -140,8 +140,8 @@ class ElasticJob(Job):
             self._bell.recv(4096)
         except BlockingIOError:
             pass
-        for mark in self._incarnations.take():
-            self._supervisor.seen_as(*mark)
+        for identity in self._host_identities.take():
+            self._supervisor.seen_as(*identity)
 
     def started(self, rank: int, pid: int) -> None:
         super().started(rank, pid)
@@ -161,7 +161,7 @@ class ElasticJob(Job):
 
     def _on_signal(self, number: int, now: float) -> None:
         super()._on_signal(number, now)
-        if self._ending.begun:
+        if self._termination.begun:
             self._supervisor.stop(128 + number, "the launcher was told to end the job")
 
     def host_lost(self, link: Link, why: LaunchError, stage: str) -> None:
@@ -184,9 +184,9 @@ class ElasticJob(Job):
         now, policy = time.monotonic(), self._supervisor.policy
         self._let_go()
         if self._notices is not None:
-            self._notices.watch([] if self._ending.begun else policy.hosts(), now)
+            self._notices.watch([] if self._termination.begun else policy.hosts(), now)
         if self._request.reach is None:
-            self._incarnations.watch(policy.hosts(), policy.closed_hosts(now))
+            self._host_identities.watch(policy.hosts(), policy.closed_hosts(now))
         self._supervisor.step(now)
         stopped = self._supervisor.stopped
         if stopped is not None and stopped.code == NO_MEMBER and not self._is_minority:
@@ -221,7 +221,7 @@ class ElasticJob(Job):
 
     def _close(self) -> None:
         self._supervisor.close()
-        self._incarnations.close()
+        self._host_identities.close()
         if self._notices is not None:
             self._notices.close()
         super()._close()
@@ -230,7 +230,7 @@ class ElasticJob(Job):
 
     def _result(self) -> JobResult:
         result, supervisor = super()._result(), self._supervisor
-        if self._ending.exit_code is not None:  # a signal ended it
+        if self._termination.exit_code is not None:  # a signal ended it
             return result
         order = supervisor.ranks()[: self._elastic.plan.smallest]
         results = {rank: self._members[worker.number].result for rank, worker in enumerate(order)}
@@ -245,7 +245,7 @@ class ElasticJob(Job):
                 failed, self._request.output_folder, lambda end: slots[id(end)], supervisor.reason
             )
             return JobResult(code, text, result.ends, results)
-        if self._ending.reason == ending.FAILURE or supervisor.reason:
+        if self._termination.reason == termination.FAILURE or supervisor.reason:
             code = NO_MEMBER if supervisor.stopped is None else supervisor.stopped.code
             return JobResult(code, supervisor.reason, result.ends, results)
         return JobResult(0, None, result.ends, results)

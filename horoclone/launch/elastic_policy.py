@@ -92,7 +92,7 @@ class Policy:
         self._of: dict[int, _Slot] = {}
         self._unjudged: dict[int, _Slot] = {}  # of workers that have failed
         self._hosts: list[Host] = []
-        self._marks: dict[tuple[str, str], str] = {}  # host, kind of mark -> mark
+        self._identities: dict[tuple[str, str], str] = {}  # host, kind -> identity
 
     # --- what happens
 
@@ -118,15 +118,15 @@ class Policy:
                 )
         return lost
 
-    def seen_as(self, host: str, kind: str, mark: str) -> bool:
+    def seen_as(self, host: str, kind: str, identity: str) -> bool:
         """What tells the machine behind this name from another. Where it differs from the one before, the host is a new
-        incarnation, and nothing that failed counts. Gives whether that opened a slot or forgave a failure."""
-        before = self._marks.get((host, kind))
-        self._marks[host, kind] = mark
-        if before in (None, mark):
+        identity, and nothing that failed counts. Gives whether that opened a slot or forgave a failure."""
+        before = self._identities.get((host, kind))
+        self._identities[host, kind] = identity
+        if before in (None, identity):
             return False
-        for other in [key for key in self._marks if key[0] == host and key[1] != kind]:
-            del self._marks[other]  # they were the other machine's
+        for other in [key for key in self._identities if key[0] == host and key[1] != kind]:
+            del self._identities[other]  # they were the other machine's
         slots = [slot for slot in self._slots.values() if slot.place.host == host]
         matters = any(slot.strikes or slot.closures or slot.closed_until > -math.inf for slot in slots)
         for slot in slots:

@@ -1,7 +1,7 @@
 """One job from start to end: starts the ranks, carries their output, ends them, reports. One loop, one thread.
 
 Everything that happens (output, an exit, a frame from another host, a signal to us, a deadline) is an event of this
-loop; when to signal whom is decided in ending.py, what to print about a failure in report.py.
+loop; when to signal whom is decided in termination.py, what to print about a failure in report.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from horoclone.bootstrap import wire
 from horoclone.bootstrap.rendezvous import Server
-from horoclone.launch import ending, frames, report
+from horoclone.launch import frames, report, termination
 from horoclone.launch.environment import exported, rank_variables, thread_variables
 from horoclone.launch.hosts import Placement, is_local, usable_cores
 from horoclone.launch.job_metrics import LOOK_EVERY_S, JobMetrics
@@ -105,14 +105,14 @@ class Job:
         self._links: list[Link] = []
         self._owner: LocalRanks | None = None
         self._server: Server | None = None
-        self._pages = JobMetrics(request.command)
+        self._metrics = JobMetrics(request.command)
         self._secret = secrets.token_bytes(32) if request.reach is None else request.reach.secret
-        self._ending = ending.Ending(request.grace_s)
+        self._termination = termination.TerminationPolicy(request.grace_s)
         self._launch_error: LaunchError | None = None
         self._signals: list[int] = []
         self._failures: list[Any] = []
         self._kills_before = memory_kills()
-        request.screen.may_drop = lambda: self._ending.begun or bool(self._signals)
+        request.screen.may_drop = lambda: self._termination.begun or bool(self._signals)
 
     def run(self) -> JobResult:
         """Blocks until every rank and everything it started is gone. LaunchError when a rank could not be started."""
@@ -134,7 +134,7 @@ class Job:
             for stream in member.streams.values():
                 if stream.file_error:
                     say(f"rank {member.placement.rank}: its log is incomplete: {stream.file_error}")
-        if self._launch_error is not None and self._ending.exit_code is None:
+        if self._launch_error is not None and self._termination.exit_code is None:
             raise self._launch_error
         return self._result()
 
@@ -194,7 +194,7 @@ class Job:
 
     def _member(self, placement: Placement, key: int | None = None, again: bool = False) -> Member:
         request = self._request
-        self._pages.add(placement.rank if key is None else key, placement)
+        self._metrics.add(placement.rank if key is None else key, placement)
         try:
             files = open_files(request.output_folder, placement.rank, placement.size, again)
         except OSError as error:
@@ -214,7 +214,7 @@ class Job:
         assert self._owner is not None
         member, request = self._members[rank], self._request
         stdin = 0 if rank == 0 and request.give_stdin and is_open(0) else None
-        folder, page = self._folder_of(member), self._pages.passed(rank)
+        folder, page = self._folder_of(member), self._metrics.passed(rank)
         local = self._owner.start(rank, request.command, environment, request.cwd, stdin, folder, page)
         member.local = local
         self.started(rank, local.pid)
@@ -269,11 +269,11 @@ class Job:
     def started(self, rank: int, pid: int) -> None:
         member = self._members[rank]
         member.pid = pid
-        self._pages.started(rank, pid, member.local is not None)
+        self._metrics.started(rank, pid, member.local is not None)
         if self._request.verbose:
             say(f"rank {member.placement.rank} started on {member.placement.host}, pid {pid}")
         if (
-            self._ending.signalled_s is not None
+            self._termination.signalled_s is not None
         ):  # it came up on another host while the job was already ending
             member.signal(signal.SIGTERM, True)
 
@@ -291,8 +291,8 @@ class Job:
             return
         now = time.monotonic()
         member.code, member.ended_s, member.memory_kills = code, now, memory_kills
-        member.by_us = self._ending.signalled_s is not None
-        self._pages.ended(rank, code, member.by_us)
+        member.by_us = self._termination.signalled_s is not None
+        self._metrics.ended(rank, code, member.by_us)
         self._after_exit(member, now)
         if self._request.verbose:
             say(f"rank {member.placement.rank} {report.end_of_process(code)}")
@@ -303,10 +303,10 @@ class Job:
                 member.key, f"rank {member.key} {report.end_of_process(member.code or 0)}"
             )
         if member.code != 0:
-            self._ending.fail(now)
+            self._termination.fail(now)
 
     def page(self, rank: int, packed: bytes) -> None:
-        self._pages.take(rank, packed)
+        self._metrics.take(rank, packed)
 
     def result(self, rank: int, part: bytes) -> None:
         self._members[rank].result += part
@@ -318,7 +318,7 @@ class Job:
     def host_lost(self, link: Link, why: LaunchError, stage: str) -> None:
         if stage == REFUSED and self._launch_error is None:
             self._launch_error = why
-            self._ending.not_started(time.monotonic())
+            self._termination.not_started(time.monotonic())
         for rank in link.ranks:
             member = self._members[rank]
             if not member.gone:
@@ -352,12 +352,12 @@ class Job:
             self._attend(member, now)
         for link in self._links:
             link.check_deadline(now)
-        self._pages.look(now, self._ending.begun)
+        self._metrics.look(now, self._termination.begun)
         if self._request.screen.broken:
-            self._ending.no_reader(now)
-        if (waits := self._ending.word(now)) is not None:
+            self._termination.no_reader(now)
+        if (waits := self._termination.word(now)) is not None:
             self._say_who_is_waited_for(waits)
-        for order in self._ending.due(now):
+        for order in self._termination.due(now):
             for member in self._members.values():
                 member.signal(order.number, order.group)
                 if order.number != signal.SIGKILL and order.number != signal.SIGINT:
@@ -373,7 +373,7 @@ class Job:
 
     def _on_signal(self, number: int, now: float) -> None:
         if number == signal.SIGINT:
-            self._ending.interrupt(now)
+            self._termination.interrupt(now)
             for member in self._members.values():
                 for stream in member.streams.values():
                     stream.hide_interrupts = True
@@ -381,7 +381,7 @@ class Job:
             for member in self._members.values():
                 member.signal(number, False)
         else:
-            self._ending.terminate(now, number)
+            self._termination.terminate(now, number)
 
     def _attend(self, member: Member, now: float) -> None:
         """A rank's end, what it left running, and pipes that outlive it."""
@@ -406,7 +406,7 @@ class Job:
             member.streams[stream].show_partial(now)
 
     def _end_leftover(self, member: Member, now: float) -> None:
-        term_s, kill_s = self._ending.leftover_delays()
+        term_s, kill_s = self._termination.leftover_delays()
         if now >= member.ended_s + kill_s and member.leftover_signal != signal.SIGKILL:
             member.leftover_signal = signal.SIGKILL
         elif now >= member.ended_s + term_s and not member.leftover_signal:
@@ -419,7 +419,7 @@ class Job:
         now = time.monotonic()
         if any(self._needs_polling(member) for member in self._members.values()):
             return _POLL_S
-        due = self._ending.next_look_s()
+        due = self._termination.next_look_s()
         return LOOK_EVERY_S if due is None else min(LOOK_EVERY_S, max(0.0, due - now))
 
     def _needs_polling(self, member: Member) -> bool:
@@ -439,7 +439,7 @@ class Job:
             link.close()
         if self._owner is not None:
             self._owner.close()
-        self._pages.close()
+        self._metrics.close()
         for member in self._members.values():
             for stream in list(member.open_streams):
                 self.output(member.key, stream, b"")
@@ -457,10 +457,10 @@ class Job:
         results = {rank: member.result for rank, member in self._members.items()}
         failed = any(end.code != 0 and not end.by_us for end in ends)
         folder = self._request.output_folder
-        code = self._ending.exit_code
+        code = self._termination.exit_code
         if code is not None:
-            text = _farewell(self._ending.reason, ends)
-            if self._ending.reason in (ending.TERMINATE, ending.HANGUP) and failed:
+            text = _farewell(self._termination.reason, ends)
+            if self._termination.reason in (termination.TERMINATE, termination.HANGUP) and failed:
                 text += "\n" + report.failure_report(ends, folder, len(ends))[0]
             return JobResult(code, text, ends, results)
         if any(end.code != 0 for end in ends):
@@ -487,9 +487,9 @@ class Job:
 
 def _farewell(reason: int, ends: Sequence[report.RankEnd]) -> str:
     stopped = ranks_text([end.rank for end in ends if end.by_us] or [end.rank for end in ends])
-    if reason == ending.INTERRUPT:
+    if reason == termination.INTERRUPT:
         return f"interrupted; {stopped} stopped"
-    if reason == ending.NO_READER:
+    if reason == termination.NO_READER:
         return f"nobody reads the output any more; {stopped} stopped"
-    name = "SIGHUP" if reason == ending.HANGUP else "SIGTERM"
+    name = "SIGHUP" if reason == termination.HANGUP else "SIGTERM"
     return f"{name} was forwarded; {stopped} ended"

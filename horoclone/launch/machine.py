@@ -9,7 +9,7 @@ _BOOT, _FIRST = "/proc/sys/kernel/random/boot_id", "/proc/1/stat"
 ASK = f"echo $(cat {_BOOT}) $(sed 's/.*) //' {_FIRST} | cut -d ' ' -f 20)"
 
 
-def own_mark() -> str:
+def own_machine() -> str:
     """What ASK prints on this machine."""
     words = []
     for path in (_BOOT, _FIRST):

@@ -22,7 +22,7 @@ from horoclone.launch import frames
 from horoclone.launch.environment import thread_variables
 from horoclone.launch.hosts import Placement, usable_cores
 from horoclone.launch.job_metrics import LOOK_EVERY_S, JobMetrics
-from horoclone.launch.machine import own_mark
+from horoclone.launch.machine import own_machine
 from horoclone.launch.process import LocalRank, LocalRanks, memory_kills, read_memory
 from horoclone.launch.usage import LaunchError
 
@@ -57,7 +57,7 @@ class Remote:
         self._secret = b"" if given is None else given.secret
         self._function: bytes | None = None if given is None else given.function
         self._owner: LocalRanks | None = None
-        self._pages: JobMetrics | None = None
+        self._metrics: JobMetrics | None = None
         self._ranks: dict[int, LocalRank] = {}
         self._told_exit: set[int] = set()
         self._told_gone: set[int] = set()
@@ -90,8 +90,8 @@ class Remote:
         finally:
             if self._owner is not None:
                 self._owner.close()
-            if self._pages is not None:
-                self._pages.close()
+            if self._metrics is not None:
+                self._metrics.close()
 
     # --- from the launcher
 
@@ -129,20 +129,20 @@ class Remote:
         if self._outlives:
             os.set_blocking(1, False)
         self._owner = LocalRanks(self._secret, self._function)
-        self._pages = JobMetrics(self._spec["command"])
+        self._metrics = JobMetrics(self._spec["command"])
         for rank_text, own in self._spec["ranks"].items():
             rank = int(rank_text)
-            self._pages.add(rank, _placement_of(own))
+            self._metrics.add(rank, _placement_of(own))
             local = self._owner.start(
                 rank,
                 self._spec["command"],
                 {**environment, **own},
                 self._spec["cwd"],
-                page=self._pages.passed(rank),
+                page=self._metrics.passed(rank),
             )
             self._ranks[rank] = local
-            self._pages.started(rank, local.pid, True)
-            start = {"pid": local.pid, "machine": own_mark()}
+            self._metrics.started(rank, local.pid, True)
+            start = {"pid": local.pid, "machine": own_machine()}
             self._send(frames.STARTED, rank, json.dumps(start).encode())
             for kind, stream in ((frames.OUT, local.stdout), (frames.ERR, local.stderr)):
                 self._selector.register(
@@ -187,8 +187,8 @@ class Remote:
                     self._selector.unregister(local.pidfd)
                 if local.result is not None:
                     self._send_raw(frames.frames(frames.RESULT, rank, read_memory(local.result)))
-                if self._pages is not None:
-                    self._pages.ended(rank, local.code or 0, False)
+                if self._metrics is not None:
+                    self._metrics.ended(rank, local.code or 0, False)
                 report = {"code": local.code, "memory_kills": memory_kills() - self._kills_before}
                 self._send(frames.EXITED, rank, json.dumps(report).encode())
             if rank in self._told_exit and rank not in self._told_gone and not local.group_alive():
@@ -196,8 +196,8 @@ class Remote:
                 self._send(frames.GONE, rank)
 
     def _pass_pages_on(self) -> None:
-        if self._pages is not None:
-            for rank, packed in self._pages.news():
+        if self._metrics is not None:
+            for rank, packed in self._metrics.news():
                 self._send(frames.PAGE, rank, packed)
 
     def _refuse(self, error: LaunchError) -> None:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
-from horoclone.launch import ending
+from horoclone.launch import termination
 from horoclone.launch.elastic_job import ElasticJob
 from horoclone.launch.elastic_options import Elastic
 from horoclone.launch.environment import job_environment
@@ -150,7 +150,11 @@ class SparkElasticJob(_SaysWhy, ElasticJob):
         result = super()._result()
         for flag, parameter in _PARAMETERS.items():
             result = result._replace(text=(result.text or "").replace(flag, parameter) or None)
-        if result.exit_code != 0 or not self._supervisor.has_formed or self._ending.reason == ending.FAILURE:
+        if (
+            result.exit_code != 0
+            or not self._supervisor.has_formed
+            or self._termination.reason == termination.FAILURE
+        ):
             return result
         ranks = [self._members[worker.number] for worker in self._supervisor.ranks()]
         values = {rank: member.result for rank, member in enumerate(ranks) if member.result}

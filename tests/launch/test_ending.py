@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from horoclone.launch import ending, process
+from horoclone.launch import process, termination
 
 RUN = [sys.executable, "-m", "horoclone.launch"]
 PYTHON = sys.executable
@@ -102,7 +102,7 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_period(launch):
 
 
 def test_a_wait_of_seconds_is_said_and_a_short_one_is_not():
-    end = ending.Ending(grace_s=30.0)
+    end = termination.TerminationPolicy(grace_s=30.0)
     end.fail(100.0)
     assert end.word(100.5) is None and end.next_look_s() == 101.0
     assert end.word(101.0) == "waiting for {ranks} to notice and say so; SIGTERM to who is left in 4 s"

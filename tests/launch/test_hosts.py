@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from horoclone.launch import ending, frames, hosts, report, root_cause
+from horoclone.launch import frames, hosts, report, root_cause, termination
 from horoclone.launch.environment import exported, job_environment, rank_variables, thread_variables
 from horoclone.launch.hosts import Host, parse_hostfile, parse_hosts, place
 from horoclone.launch.usage import LaunchError, parse_ranks, ranks_text
@@ -161,10 +161,10 @@ def test_a_huge_length_is_refused_before_anything_is_kept():
         reader.feed(b"O" + b"\x00" * 4 + b"\xff" * 4)
 
 
-# --- ending
+# --- termination
 
 
-def _orders(end: ending.Ending, until: float) -> list[tuple[float, int, bool]]:
+def _orders(end: termination.TerminationPolicy, until: float) -> list[tuple[float, int, bool]]:
     found = []
     while (at := end.next_s()) is not None and at <= until:
         found += [(order.at_s, order.number, order.group) for order in end.due(at)]
@@ -172,15 +172,15 @@ def _orders(end: ending.Ending, until: float) -> list[tuple[float, int, bool]]:
 
 
 def test_after_a_failure_the_others_get_five_seconds_then_term_then_grace_then_kill():
-    end = ending.Ending(30.0)
+    end = termination.TerminationPolicy(30.0)
     end.fail(100.0)
     end.fail(101.0)  # the second failure changes nothing
     assert _orders(end, 1000) == [(105.0, signal.SIGTERM, False), (135.0, signal.SIGKILL, True)]
-    assert end.reason == ending.FAILURE and end.exit_code is None
+    assert end.reason == termination.FAILURE and end.exit_code is None
 
 
 def test_control_c_ends_everything_within_three_seconds_and_the_second_at_once():
-    end = ending.Ending(30.0)
+    end = termination.TerminationPolicy(30.0)
     assert end.interrupt(10.0)
     assert [order[:2] for order in _orders(end, 10.5)] == [(10.0, signal.SIGINT)]
     assert not end.interrupt(10.6)
@@ -189,7 +189,7 @@ def test_control_c_ends_everything_within_three_seconds_and_the_second_at_once()
 
 
 def test_sigterm_keeps_its_code_when_control_c_hastens_it():
-    end = ending.Ending(30.0)
+    end = termination.TerminationPolicy(30.0)
     end.terminate(0.0, signal.SIGTERM)
     end.terminate(1.0, signal.SIGTERM)
     assert end.interrupt(2.0)

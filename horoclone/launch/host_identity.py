@@ -1,7 +1,7 @@
 """Whether a host of an elastic job is still the same machine, by its address and by what the machine reports.
 
 Slots that are closed for failures belong to one machine. A name that leads to another machine, or to one that was
-booted again, is another incarnation. Thread: hc-incarnation checks hosts that are closed; the job's loop takes the
+booted again, has another identity. Thread: hc-host-identity checks hosts that are closed; the job's loop takes the
 result.
 """
 
@@ -19,20 +19,20 @@ from horoclone.launch.hosts import is_local
 from horoclone.launch.link import SshOptions, ssh_command
 from horoclone.launch.machine import ASK
 
-ADDRESS, MACHINE = "address", "machine"  # kinds of marks
+ADDRESS, MACHINE = "address", "machine"  # kinds of identities
 LOOK_EVERY_S = 5.0  # for a closed host's address
 ASK_EVERY_S = 30.0  # for what its machine says, over ssh
 ASK_S = 20.0
 
 
-class Mark(NamedTuple):
+class HostIdentity(NamedTuple):
     host: str
     kind: str
     text: str
 
 
-class Incarnations:
-    """Marks of hosts, as they are found. wake is called when there is one to be taken."""
+class HostIdentities:
+    """Identities of hosts, as they are found. wake is called when there is one to be taken."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Incarnations:
         self._ssh, self._wake, self._resolve, self._ask = ssh, wake, resolve, ask or self._ask_over_ssh
         self._present: frozenset[str] = frozenset()
         self._closed: frozenset[str] = frozenset()
-        self._found: queue.SimpleQueue[Mark] = queue.SimpleQueue()
+        self._found: queue.SimpleQueue[HostIdentity] = queue.SimpleQueue()
         self._due: dict[tuple[str, str], float] = {}  # host, kind -> when it is looked at next
         self._last: dict[tuple[str, str], str] = {}
         self._news = threading.Event()
@@ -59,11 +59,11 @@ class Incarnations:
             return
         self._present, self._closed = now_there, shut
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="hc-incarnation", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="hc-host-identity", daemon=True)
             self._thread.start()
         self._news.set()
 
-    def take(self) -> list[Mark]:
+    def take(self) -> list[HostIdentity]:
         found = []
         while not self._found.empty():
             found.append(self._found.get())
@@ -106,7 +106,7 @@ class Incarnations:
     def _tell(self, host: str, kind: str, text: str) -> None:
         if text and self._last.get((host, kind)) != text:
             self._last[host, kind] = text
-            self._found.put(Mark(host, kind, text))
+            self._found.put(HostIdentity(host, kind, text))
             self._wake()
 
     def _address_of(self, host: str) -> str:

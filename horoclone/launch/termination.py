@@ -22,7 +22,7 @@ class Order(NamedTuple):
     group: bool
 
 
-class Ending:
+class TerminationPolicy:
     """Collects the reasons to end; the first one names the exit code, a later one can only hasten the end."""
 
     def __init__(self, grace_s: float) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from horoclone.launch import incarnation
-from horoclone.launch.incarnation import ADDRESS, MACHINE, Incarnations, Mark
+from horoclone.launch import host_identity
+from horoclone.launch.host_identity import ADDRESS, MACHINE, HostIdentities, HostIdentity
 from horoclone.launch.link import SshOptions
-from horoclone.launch.machine import ASK, own_mark
+from horoclone.launch.machine import ASK, own_machine
 
 
 class Network:
@@ -35,36 +35,39 @@ class Network:
 
 
 @pytest.fixture
-def one(monkeypatch: pytest.MonkeyPatch) -> tuple[Incarnations, Network]:
-    monkeypatch.setattr(incarnation, "is_local", lambda name: name == "localhost")
+def one(monkeypatch: pytest.MonkeyPatch) -> tuple[HostIdentities, Network]:
+    monkeypatch.setattr(host_identity, "is_local", lambda name: name == "localhost")
     network = Network()
-    watched = Incarnations(SshOptions(), lambda: None, network.resolve, network.ask)
+    watched = HostIdentities(SshOptions(), lambda: None, network.resolve, network.ask)
     monkeypatch.setattr(watched, "_run", lambda: None)  # the test looks itself
     return watched, network
 
 
 def test_a_host_is_known_by_its_address_and_only_a_closed_one_is_asked(
-    one: tuple[Incarnations, Network],
+    one: tuple[HostIdentities, Network],
 ) -> None:
     watched, network = one
     watched.watch(["node", "other", "localhost"], [])
     assert watched.look(0.0) is None
-    assert watched.take() == [Mark("node", ADDRESS, "10.9.9.1 10.9.9.2"), Mark("other", ADDRESS, "10.9.9.7")]
+    assert watched.take() == [
+        HostIdentity("node", ADDRESS, "10.9.9.1 10.9.9.2"),
+        HostIdentity("other", ADDRESS, "10.9.9.7"),
+    ]
     watched.look(1000.0)
     assert watched.take() == [] and len(network.resolved) == 2 and not network.asked
     watched.watch(["node", "other", "localhost"], ["node", "localhost"])
     watched.look(1001.0)
-    assert watched.take() == [Mark("node", MACHINE, "boot-1 77")] and network.asked == ["node"]
+    assert watched.take() == [HostIdentity("node", MACHINE, "boot-1 77")] and network.asked == ["node"]
     watched.look(1002.0)
     assert network.asked == ["node"]
     network.addresses["node"], network.machines["node"] = ["10.9.9.3"], "boot-5 77"
-    watched.look(1001.0 + incarnation.LOOK_EVERY_S)
-    assert watched.take() == [Mark("node", ADDRESS, "10.9.9.3")]
-    watched.look(1001.0 + incarnation.ASK_EVERY_S)
-    assert watched.take() == [Mark("node", MACHINE, "boot-5 77")]
+    watched.look(1001.0 + host_identity.LOOK_EVERY_S)
+    assert watched.take() == [HostIdentity("node", ADDRESS, "10.9.9.3")]
+    watched.look(1001.0 + host_identity.ASK_EVERY_S)
+    assert watched.take() == [HostIdentity("node", MACHINE, "boot-5 77")]
 
 
-def test_a_host_that_comes_back_is_looked_at_at_once(one: tuple[Incarnations, Network]) -> None:
+def test_a_host_that_comes_back_is_looked_at_at_once(one: tuple[HostIdentities, Network]) -> None:
     watched, network = one
     watched.watch(["node"], ["node"])
     watched.look(0.0)
@@ -73,10 +76,13 @@ def test_a_host_that_comes_back_is_looked_at_at_once(one: tuple[Incarnations, Ne
     network.addresses["node"], network.machines["node"] = ["10.9.9.8"], "boot-9 1"
     watched.watch(["node"], ["node"])
     watched.look(0.2)
-    assert watched.take()[-2:] == [Mark("node", ADDRESS, "10.9.9.8"), Mark("node", MACHINE, "boot-9 1")]
+    assert watched.take()[-2:] == [
+        HostIdentity("node", ADDRESS, "10.9.9.8"),
+        HostIdentity("node", MACHINE, "boot-9 1"),
+    ]
 
 
-def test_what_cannot_be_found_out_is_not_told(one: tuple[Incarnations, Network]) -> None:
+def test_what_cannot_be_found_out_is_not_told(one: tuple[HostIdentities, Network]) -> None:
     watched, _ = one
     watched.watch(["alias"], ["alias"])
     watched.look(0.0)
@@ -84,22 +90,22 @@ def test_what_cannot_be_found_out_is_not_told(one: tuple[Incarnations, Network])
 
 
 def test_the_thread_looks_and_wakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(incarnation, "is_local", lambda name: False)
+    monkeypatch.setattr(host_identity, "is_local", lambda name: False)
     network, woken = Network(), []
-    watched = Incarnations(SshOptions(), lambda: woken.append(1), network.resolve, network.ask)
+    watched = HostIdentities(SshOptions(), lambda: woken.append(1), network.resolve, network.ask)
     watched.watch(["node"], [])
     deadline = time.monotonic() + 20
     while not woken and time.monotonic() < deadline:
         time.sleep(0.01)
     watched.close()
-    assert watched.take() == [Mark("node", ADDRESS, "10.9.9.1 10.9.9.2")]
+    assert watched.take() == [HostIdentity("node", ADDRESS, "10.9.9.1 10.9.9.2")]
 
 
 def test_a_machine_says_the_same_in_both_ways() -> None:
     said = subprocess.run(
         ["sh", "-c", ASK], capture_output=True, text=True, timeout=20, check=True
     ).stdout.strip()
-    assert said == own_mark() and Path("/proc/sys/kernel/random/boot_id").read_text().strip() in said
+    assert said == own_machine() and Path("/proc/sys/kernel/random/boot_id").read_text().strip() in said
 
 
 def test_what_the_machine_says_comes_over_ssh_and_silence_ends_with_the_job(
@@ -111,12 +117,12 @@ def test_what_the_machine_says_comes_over_ssh_and_silence_ends_with_the_job(
     )
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(incarnation, "is_local", lambda name: False)
-    watched = Incarnations(SshOptions(), lambda: None, lambda name: [])
+    monkeypatch.setattr(host_identity, "is_local", lambda name: False)
+    watched = HostIdentities(SshOptions(), lambda: None, lambda name: [])
     watched.watch(["fast", "slow"], ["fast", "slow"])
     deadline = time.monotonic() + 30
     while (watched._asking is None or "slow" not in watched._asking.args) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert watched.take() == [Mark("fast", MACHINE, own_mark())]
+    assert watched.take() == [HostIdentity("fast", MACHINE, own_machine())]
     watched.close()
     assert watched._asking is not None and watched._asking.poll() is not None
