@@ -37,9 +37,9 @@ class ElasticJob(Job):
         self._elastic, self._outlives = elastic, elastic.outlives
         settled = None if request.reach is None else Settled(0.0)  # what a scheduler has lost, is so for sure
         self._supervisor = Supervisor(elastic, self, self._wake, settled)
-        self._bell, self._rope = socket.socketpair()
-        self._rope.setblocking(False)
-        self._bell.setblocking(False)
+        self._wakeup, self._wakeup_sender = socket.socketpair()
+        self._wakeup_sender.setblocking(False)
+        self._wakeup.setblocking(False)
         self._has_majority_rule = False
         self._is_minority = False  # of a cut network
         self._notices: NoticeScript | None = None
@@ -55,7 +55,7 @@ class ElasticJob(Job):
         self._owner = LocalRanks(
             self._secret, self._request.function, self._request.ssh.bind_to_us, self._outlives
         )
-        self._selector.register(self._bell, 1, self._hear)
+        self._selector.register(self._wakeup, 1, self._hear)
         self._supervisor.watch_hosts()
         command, ssh = self._elastic.notice_script, self._request.ssh
         if command is not None:
@@ -131,13 +131,13 @@ class ElasticJob(Job):
 
     def _wake(self) -> None:
         try:
-            self._rope.send(b"x")
+            self._wakeup_sender.send(b"x")
         except OSError:
             pass
 
     def _hear(self) -> None:
         try:
-            self._bell.recv(4096)
+            self._wakeup.recv(4096)
         except BlockingIOError:
             pass
         for identity in self._host_identities.take():
@@ -225,8 +225,8 @@ class ElasticJob(Job):
         if self._notices is not None:
             self._notices.close()
         super()._close()
-        self._bell.close()
-        self._rope.close()
+        self._wakeup.close()
+        self._wakeup_sender.close()
 
     def _result(self) -> JobResult:
         result, supervisor = super()._result(), self._supervisor

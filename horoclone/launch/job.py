@@ -116,8 +116,8 @@ class Job:
 
     def run(self) -> JobResult:
         """Blocks until every rank and everything it started is gone. LaunchError when a rank could not be started."""
-        with Signals(self._signals) as bell:
-            self._selector.register(bell, selectors.EVENT_READ, lambda: empty(bell))
+        with Signals(self._signals) as wakeup:
+            self._selector.register(wakeup, selectors.EVENT_READ, lambda: empty(wakeup))
             try:
                 self._start()
                 while not self._is_over():

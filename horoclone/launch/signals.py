@@ -10,9 +10,9 @@ from typing import Any
 FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 
 
-def empty(bell: socket.socket) -> None:
+def empty(wakeup: socket.socket) -> None:
     try:
-        while bell.recv(4096):
+        while wakeup.recv(4096):
             pass
     except BlockingIOError:
         pass
@@ -24,20 +24,22 @@ class Signals:
 
     def __init__(self, received: list[int]) -> None:
         self._received = received
-        self._bell, self._rope = socket.socketpair()
+        self._wakeup, self._wakeup_sender = socket.socketpair()
         self._before: dict[int, Any] = {}
         self._wakeup_before = -1
 
     def __enter__(self) -> socket.socket:
-        self._bell.setblocking(False)
-        self._rope.setblocking(False)
+        self._wakeup.setblocking(False)
+        self._wakeup_sender.setblocking(False)
         if threading.current_thread() is threading.main_thread():
-            self._wakeup_before = signal.set_wakeup_fd(self._rope.fileno(), warn_on_full_buffer=False)
+            self._wakeup_before = signal.set_wakeup_fd(
+                self._wakeup_sender.fileno(), warn_on_full_buffer=False
+            )
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *FORWARDED):
                 if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                     continue  # started by nohup
                 self._before[number] = signal.signal(number, self._note)
-        return self._bell
+        return self._wakeup
 
     def _note(self, number: int, _frame: object) -> None:
         self._received.append(number)
@@ -47,5 +49,5 @@ class Signals:
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         if self._before:
             signal.set_wakeup_fd(self._wakeup_before)
-        self._bell.close()
-        self._rope.close()
+        self._wakeup.close()
+        self._wakeup_sender.close()

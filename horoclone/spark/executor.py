@@ -1,9 +1,9 @@
 """The side of a Spark task: it offers itself to the driver as a slot, and runs what starts a rank there.
 
-The task proves the job's secret to the driver (door.py), says where it is, and waits. When the driver wants a rank
-here, the connection is handed to slot.py, a process of its own, which is to the driver what launch/remote.py is on a
-host behind ssh. When its rank has ended the task offers itself again, until the driver says that the job is over, or is
-gone. Thread: the task's.
+The task proves the job's secret to the driver (task_server.py), says where it is, and waits. When the driver wants a
+rank here, the connection is handed to slot.py, a process of its own, which is to the driver what launch/remote.py is on
+a host behind ssh. When its rank has ended the task offers itself again, until the driver says that the job is over, or
+is gone. Thread: the task's.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Offer:
 
 
 class _Knock(Client):
-    """A connection to the driver's door that has proved the secret."""
+    """A connection to the driver's task server that has proved the secret."""
 
     def open(self, again: bool) -> socket.socket:
         """again: the driver has been there, so that it has gone where nobody listens any more."""
@@ -83,7 +83,7 @@ def serve(offer: Offer, function: bytes, partition: int, attempt: int, gpus: lis
             connection = _knock(offer, has_met)
         except errors.HorovodInternalError as error:
             if has_met:
-                return  # the driver has closed its door
+                return  # the driver has closed its task server
             raise RuntimeError(
                 f"Spark task {partition} on {socket.gethostname()} cannot reach the driver's program, which listens "
                 f"at {', '.join(offer.addresses)}: {error} Executors must be able to connect to the driver; "

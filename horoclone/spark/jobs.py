@@ -18,8 +18,8 @@ from horoclone.launch.job import Job, JobRequest, JobResult
 from horoclone.launch.link import LOST, Link
 from horoclone.launch.output import STDERR, STDOUT, Screen, Style
 from horoclone.launch.usage import LaunchError
-from horoclone.spark.door import Door, Task, by_machine
 from horoclone.spark.session import Stage
+from horoclone.spark.task_server import Task, TaskServer, by_machine
 
 _PARAMETERS = {
     "--elastic-timeout (seconds)": "elastic_timeout",
@@ -85,7 +85,11 @@ def environment_of(
 
 
 def request_of(
-    placements: Sequence[Placement], environment: Mapping[str, str], screen: Screen, door: Door, verbose: int
+    placements: Sequence[Placement],
+    environment: Mapping[str, str],
+    screen: Screen,
+    server: TaskServer,
+    verbose: int,
 ) -> JobRequest:
     """Command and folder are the executors' matter (slot.py)."""
     return JobRequest(
@@ -97,7 +101,7 @@ def request_of(
         threads="off",  # Spark has set OMP_NUM_THREADS to the cores of a task
         verbose=verbose >= 2,
         give_stdin=False,
-        reach=door,
+        reach=server,
     )
 
 

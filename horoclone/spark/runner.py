@@ -1,8 +1,8 @@
 """horoclone.spark.run and run_elastic: a function on all ranks of a job, each rank in a task of a Spark application.
 
 This process, the driver, is the launcher: it hosts the rendezvous server and the membership coordinator, starts and
-ends ranks through the tasks (door.py), and carries their output. What they call travels as a broadcast variable of
-Spark.
+ends ranks through the tasks (task_server.py), and carries their output. What they call travels as a broadcast variable
+of Spark.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from horoclone.launch.elastic_policy import Cooldown, Plan
 from horoclone.launch.numbers import LONGEST_S
 from horoclone.launch.output import Style
 from horoclone.launch.usage import LaunchError
-from horoclone.spark.door import Door, Task, bindings
 from horoclone.spark.executor import Offer, serve_partition
 from horoclone.spark.jobs import (
     SparkElasticJob,
@@ -32,6 +31,7 @@ from horoclone.spark.jobs import (
     request_of,
 )
 from horoclone.spark.session import Stage, active_context, too_few
+from horoclone.spark.task_server import Task, TaskServer, bindings
 
 START_TIMEOUT_S = 600.0
 ELASTIC_TIMEOUT_S = 600.0
@@ -89,9 +89,9 @@ def run(
         "horoclone.spark.run", fn, args, kwargs, (size, size), start_timeout, env, stdout, stderr, verbose, nics,
         prefix_output_with_timestamp, executable, True,
     )  # fmt: skip
-    with _opened(context, spec) as (door, stage, tasks):
+    with _opened(context, spec) as (server, stage, tasks):
         environment = environment_of(env, spec.nics, spec.start_timeout_s)
-        request = request_of(placements_of(tasks), environment, spec.screen, door, verbose)
+        request = request_of(placements_of(tasks), environment, spec.screen, server, verbose)
         return _values(spec.what, SparkJob(request, stage))
 
 
@@ -142,11 +142,11 @@ def run_elastic(
         "horoclone.spark.run_elastic", fn, args, kwargs, (largest, size), start_timeout, env, stdout, stderr, verbose,
         nics, prefix_output_with_timestamp, executable, False,
     )  # fmt: skip
-    with _opened(context, spec) as (door, stage, _):
+    with _opened(context, spec) as (server, stage, _):
         plan = Plan(smallest, largest)
-        elastic = Elastic(door, size, plan, Cooldown(None), timeout_s, reset_limit)
+        elastic = Elastic(server, size, plan, Cooldown(None), timeout_s, reset_limit)
         environment = environment_of(env, spec.nics, spec.start_timeout_s)
-        request = request_of([], environment, spec.screen, door, verbose)
+        request = request_of([], environment, spec.screen, server, verbose)
         return _values(spec.what, SparkElasticJob(request, elastic, stage, largest))
 
 
@@ -203,38 +203,39 @@ def _job_spec(
 
 
 @contextlib.contextmanager
-def _opened(context: Any, spec: _JobSpec) -> Iterator[tuple[Door, Stage, list[Task]]]:
-    """The driver's door, the Spark job, and its tasks when enough have come. Nothing of them is left at the end."""
+def _opened(context: Any, spec: _JobSpec) -> Iterator[tuple[TaskServer, Stage, list[Task]]]:
+    """The driver's task server, the Spark job, and its tasks when enough have come. Nothing of them is left at the
+    end."""
     secret, job = secrets.token_bytes(32), secrets.token_hex(8)
     try:
-        door = Door(secret, job, bindings(str(context.master), spec.nics))
+        server = TaskServer(secret, job, bindings(str(context.master), spec.nics))
     except (OSError, ValueError) as error:
         raise ValueError(f"{spec.what}: the driver cannot listen: {error}; nics chooses interfaces") from None
-    offer = Offer(tuple(door.own_addresses), secret, job, spec.python)
+    offer = Offer(tuple(server.own_addresses), secret, job, spec.python)
     function = context.broadcast(spec.call)
     stage = None
     try:
         text = f"{spec.what}: {spec.wanted} ranks"
         task = functools.partial(serve_partition, offer, function)
         stage = Stage(context, spec.tasks, task, spec.barrier, text)
-        yield door, stage, _tasks(context, spec, door, stage)
-        door.close()
+        yield server, stage, _tasks(context, spec, server, stage)
+        server.close()
         stage.join(10.0)
     finally:
-        door.close()
+        server.close()
         if stage is not None:
             stage.cancel()
         with contextlib.suppress(Exception):  # the application may be gone
             function.destroy()
 
 
-def _tasks(context: Any, spec: _JobSpec, door: Door, stage: Stage) -> list[Task]:
+def _tasks(context: Any, spec: _JobSpec, server: TaskServer, stage: Stage) -> list[Task]:
     def look() -> None:
         if stage.over:
             raise RunError(f"{spec.what}: Spark could not run the tasks of the job: {stage.reason()}", -1, 1)
 
     try:
-        tasks = door.wait(spec.wanted, spec.start_timeout_s, look)
+        tasks = server.wait(spec.wanted, spec.start_timeout_s, look)
     except LaunchError as error:
         raise RunError(f"{spec.what}: {error}", -1, error.exit_code) from None
     if len(tasks) < spec.wanted:

@@ -1,6 +1,5 @@
 from horoclone.spark.runner import (
     Cooldown as Cooldown,
-    Door as Door,
     ELASTIC_TIMEOUT_S as ELASTIC_TIMEOUT_S,
     Elastic as Elastic,
     LONGEST_S as LONGEST_S,
@@ -15,6 +14,7 @@ from horoclone.spark.runner import (
     StreamScreen as StreamScreen,
     Style as Style,
     Task as Task,
+    TaskServer as TaskServer,
     Unsupported as Unsupported,
     run as run,
     run_elastic as run_elastic,

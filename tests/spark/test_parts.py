@@ -1,4 +1,4 @@
-"""The parts of horoclone.spark that need neither PySpark nor Java: shards, stores, places, names, the driver's door."""
+"""The parts of horoclone.spark that need neither PySpark nor Java: shards, stores, places, names, the driver's task server."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from horoclone.spark.data.columns import SCALAR, VECTOR, Column, check_present, 
 from horoclone.spark.data.preparing import check_validation
 from horoclone.spark.data.reading import Transformation, transform
 from horoclone.spark.data.shards import chunks, order_of, rows_per_rank, shard
-from horoclone.spark.door import Door, Task, bindings
 from horoclone.spark.jobs import StreamScreen, environment_of, placements_of
+from horoclone.spark.task_server import Task, TaskServer, bindings
 
 
 @settings(deadline=None, max_examples=200)
@@ -192,18 +192,18 @@ def test_lines_go_to_the_streams_that_are_given() -> None:
     assert screen.broken
 
 
-# --- the door
+# --- the task server
 
 
 @pytest.fixture
-def door() -> Any:
-    made = Door(secrets.token_bytes(32), "job", ["127.0.0.1"])
+def server() -> Any:
+    made = TaskServer(secrets.token_bytes(32), "job", ["127.0.0.1"])
     yield made
     made.close()
 
 
-def knock(door: Door, partition: int, secret: bytes | None = None, **facts: Any) -> socket.socket:
-    offer = executor.Offer(tuple(door.own_addresses), secret or door.secret, "job", None)
+def knock(server: TaskServer, partition: int, secret: bytes | None = None, **facts: Any) -> socket.socket:
+    offer = executor.Offer(tuple(server.own_addresses), secret or server.secret, "job", None)
     connection = executor._Knock(list(offer.addresses), offer.secret, offer.job, 5.0).open(False)
     import json
 
@@ -216,54 +216,54 @@ def nothing() -> None:
     pass
 
 
-def test_tasks_that_have_proved_the_secret_wait_for_a_rank(door: Door) -> None:
-    connections = [knock(door, partition) for partition in (1, 0)]
-    tasks = door.wait(2, 10, nothing)
+def test_tasks_that_have_proved_the_secret_wait_for_a_rank(server: TaskServer) -> None:
+    connections = [knock(server, partition) for partition in (1, 0)]
+    tasks = server.wait(2, 10, nothing)
     assert [task.partition for task in tasks] == [0, 1] and tasks[0].host == socket.gethostname()
-    assert door.is_ready(tasks[0].name) and {host.name for host in door.find()} == {
+    assert server.is_ready(tasks[0].name) and {host.name for host in server.find()} == {
         task.name for task in tasks
     }
     connections[1].close()  # the task of partition 0 is lost
     deadline = time.monotonic() + 10
-    while door.is_ready(tasks[0].name):
+    while server.is_ready(tasks[0].name):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert door.wait(2, 0.2, nothing) == [tasks[1]]
-    door.close()
+    assert server.wait(2, 0.2, nothing) == [tasks[1]]
+    server.close()
     assert connections[0].recv(10) == executor.END
     connections[0].close()
 
 
-def test_a_stranger_is_not_let_in(door: Door) -> None:
+def test_an_unauthenticated_peer_is_not_let_in(server: TaskServer) -> None:
     with pytest.raises(HorovodInternalError):
-        knock(door, 0, secrets.token_bytes(32))
-    with socket.create_connection(("127.0.0.1", int(door.own_addresses[0].rpartition(":")[2]))) as stranger:
+        knock(server, 0, secrets.token_bytes(32))
+    with socket.create_connection(("127.0.0.1", int(server.own_addresses[0].rpartition(":")[2]))) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(200))
         assert stranger.recv(wire.GREETING_BYTES)
-    assert door.wait(1, 0.3, nothing) == []
-    with knock(door, 0):
-        assert len(door.wait(1, 10, nothing)) == 1
+    assert server.wait(1, 0.3, nothing) == []
+    with knock(server, 0):
+        assert len(server.wait(1, 10, nothing)) == 1
 
 
-def test_a_task_gets_in_past_strangers_that_say_nothing(door: Door) -> None:
-    port = int(door.own_addresses[0].rpartition(":")[2])
+def test_a_task_gets_in_past_unauthenticated_peers_that_say_nothing(server: TaskServer) -> None:
+    port = int(server.own_addresses[0].rpartition(":")[2])
     idle = [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(150)]
-    with knock(door, 0):
-        assert len(door.wait(1, 10, nothing)) == 1
+    with knock(server, 0):
+        assert len(server.wait(1, 10, nothing)) == 1
     for one in idle:
         one.close()
 
 
 @pytest.mark.parametrize("name", ["horoclone", "Python", "cloudpickle"])
-def test_another_version_on_a_node_is_refused_with_both(door: Door, name: str) -> None:
+def test_another_version_on_a_node_is_refused_with_both(server: TaskServer, name: str) -> None:
     from horoclone.launch.usage import LaunchError
 
     versions = {**executor.own_versions(), name: "0.0.1"}
-    with knock(door, 0, versions=versions, host="node17"):
+    with knock(server, 0, versions=versions, host="node17"):
         with pytest.raises(
             LaunchError, match=f"node node17 runs {name} 0.0.1 .*the driver {name} "
         ) as caught:
-            door.wait(1, 10, nothing)
+            server.wait(1, 10, nothing)
     assert "PYSPARK_PYTHON" in str(caught.value)
 
 

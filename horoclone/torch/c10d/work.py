@@ -221,9 +221,9 @@ class Work(dist.Work):
         self._promise: torch.futures.Future[list[torch.Tensor]] | None = None  # settles _future; until then
         self._done = False
         # Set when done; made for the first who waits for another thread.
-        self._bell: threading.Event | None = None
+        self._wakeup: threading.Event | None = None
         self._taking = threading.Lock()  # held by who waits for the core
-        self._lock = threading.Lock()  # guards _future, _promise, _watched and _bell
+        self._lock = threading.Lock()  # guards _future, _promise, _watched and _wakeup
         self._watched = False
         flight.add(self)
 
@@ -319,9 +319,9 @@ class Work(dist.Work):
                 if self._place[0] < 0 or self._error is not None:
                     self._kept = None
                 with self._lock:
-                    self._done, bell = True, self._bell
-                if bell is not None:
-                    bell.set()
+                    self._done, wakeup = True, self._wakeup
+                if wakeup is not None:
+                    wakeup.set()
         return self._settle
 
     def _take(self) -> None:
@@ -356,9 +356,9 @@ class Work(dist.Work):
         with self._lock:
             if self._done:
                 return True
-            if self._bell is None:
-                self._bell = threading.Event()
-        return self._bell.wait(limit_s)
+            if self._wakeup is None:
+                self._wakeup = threading.Event()
+        return self._wakeup.wait(limit_s)
 
     def _watch(self) -> None:
         if not self._watched:
@@ -413,4 +413,4 @@ class Finished(Work):
         self._future, self._promise, self._watched = None, None, False
         self._place, self._behind, self._kept = HOST, None, None
         self._lock = threading.Lock()
-        self._done, self._bell = True, None
+        self._done, self._wakeup = True, None

@@ -1,8 +1,9 @@
-"""The driver's door: Spark tasks come to it, prove the job's secret, and wait until a rank is to be started in them.
+"""The driver's task server: Spark tasks come to it, prove the job's secret, and wait until a rank is to be started in
+them.
 
 To the launcher's loop (launch/job.py) each task is a host of one slot, named `task-PARTITION.ATTEMPT@NODE`, and the
-connection is what ssh is elsewhere. Threads: hc-door waits for tasks and looks after those that wait; the loop takes
-them away; others ask.
+connection is what ssh is elsewhere. Threads: hc-spark-tasks waits for tasks and looks after those that wait; the loop
+takes them away; others ask.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from horoclone.spark.executor import END, START, keep_alive, own_versions
 from horoclone.visitors import Visitors
 
 HELLO_S = 5.0
-MOST_STRANGERS = 64  # connections that have proved nothing yet; who comes displaces the oldest
-MOST_BYTES = 1 << 14  # of what a task says about itself
+MAX_UNAUTHENTICATED = 64  # connections that have proved nothing yet; who comes displaces the oldest
+MAX_BYTES = 1 << 14  # of what a task says about itself
 GREETING_S = 120.0  # for a task's Python to start what starts the rank
 LOOK_S = 1.0
 
@@ -48,7 +49,7 @@ class TaskLink(Link):
         self, task: Task, connection: socket.socket, events: HostEvents, over: Callable[[], None]
     ) -> None:
         super().__init__(task.name, events, GREETING_S)
-        self._task, self._ended_for_door = task, over
+        self._task, self._ended_for_server = task, over
         connection.setblocking(False)
         self._connection, self._into = (
             connection,
@@ -72,10 +73,10 @@ class TaskLink(Link):
         self.hang_up()
         self._connection.close()
         self._into.close()
-        self._ended_for_door()
+        self._ended_for_server()
 
 
-class Door:
+class TaskServer:
     """Tasks of one job. addresses: where they find it, when it is open. secret, job: what they prove.
 
     It is the Reach of the job (launch/link.py) and, for an elastic one, its source of hosts (launch/discovery.py).
@@ -91,16 +92,16 @@ class Door:
         self._waiting: dict[str, tuple[Task, socket.socket]] = {}
         self._busy: dict[str, Task] = {}
         self._trouble = ""  # why a task was refused
-        self._strangers = Visitors(MOST_STRANGERS, HELLO_S)
+        self._unauthenticated = Visitors(MAX_UNAUTHENTICATED, HELLO_S)
         self._changes = self._seen = 0
         self._closed = False
         self._selector = selectors.DefaultSelector()
-        self._bell, self._rope = socket.socketpair()
-        self._bell.setblocking(False)
-        self._selector.register(self._bell, selectors.EVENT_READ)
+        self._wakeup, self._wakeup_sender = socket.socketpair()
+        self._wakeup.setblocking(False)
+        self._selector.register(self._wakeup, selectors.EVENT_READ)
         self._listeners = [self._listen(host) for host in bindings]
         self.own_addresses = [wire.format_address(*one.getsockname()[:2]) for one in self._listeners]
-        self._thread = threading.Thread(target=self._serve, name="hc-door", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="hc-spark-tasks", daemon=True)
         self._thread.start()
 
     # --- who starts the job asks
@@ -131,11 +132,11 @@ class Door:
             self._closed = True
             waiting, self._waiting = list(self._waiting.values()), {}
             self._news.notify_all()
-        self._ring()
+        self._wake()
         self._thread.join(5.0)
         for _, connection in waiting:
             _say_end(connection)
-        for one in (*self._listeners, self._bell, self._rope):
+        for one in (*self._listeners, self._wakeup, self._wakeup_sender):
             one.close()
         self._selector.close()
 
@@ -183,9 +184,9 @@ class Door:
         self._changes += 1
         self._news.notify_all()
 
-    def _ring(self) -> None:
+    def _wake(self) -> None:
         try:
-            self._rope.send(b"x")
+            self._wakeup_sender.send(b"x")
         except OSError:
             pass
 
@@ -204,8 +205,8 @@ class Door:
     def _serve(self) -> None:
         while not self._closed:
             for key, _ in self._selector.select(LOOK_S):
-                if key.fileobj is self._bell:
-                    self._bell.recv(4096)
+                if key.fileobj is self._wakeup:
+                    self._wakeup.recv(4096)
                 elif key.fileobj in self._listeners:
                     self._accept(key.fileobj)  # type: ignore[arg-type]
                 else:
@@ -218,22 +219,22 @@ class Door:
             return
         with self._news:
             is_closed = self._closed
-        if is_closed or not self._strangers.admit(peer):
+        if is_closed or not self._unauthenticated.admit(peer):
             peer.close()
             return
-        threading.Thread(target=self._admit, args=(peer,), name="hc-door-in", daemon=True).start()
+        threading.Thread(target=self._admit, args=(peer,), name="hc-spark-tasks-in", daemon=True).start()
 
     def _admit(self, peer: socket.socket) -> None:
-        """Thread hc-door-in, one for each that comes."""
+        """Thread hc-spark-tasks-in, one for each that comes."""
         is_in = False
         try:
             keep_alive(peer)
             if wire.admit(peer, self.secret, self._job, HELLO_S):
                 is_in = self._take(json.loads(_introduction_of(peer)), peer)
         except (OSError, ValueError, KeyError, TypeError):
-            pass  # a stranger, or a task that has ended
+            pass  # an unauthenticated peer, or a task that has ended
         finally:
-            self._strangers.gone(peer)
+            self._unauthenticated.gone(peer)
             if not is_in:
                 peer.close()
 
@@ -254,7 +255,7 @@ class Door:
             self._waiting[task.name] = task, peer
             self._selector.register(peer, selectors.EVENT_READ, task.name)
             self._changed()
-        self._ring()
+        self._wake()
         return True
 
     def _look_at(self, name: str) -> None:
@@ -278,7 +279,7 @@ def by_machine(tasks: Iterable[Task]) -> list[Task]:
 def _introduction_of(peer: socket.socket) -> bytes:
     peer.settimeout(HELLO_S)
     count = int.from_bytes(_exactly(peer, 4), "little")
-    if count > MOST_BYTES:
+    if count > MAX_BYTES:
         raise ValueError(f"a task that says {count} bytes about itself")
     return _exactly(peer, count)
 
