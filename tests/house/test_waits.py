@@ -36,7 +36,7 @@ PYTHON = {
     "jax/native.py check": "the self-test calls nobody else",
     "launch/discovery.py _run": KILLED,
     "launch/discovery.py take": THERE,
-    "launch/incarnation.py take": THERE,
+    "launch/host_identity.py take": THERE,
     "launch/link.py close": KILLED,
     "launch/mpirun.py _end": KILLED,
     "launch/mpirun.py call": "the job itself",
