@@ -58,6 +58,7 @@ hc::Status read_request(const hc_request& r, const hc_tensor* tensors, int32_t n
   s->tensors = *out;
   s->tag = r.tag;
   s->priority = r.priority;
+  s->left_out = r.left_out;
   if (r.splits) s->splits = {r.splits, static_cast<size_t>(r.split_count)};
   s->will_wait = r.will_wait != 0;
   s->on_device = r.device == HC_CUDA && r.op != HC_BARRIER;

@@ -10,7 +10,7 @@
 namespace hc {
 namespace {
 
-enum class Difference { kNone, kTensorCount, kDType, kReduce, kScale, kRoot, kDevice, kShape };
+enum class Difference { kNone, kTensorCount, kDType, kReduce, kScale, kRoot, kDevice, kShape, kStep };
 
 struct Found {
   Difference what = Difference::kNone;
@@ -42,7 +42,7 @@ Found difference(Op op, const Signature& a, const Signature& b) {
   if (a.device != b.device) return {Difference::kDevice};
   for (size_t t = 0; t < a.tensors.size(); t++)
     if (!same_shape(op, a.tensors[t], b.tensors[t])) return {Difference::kShape, t};
-  return {};
+  return {a.left_out != b.left_out ? Difference::kStep : Difference::kNone};
 }
 
 std::string announced(const Found& found, const Signature& s, const RankNames& names) {
@@ -57,6 +57,10 @@ std::string announced(const Found& found, const Signature& s, const RankNames& n
       return text_of("root rank ", names(s.root));
     case Difference::kDevice:
       return s.device == 0 ? "a tensor in host memory (CPU)" : "a tensor on a GPU";
+    case Difference::kStep:
+      return s.left_out == 0 ? std::string("that of the step after the last common one")
+                             : text_of("that of ", s.left_out + 1, " steps after the last common one, having left out ",
+                                       s.left_out);
     default:
       break;
   }
@@ -83,6 +87,11 @@ std::string advice(const Subject& subject, const Found& found, int culprit, bool
     case Difference::kDevice:
       return text_of("Mismatched ", op,
                      " CPU/GPU device selection. Move the tensor to one kind of device on every rank.");
+    case Difference::kStep:
+      return text_of("Mismatched steps. Rank ", culprit,
+                     " takes its steps by what it alone sees: do optax.apply_if_finite, lax.cond or a loss scaler "
+                     "stand around the optimizer? Put them inside of it, or decide by an allreduce, alike on every "
+                     "rank.");
     default:
       break;
   }

@@ -59,16 +59,24 @@ void put_rows(Writer* out, const std::vector<int64_t>& rows) {
   for (int64_t v : rows) put_varint(out, static_cast<uint64_t>(v));
 }
 
-enum SignatureFlag : uint8_t { kInArena = 1, kScaled = 2, kOnDevice = 4, kPrioritised = 8, kSignatureFlags = 15 };
+enum SignatureFlag : uint8_t {
+  kInArena = 1,
+  kScaled = 2,
+  kOnDevice = 4,
+  kPrioritised = 8,
+  kAfterGap = 16,
+  kSignatureFlags = 31
+};
 
 void put_signature(Writer* out, const Signature& s) {
   bool scaled = s.prescale != 1.0 || s.postscale != 1.0;
   out->put(s.op);
   out->put(s.reduce);
   out->put(static_cast<uint8_t>((s.in_arena ? kInArena : 0) | (scaled ? kScaled : 0) | (s.device != 0 ? kOnDevice : 0) |
-                                (s.priority != 0 ? kPrioritised : 0)));
+                                (s.priority != 0 ? kPrioritised : 0) | (s.left_out != 0 ? kAfterGap : 0)));
   put_varint(out, zigzag(s.root));
   if (s.priority != 0) put_varint(out, zigzag(s.priority));
+  if (s.left_out != 0) put_varint(out, zigzag(s.left_out));
   if (scaled) {
     out->put(s.prescale);
     out->put(s.postscale);
@@ -104,6 +112,7 @@ void get_signature(Reader* in, Signature* s) {
   s->device = (flags & kOnDevice) != 0 ? 1 : 0;
   s->root = get_signed(in);
   s->priority = (flags & kPrioritised) != 0 ? get_signed(in) : 0;
+  s->left_out = (flags & kAfterGap) != 0 ? get_signed(in) : 0;
   s->prescale = (flags & kScaled) != 0 ? in->get<double>() : 1.0;
   s->postscale = (flags & kScaled) != 0 ? in->get<double>() : 1.0;
   size_t tensors = get_length(in, 2);

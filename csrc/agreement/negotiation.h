@@ -45,6 +45,7 @@ struct Signature {
   bool in_arena = false;  // to be reduced where it lies, in this rank's arena; may differ between ranks
   int32_t root = 0;       // group rank (broadcast), else 0
   int32_t priority = 0;   // higher runs before lower; may differ between ranks: the lowest rank's counts
+  int32_t left_out = 0;   // allreduce of an optimizer: steps of this rank without it since the last one
   double prescale = 1.0;
   double postscale = 1.0;
   std::vector<TensorMeta> tensors;  // 1 .. n; barrier and join: none

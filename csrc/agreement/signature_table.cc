@@ -14,7 +14,7 @@ uint64_t hash_of(const Signature& s) {
   // Adding zero turns -0.0, which compares equal to 0.0, into it.
   mix(&h, std::bit_cast<uint64_t>(s.prescale + 0.0));
   mix(&h, std::bit_cast<uint64_t>(s.postscale + 0.0));
-  mix(&h, static_cast<uint32_t>(s.priority));
+  mix(&h, static_cast<uint32_t>(s.priority) | static_cast<uint64_t>(static_cast<uint32_t>(s.left_out)) << 32);
   for (const TensorMeta& t : s.tensors) {
     mix(&h, static_cast<uint64_t>(t.dtype) << 32 | t.shape.size());
     for (int64_t d : t.shape) mix(&h, static_cast<uint64_t>(d));

@@ -13,6 +13,8 @@ namespace hc::jax {
 
 // An operation of the handler's own, on the CPU: it tests what a real call needs of XLA.
 constexpr int32_t kSelfTest = -1;
+// Another: the program has come to a branch in one of whose arms the call is. Hands on its argument, the arm's number.
+constexpr int32_t kVisit = -2;
 
 // What the handler's attributes say (horoclone/jax/primitives.py writes them).
 struct Attributes {

@@ -87,6 +87,7 @@ xla::Error* find_place(xla::CallFrame* frame, Enqueuing* call, int32_t* device) 
 
 xla::Error* submit(const xla::Api* api, Enqueuing* call, int32_t device) {
   std::shared_lock lock(link().mu);
+  call->visits = visits().take(call->step_key);
   hc_request request;
   if (xla::Error* error = make_request(api, *call, &request)) return error;
   request.device = HC_CUDA;
@@ -118,12 +119,14 @@ HC_EXPORT xla::Error* hc_jax_cuda_execute(xla::CallFrame* frame) {
     Enqueuing call;
     if (xla::Error* error = read(frame, &call_site_type, &call)) return error;
     if (call.attributes.op == kSelfTest) return refuse(api, HC_UNSUPPORTED, "the self-test is for programs on the CPU");
+    if (is_visit(call)) return nullptr;
     int32_t device = -1;
     if (xla::Error* error = find_place(frame, &call, &device)) return error;
     const CallCount counted;
     if (xla::Error* error = submit(api, &call, device)) return error;
     std::unique_lock lock(call.mu);
     call.changed.wait(lock, [&] { return call.over; });
+    call.text += settle(call, call.code);
     return call.code == HC_OK ? nullptr : refuse(api, call.code, call.text);
   } catch (const std::exception& e) {  // out of memory
     return refuse(api, HC_INTERNAL, e.what());

@@ -1,8 +1,10 @@
 // See jax_link.h. Nothing here submits or waits.
 #include "frameworks/jax_link.h"
 
+#include <algorithm>
+#include <cstring>
 #include <memory>
-#include <mutex>
+#include <utility>
 
 namespace hc::jax {
 namespace {
@@ -15,6 +17,7 @@ struct CallSites {
   std::map<std::pair<int64_t, std::string>, Count> counts;
 
   CallSite* make(const Attributes& a) {
+    if (a.op == kVisit) return new CallSite{a.program, std::string(a.name), -1};
     std::lock_guard lock(mu);
     Count& count = counts[{a.program, std::string(a.name)}];
     ++count.alive;
@@ -22,9 +25,15 @@ struct CallSites {
   }
   void destroy(CallSite* site) {
     std::unique_ptr<CallSite> owned(site);
+    if (site->number < 0) return;
     std::lock_guard lock(mu);
     auto at = counts.find({site->program, site->name});
     if (at != counts.end() && --at->second.alive == 0) counts.erase(at);
+  }
+  bool is_only_one(const CallSite& site) {
+    std::lock_guard lock(mu);
+    auto at = counts.find({site.program, site.name});
+    return at != counts.end() && at->second.made == 1;
   }
 };
 CallSites& call_sites() {
@@ -47,13 +56,48 @@ Link& link() {
 }
 
 CallSite* make_call_site(const Attributes& attributes) {
-  if (attributes.op != kSelfTest) link().sites.fetch_add(1);
+  if (attributes.op >= 0) link().sites.fetch_add(1);
   return call_sites().make(attributes);
 }
 void destroy_call_site(void* site) { call_sites().destroy(static_cast<CallSite*>(site)); }
 
 xla::Error* refuse(const xla::Api* api, hc_code code, const std::string& text) {
   return make_error(api, code_of(code), std::string(name_of(code)) + ": " + text);
+}
+
+Visits& visits() {
+  static auto* made = new Visits;
+  return *made;
+}
+
+void Visits::come(const std::string& key) {
+  std::lock_guard lock(mu_);
+  ++counts_[key].since;
+}
+
+int32_t Visits::take(const std::string& key) {
+  std::lock_guard lock(mu_);
+  auto at = counts_.find(key);
+  return at == counts_.end() ? 0 : std::exchange(at->second.since, 0);
+}
+
+std::string Visits::settle(const std::string& key, int32_t taken, bool succeeded) {
+  std::lock_guard lock(mu_);
+  auto at = counts_.find(key);
+  if (at == counts_.end()) return "";
+  Count& count = at->second;
+  if (succeeded)
+    count.together += taken;
+  else
+    count.since += taken;
+  if (succeeded) return "";
+  return " On this rank the last common step was number " + std::to_string(count.together) +
+         ", and this one is number " + std::to_string(count.together + taken) + ".";
+}
+
+void Visits::forget() {
+  std::lock_guard lock(mu_);
+  counts_.clear();
 }
 
 bool is_metadata_query(xla::CallFrame* frame) {
@@ -85,13 +129,28 @@ xla::Error* read(xla::CallFrame* frame, xla::TypeId* type, Reading* to) {
   if (!wrong.empty()) return refuse(frame->api, HC_INTERNAL, wrong);
   xla::StateGetArgs state{sizeof state, nullptr, frame->context, xla::Stage::kInstantiate, type, nullptr};
   if (xla::Error* error = frame->api->state_get(&state)) return error;
-  const int number = static_cast<const CallSite*>(state.state)->number;
-  to->name = std::string(to->attributes.name) + (number ? "#" + std::to_string(number) : "");
+  const auto& site = *static_cast<const CallSite*>(state.state);
+  to->name = std::string(to->attributes.name) + (site.number > 0 ? "#" + std::to_string(site.number) : "");
+  if (to->attributes.op == HC_ALLREDUCE && !call_sites().is_only_one(site)) return nullptr;
+  to->step_key = std::string(to->attributes.members) + ":" + to->name;
   return nullptr;
 }
 
+bool is_visit(const Reading& call) {
+  if (call.attributes.op != kVisit) return false;
+  visits().come(call.step_key);
+  return true;
+}
+
+std::string settle(const Reading& call, hc_code code) {
+  if (call.visits == 0) return "";
+  const std::string text = visits().settle(call.step_key, call.visits, code == HC_OK);
+  return code == HC_MISMATCH ? text : "";
+}
+
 xla::Error* make_request(const xla::Api* api, const Reading& from, hc_request* request) {
-  const auto& [attributes, tensors, name] = from;
+  const Attributes& attributes = from.attributes;
+  const std::string& name = from.name;
   if (!link().runtime)
     return refuse(api, HC_NOT_INITIALIZED,
                   "'" + name + "': Horovod has not been initialized (or was shut down); use hvd.init().");
@@ -104,6 +163,7 @@ xla::Error* make_request(const xla::Api* api, const Reading& from, hc_request* r
   request->root = attributes.root;
   request->prescale = attributes.prescale;
   request->postscale = attributes.postscale;
+  request->left_out = std::max(0, from.visits - 1);
   request->name = name.empty() ? nullptr : name.c_str();
   if (attributes.members.empty()) return nullptr;
   auto at = link().process_sets.find(attributes.members);

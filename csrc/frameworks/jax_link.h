@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <map>
+#include <mutex>
 #include <shared_mutex>
 #include <string>
 
@@ -22,13 +23,35 @@ struct Link {
 };
 Link& link();
 
+// Calls of optimizers in arms of branches. How often their branches were come to tells the steps in which this rank has
+// left them out; steps of different numbers must not be taken for one. A program that has two calls of one name is not
+// watched: XLA runs them in any order.
+class Visits {
+ public:
+  void come(const std::string& key);
+  // Before a call: how many visits it ends, 0 for one that is not in a branch.
+  int32_t take(const std::string& key);
+  // After one: it counts if it has succeeded; else its steps are still to be made up for. Text for a mismatch.
+  std::string settle(const std::string& key, int32_t taken, bool succeeded);
+  void forget();
+
+ private:
+  struct Count {
+    int64_t together = 0;  // the visit in which a call succeeded last
+    int32_t since = 0;     // visits after it
+  };
+  std::mutex mu_;  // guards counts_
+  std::map<std::string, Count, std::less<>> counts_;
+};
+Visits& visits();
+
 // A place in a program from which the handler is called. Two places of one program may carry one name (a function with
 // a collective that the program calls twice) and XLA runs them in any order: the number tells them apart. XLA makes the
 // places of a program in the same order on every rank, because every rank compiles the same program.
 struct CallSite {
   int64_t program;
   std::string name;
-  int number;
+  int number;  // -1: kVisit
 };
 CallSite* make_call_site(const Attributes& attributes);
 void destroy_call_site(void* site);
@@ -46,10 +69,17 @@ struct Reading {
   Attributes attributes;
   Tensors tensors;
   std::string name;
+  std::string step_key;  // of visits(); empty: not watched
+  int32_t visits = 0;    // that this call ends
 };
 xla::Error* read(xla::CallFrame* frame, xla::TypeId* type, Reading* to);
 
 // What is submitted for a call, with link().mu held; the request points into `from`.
 xla::Error* make_request(const xla::Api* api, const Reading& from, hc_request* request);
+
+// kVisit: true, and all is done. On a GPU the result lies where the argument is.
+bool is_visit(const Reading& call);
+// After a call that was read from a frame: more text for its error.
+std::string settle(const Reading& call, hc_code code);
 
 }  // namespace hc::jax

@@ -16,7 +16,7 @@
 extern "C" {
 #endif
 
-#define HC_VERSION 2
+#define HC_VERSION 3
 #define HC_EXPORT __attribute__((visibility("default")))
 
 typedef struct hc_runtime hc_runtime;
@@ -99,6 +99,8 @@ typedef struct hc_request {
   void* done_context;
   int64_t tag;      /* send, receive: matched in order among those of one process set, source and tag; >= 0 */
   int32_t priority; /* allreduce: of what is ready the highest runs first; 0 unless told */
+  int32_t left_out; /* allreduce: steps in which this rank has not made it since it made it last; ranks that announce
+                       different numbers do not mean one step, and get HC_MISMATCH */
 } hc_request;
 
 /* Settings are name/value pairs: the HOROCLONE_* / HOROVOD_* variables of docs/environment.md. */

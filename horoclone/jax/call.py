@@ -18,6 +18,7 @@ from jax.extend.core import get_opaque_trace_state
 from horoclone import ops
 
 SELF_TEST = -1  # copies its arguments, and fails when the root is not 0
+VISIT = -2  # a branch is come to, in one of whose arms a call is_step; gives its argument back
 
 NAMES = {
     ops.ALLREDUCE: "allreduce",
@@ -34,7 +35,8 @@ class Call:
     """`members`: the process set as native.members_of writes it; `size`: how many they are, `position`: this rank's
     place among them (both 0 where the operation does not depend on them). `is_gradient`: it is itself the gradient of
     an allgather or reducescatter, so that its own is the exact one and not Horovod's, or second derivatives would not
-    be those of the first."""
+    be those of the first. `is_step`: it belongs to an optimizer's step; one that this rank alone leaves out must not be
+    made up for by its next."""
 
     op: int
     name: str  # "": unnamed, outside of programs only
@@ -46,6 +48,7 @@ class Call:
     size: int = 0
     position: int = 0
     is_gradient: bool = False
+    is_step: bool = False
 
 
 def rows_of(rows: int, size: int, position: int) -> int:

@@ -144,14 +144,40 @@ def allreduce(
     )
     check_compression("allreduce", compression)
     reduce = ops.resolve_reduce(average, op)
+    return _reduced(tree, name, compression, process_set, reduce, prescale_factor, postscale_factor)
+
+
+def reduce_gradients(
+    tree: Any,
+    name: str | None,
+    compression: type[Compressor],
+    op: int,
+    process_set: ProcessSet,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Any:
+    """As allreduce, in an optimizer's step: Mismatch where a rank has left one out that others have made."""
+    return _reduced(tree, name, compression, process_set, op, prescale_factor, postscale_factor, is_step=True)
+
+
+def _reduced(
+    tree: Any,
+    name: str | None,
+    compression: type[Compressor],
+    process_set: ProcessSet,
+    reduce: int,
+    prescale: float,
+    postscale: float,
+    is_step: bool = False,
+) -> Any:
     paths, leaves, structure = paths_and_leaves(tree)
     pressed = [
         compression.compress(_array("allreduce", path, leaf))
         for path, leaf in zip(paths, leaves, strict=True)
     ]
     small = jax.tree_util.tree_unflatten(structure, [array for array, _ in pressed])
-    scales = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
-    reduced = _call(small, ops.ALLREDUCE, name, process_set, reduce=reduce, **scales)
+    scales = {"prescale": float(prescale), "postscale": float(postscale)}
+    reduced = _call(small, ops.ALLREDUCE, name, process_set, reduce=reduce, **scales, is_step=is_step)
     back = jax.tree_util.tree_leaves(reduced)
     restored = [compression.decompress(array, kept) for array, (_, kept) in zip(back, pressed, strict=True)]
     return jax.tree_util.tree_unflatten(structure, restored)

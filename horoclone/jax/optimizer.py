@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from horoclone.errors import Unsupported
 from horoclone.jax.compression import Compression, Compressor
-from horoclone.jax.operations import allreduce
+from horoclone.jax.operations import reduce_gradients
 from horoclone.ops import Average, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
 
@@ -57,7 +57,7 @@ def DistributedOptimizer(
         how: dict[str, Any] = {"op": reduce}
         if gradient_predivide_factor != 1.0:
             how = _predivided(gradient_predivide_factor, process_set)
-        return allreduce(gradients, name=name, compression=compression, process_set=process_set, **how)
+        return reduce_gradients(gradients, name=name, compression=compression, process_set=process_set, **how)
 
     def init(params: Any) -> DistributedState:
         gathered = None if passes == 1 else jax.tree_util.tree_map(_wide_zeros, params)

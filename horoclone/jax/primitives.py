@@ -8,6 +8,7 @@ Thread: whichever traces.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import threading
 from collections.abc import Callable, Sequence
@@ -18,13 +19,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
+from jax.extend.mlir import ir
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
 from horoclone import ops, runtime
 from horoclone.errors import Unsupported
 from horoclone.jax import eager, native
-from horoclone.jax.call import NAMES, SELF_TEST, Call, rows_of
+from horoclone.jax.call import NAMES, SELF_TEST, VISIT, Call, rows_of
 from horoclone.jax.failures import horovod_error_of
 from horoclone.jax.finishing import builders
 
@@ -118,6 +120,7 @@ def _refuse_several_devices(module: Any, call: Call) -> None:
 def lowering(target: str, check: Callable[[], None] | None = None) -> Callable[..., Any]:
     """The rule that makes a call a custom call of XLA's to `target`. check: made before the first program is built."""
     to_call = jax.ffi.ffi_lowering(target, has_side_effect=True)
+    to_visit = jax.ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases={0: 0})
 
     def lower(context: Any, *operands: Any, call: Call) -> Any:
         if call.op != SELF_TEST:
@@ -125,20 +128,32 @@ def lowering(target: str, check: Callable[[], None] | None = None) -> Callable[.
                 check()
             _refuse_several_devices(context.module_context, call)
             builders.add(threading.get_ident())
-        return to_call(
-            context,
-            *operands,
-            op=np.int32(call.op),
-            reduce=np.int32(call.reduce),
-            root=np.int32(call.root),
-            program=np.int64(_program_of(context.module_context)),
-            prescale=np.float64(call.prescale),
-            postscale=np.float64(call.postscale),
-            name=call.name,
-            members=call.members,
-        )
+        said = {
+            "reduce": np.int32(call.reduce),
+            "root": np.int32(call.root),
+            "program": np.int64(_program_of(context.module_context)),
+            "prescale": np.float64(call.prescale),
+            "postscale": np.float64(call.postscale),
+            "name": call.name,
+            "members": call.members,
+        }
+        if call.is_step and (branch := _branch_around()) is not None:
+            with ir.InsertionPoint(branch):
+                arm = [jax.core.ShapedArray((), np.int32)]
+                visit = context.replace(avals_in=arm, avals_out=arm)
+                branch.operands[0] = to_visit(visit, branch.operands[0], op=np.int32(VISIT), **said)[0]
+        return to_call(context, *operands, op=np.int32(call.op), **said)
 
     return lower
+
+
+def _branch_around() -> Any:
+    """The outermost lax.cond or lax.switch in whose arm something is being lowered, within the innermost loop."""
+    found, operation = None, ir.InsertionPoint.current.block.owner.operation
+    while operation.name not in ("stablehlo.while", "func.func"):
+        found = operation if operation.name == "stablehlo.case" else found
+        operation = operation.parent.operation
+    return found
 
 
 def _lower_elsewhere(context: Any, *operands: Any, call: Call) -> Any:
@@ -157,9 +172,17 @@ def _keep_unused(*given: Any) -> tuple[list[bool], Any]:
 
 
 pe.dce_rules[collective_p] = _keep_unused
-mlir.register_lowering(collective_p, lowering(native.TARGET, lambda: native.check(_loopback)), platform="cpu")
-mlir.register_lowering(collective_p, lowering(native.TARGET), platform="cuda")
+# Lowered where it stands, and so are branches: else _branch_around() would see a function that JAX makes of each.
+_in_place: dict[str, Any] = (
+    {"cacheable": False} if "cacheable" in inspect.signature(mlir.register_lowering).parameters else {}
+)
+mlir.register_lowering(
+    collective_p, lowering(native.TARGET, lambda: native.check(_loopback)), platform="cpu", **_in_place
+)
+mlir.register_lowering(collective_p, lowering(native.TARGET), platform="cuda", **_in_place)
 mlir.register_lowering(collective_p, _lower_elsewhere)
+if _in_place and (_of_branches := getattr(mlir, "_lowerings", {}).get(jax.lax.cond_p)) is not None:
+    mlir.register_lowering(jax.lax.cond_p, _of_branches.rule, **_in_place)
 
 
 # --- derivatives -----------------------------------------------------------------------------------------------------

@@ -105,7 +105,8 @@ def optimizer(case: Case) -> Any:
     inner: Any = optax.sgd(RATE, MOMENTUM)
     if case.how == "inject":
         inner = optax.inject_hyperparams(optax.sgd)(learning_rate=RATE, momentum=MOMENTUM)
-    elif case.how == "finite" and case.params == case.grads:  # else Optax's own branches differ in dtype
+    elif case.how == "finite" and case.params == case.grads and case.frozen == "array":
+        # else Optax's own branches differ, in dtype or in what momentum they have
         inner = optax.apply_if_finite(inner, 3)
     elif case.how == "multi":
         labels = {name: "flat" if name == "b" else "heavy" for name in SHAPES}

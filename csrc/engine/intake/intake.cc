@@ -56,6 +56,7 @@ void Intake::write_signature(const Submission& s, const Members& set, bool decla
   g.device = s.on_device && s.op != Op::kJoin;
   g.root = has_root(s.op) ? set.position_of(s.root) : is_message(s.op) ? s.root : 0;
   g.priority = s.op == Op::kAllreduce ? s.priority : 0;
+  g.left_out = s.op == Op::kAllreduce ? s.left_out : 0;
   g.prescale = s.prescale;
   g.postscale = s.postscale;
   g.tensors.resize(s.tensors.size());

@@ -35,6 +35,7 @@ struct Submission {
   std::span<const int64_t> splits;
   int64_t tag = 0;       // messages
   int32_t priority = 0;  // higher runs before lower, once both are ready
+  int32_t left_out = 0;  // steps without this allreduce since the last one
   bool will_wait = false;
   // Tensors in the memory of a GPU (join: the GPU on which this rank's identity elements lie).
   bool on_device = false;

@@ -259,6 +259,9 @@ TEST_CASE("coordinator: each kind of mismatch has its own text") {
             "Mismatched prescale and/or postscale"));
   CHECK(has(mismatch(Op::kAllreduce, [](Signature& s) { s.postscale = 2; }).error_text,
             "Mismatched prescale and/or postscale"));
+  b = mismatch(Op::kAllreduce, [](Signature& s) { s.left_out = 2; });
+  CHECK(has(b.error_text, "that of 3 steps after the last common one, having left out 2"));
+  CHECK(has(b.error_text, "Mismatched steps"));
   CHECK(has(mismatch(Op::kBroadcast, [](Signature& s) { s.root = 1; }).error_text, "Mismatched broadcast root ranks"));
   CHECK(mismatch(Op::kAllreduce, [](Signature& s) { s.root = 1; }).error == Code::kOk);
   CHECK(has(mismatch(Op::kAllgather, [](Signature& s) { s.device = 1; }).error_text, "CPU/GPU device selection"));

@@ -38,6 +38,7 @@ Signature random_signature(Random& random) {
   s.device = static_cast<uint8_t>(pick(random, 2));
   s.in_arena = pick(random, 2) == 1;
   s.root = pick(random, 9) - 4;
+  if (pick(random, 3) == 0) s.left_out = pick(random, 300);
   if (pick(random, 3) == 0) s.prescale = 0.1 * pick(random, 50) - 2;
   if (pick(random, 3) == 0) s.postscale = 1.0 / (1 + pick(random, 50));
   s.tensors.resize(static_cast<size_t>(pick(random, 4)));
