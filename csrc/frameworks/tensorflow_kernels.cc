@@ -62,7 +62,9 @@ struct Call {
   hc_runtime* runtime = nullptr;
   std::vector<Tensor> tensors;
   std::vector<int64_t> splits;  // empty: equal shares
-  std::string name;             // of an op that is run eagerly; empty: matched by order
+  // Of an op that is run eagerly: its name (empty: matched by order) and factors.
+  std::string name;
+  double prescale = 1, postscale = 1;
 
   void fail(TfCode code, const std::string& text) {
     Outcome outcome;
@@ -71,7 +73,7 @@ struct Call {
   }
   bool read_inputs(Outcome* outcome);
   bool read_splits(Outcome* outcome);
-  bool read_name(Outcome* outcome);
+  bool read_guard(Outcome* outcome);
   bool allocate_outputs(Outcome* outcome);
   bool take_results(hc_handle handle, Outcome* outcome);
   bool take_result(hc_handle handle, int i, Outcome* outcome);
@@ -94,12 +96,12 @@ bool Call::read_inputs(Outcome* outcome) {
     for (int d = 0; d < api.NumDims(input); ++d) t.shape.push_back(api.Dim(input, d));
     api.DeleteTensor(input);
   }
-  return read_name(outcome) && (spec->op != HC_ALLTOALL || read_splits(outcome));
+  return read_guard(outcome) && (spec->op != HC_ALLTOALL || read_splits(outcome));
 }
 
-// A name is not an attribute where ops are run eagerly: TensorFlow keeps a kernel for each value of an attribute, for
-// good. The guard has it: the number of its bytes, then those.
-bool Call::read_name(Outcome* outcome) {
+// Names and factors are not attributes where ops are run eagerly: TensorFlow keeps a kernel for each value of an
+// attribute, for good. The guard has them: the number of the name's bytes, these, and two doubles if they are not 1.
+bool Call::read_guard(Outcome* outcome) {
   TF_Tensor* guard = nullptr;
   api.GetInput(ctx, api.NumInputs(ctx) - 1, &guard, *outcome);
   if (!outcome->ok()) return false;
@@ -107,6 +109,11 @@ bool Call::read_name(Outcome* outcome) {
     const auto* numbers = static_cast<const int32_t*>(api.TensorData(guard));
     const int64_t most = (api.Dim(guard, 0) - 1) * static_cast<int64_t>(sizeof(int32_t));
     name.assign(reinterpret_cast<const char*>(numbers + 1), std::clamp<int64_t>(numbers[0], 0, most));
+    const auto used = static_cast<int64_t>(1 + (name.size() + sizeof(int32_t) - 1) / sizeof(int32_t));
+    if (api.Dim(guard, 0) == used + 4) {
+      std::memcpy(&prescale, numbers + used, sizeof prescale);
+      std::memcpy(&postscale, numbers + used + 2, sizeof postscale);
+    }
   }
   api.DeleteTensor(guard);
   if (name.find('\0') != std::string::npos)
@@ -229,8 +236,8 @@ hc_status* submit(const Kernel& kernel, std::unique_ptr<Call>* call, bool* has_r
   request.device = HC_HOST;
   const std::string& name = (*call)->name.empty() ? kernel.name : (*call)->name;
   request.name = name.empty() ? nullptr : name.c_str();
-  request.prescale = kernel.prescale;
-  request.postscale = kernel.postscale;
+  request.prescale = (*call)->prescale;
+  request.postscale = (*call)->postscale;
   const auto& splits = (*call)->splits;
   request.splits = splits.empty() ? nullptr : splits.data();
   request.split_count = static_cast<int32_t>(splits.size());
@@ -256,6 +263,8 @@ void compute(void* opaque, TF_OpKernelContext* ctx, TF_AsyncOpKernelDoneCallback
   auto call = std::make_unique<Call>();
   call->spec = kernel.spec;
   call->ctx = ctx;
+  call->prescale = kernel.prescale;
+  call->postscale = kernel.postscale;
   if (!copy_done(done, &call->done)) {
     call->fail(kTfUnimplemented, "this TensorFlow's completion callback cannot be kept: it is no std::function");
     return api.RunAsyncOpKernelDoneCallback(done);

@@ -67,12 +67,25 @@ def _guard() -> Any:
     return guard
 
 
-def _guard_with(name: str) -> Any:
-    """A guard with the name of an op that is run eagerly. An attribute would stay for ever: TensorFlow keeps
-    a kernel for each value of one."""
+def _guard_with(name: str, factors: Sequence[float]) -> Any:
+    """A guard with the name and the factors, if they are not 1, of an op that is run eagerly. Attributes would stay for
+    ever: TensorFlow keeps a kernel for each value of one."""
     text = name.encode()
+    more = array.array("d", factors if any(factor != 1 for factor in factors) else ())
     with tf.device("CPU:0"):
-        return tf.constant([len(text), *array.array("i", text + bytes(-len(text) % 4))], tf.int32)
+        numbers = array.array("i", text + bytes(-len(text) % 4) + more.tobytes())
+        return tf.constant([len(text), *numbers], tf.int32)
+
+
+def factors_of(op: Any) -> tuple[float, float]:
+    """prescale_factor and postscale_factor of an op, to its gradient."""
+    guard = op.inputs[-1]
+    if isinstance(guard, tf.__internal__.EagerTensor) and guard.shape.rank == 1:
+        numbers = guard.numpy()
+        pre, post = array.array("d", numbers[1 - (-int(numbers[0]) // 4) :].tobytes()) or (1.0, 1.0)
+    else:
+        pre, post = (float.fromhex(op.get_attr(f"{when}scale_factor").decode()) for when in ("pre", "post"))
+    return pre, post
 
 
 def _refuse_xla() -> None:
@@ -99,16 +112,22 @@ def _node_name(kind: str, source: str) -> str:
 
 
 def _common(
-    kind: str, tensors: Sequence[Any], name: str | None, ignore_name_scope: bool, process_set: ProcessSet
+    kind: str,
+    tensors: Sequence[Any],
+    name: str | None,
+    ignore_name_scope: bool,
+    process_set: ProcessSet,
+    factors: Sequence[float] = (),
 ) -> dict[str, Any]:
-    """The arguments that all ops share: node name, key, process set, guard. TypeError for those of a wrong type."""
+    """The arguments that all ops share: node name, key, process set, guard; and the factors, prescale and postscale, of
+    those that reduce. TypeError for those of a wrong type."""
     check(_public_name(kind), name=name)
     _refuse_dtypes(kind, tensors)
     if tf.executing_eagerly():
         check_joining_rank(name or kind)
     eager = tf.executing_eagerly()
     arguments = {
-        "guard": _guard_with(name) if eager and name else _guard(),
+        "guard": _guard_with(name or "", factors) if eager and (name or {*factors} - {1.0}) else _guard(),
         "ignore_name_scope": ignore_name_scope,
         "process_set_id": id_of(process_set),
     }
@@ -119,6 +138,8 @@ def _common(
         name = _node_name(kind, tensors[0].name)
     # The attribute is not the key in a graph. It makes the node unlike all others: equal ones would be merged.
     unique = tf.compat.v1.get_default_graph().unique_name(name, mark_as_used=False)
+    if factors:
+        arguments |= {"prescale_factor": factors[0].hex(), "postscale_factor": factors[1].hex()}
     return {**arguments, "tensor_name": unique, "name": name}
 
 
@@ -202,12 +223,9 @@ def _splits(splits: Any) -> Any:
         raise wrong_type("alltoall", "splits", splits, SPLITS) from None
 
 
-def _scales(prescale_factor: float, postscale_factor: float) -> dict[str, str]:
+def _factors(prescale_factor: float, postscale_factor: float) -> tuple[float, float]:
     check("reduction", prescale_factor=prescale_factor, postscale_factor=postscale_factor)
-    return {
-        "prescale_factor": float(prescale_factor).hex(),
-        "postscale_factor": float(postscale_factor).hex(),
-    }
+    return float(prescale_factor), float(postscale_factor)
 
 
 # --- allreduce -----------------------------------------------------------------------------------------------------
@@ -229,8 +247,14 @@ def _allreduce(
     return functions.horovod_allreduce(
         tensor=tensor,
         reduce_op=op,
-        **_scales(prescale_factor, postscale_factor),
-        **_common("HorovodAllreduce", [tensor], name, ignore_name_scope, process_set),
+        **_common(
+            "HorovodAllreduce",
+            [tensor],
+            name,
+            ignore_name_scope,
+            process_set,
+            _factors(prescale_factor, postscale_factor),
+        ),
     )
 
 
@@ -253,8 +277,14 @@ def _grouped_allreduce(
     return functions.horovod_grouped_allreduce(
         tensors=tensors,
         reduce_op=op,
-        **_scales(prescale_factor, postscale_factor),
-        **_common("HorovodGroupedAllreduce", tensors, name, ignore_name_scope, process_set),
+        **_common(
+            "HorovodGroupedAllreduce",
+            tensors,
+            name,
+            ignore_name_scope,
+            process_set,
+            _factors(prescale_factor, postscale_factor),
+        ),
     )
 
 
@@ -422,8 +452,14 @@ def _reducescatter(
     return functions.horovod_reducescatter(
         tensor=tensor,
         reduce_op=op,
-        **_scales(prescale_factor, postscale_factor),
-        **_common("HorovodReducescatter", [tensor], name, ignore_name_scope, process_set),
+        **_common(
+            "HorovodReducescatter",
+            [tensor],
+            name,
+            ignore_name_scope,
+            process_set,
+            _factors(prescale_factor, postscale_factor),
+        ),
     )
 
 
@@ -447,8 +483,14 @@ def _grouped_reducescatter(
     return functions.horovod_grouped_reducescatter(
         tensors=tensors,
         reduce_op=op,
-        **_scales(prescale_factor, postscale_factor),
-        **_common("HorovodGroupedReducescatter", tensors, name, ignore_name_scope, process_set),
+        **_common(
+            "HorovodGroupedReducescatter",
+            tensors,
+            name,
+            ignore_name_scope,
+            process_set,
+            _factors(prescale_factor, postscale_factor),
+        ),
     )
 
 

@@ -29,10 +29,8 @@ def _same(op: Any) -> dict[str, Any]:
 
 
 def _scaled(op: Any) -> dict[str, Any]:
-    scales = {
-        name: float.fromhex(op.get_attr(name).decode()) for name in ("prescale_factor", "postscale_factor")
-    }
-    return {**_same(op), **scales}
+    pre, post = mpi_ops.factors_of(op)
+    return {**_same(op), "prescale_factor": pre, "postscale_factor": post}
 
 
 def _linear_reduction(op: Any) -> int:
@@ -101,9 +99,8 @@ def _of_alltoall(op: Any, gradient: Any, _: Any) -> list[Any]:
 
 def _for_share(op: Any, gradients: list[Any]) -> list[Any]:
     """Times the size for Sum, as in Horovod, and the op's own factors."""
-    factor: Any = 1.0
-    for name in ("prescale_factor", "postscale_factor"):
-        factor *= float.fromhex(op.get_attr(name).decode())
+    pre, post = mpi_ops.factors_of(op)
+    factor: Any = pre * post
     if _linear_reduction(op) == Sum:
         factor *= tf.cast(mpi_ops.size_op(op.get_attr("process_set_id")), tf.float64)
     return [_summed_back(gradient * tf.cast(factor, gradient.dtype), op) for gradient in gradients]
