@@ -42,15 +42,17 @@ def agree_on_parameters(
     process_set: ProcessSet,
     optimizer: int = 0,
     complete: Callable[[GradState], bool] | None = None,
+    changed: bool = False,
 ) -> Parameters | None:
     """Checks that the ranks mean the same parameters; ValueError names the first difference.
 
     optimizer: number of this one in its process. complete: given at the end of backward, and not in a step. Then the
-    result is None where other ranks are with another optimizer, whose backward pass comes first there.
+    result is None where other ranks are with another optimizer, whose backward pass comes first there. changed: here,
+    since they agreed last; the same on all as well.
     """
     ordered = by_name(states)
     form = [(s.name, tuple(s.parameter.shape), str(s.parameter.dtype), s.strides()) for s in ordered]
-    digest = int.from_bytes(hashlib.sha256(repr(form).encode()).digest()[:7], "big")
+    digest = int.from_bytes(hashlib.sha256(repr((form, changed)).encode()).digest()[:7], "big")
     # A rank that has joined contributes the least of all numbers.
     here = [0] * (process_set.size() or 1)
     mine = process_set.rank() or 0

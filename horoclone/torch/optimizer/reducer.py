@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from horoclone.errors import HorovodInternalError, Unsupported
-from horoclone.ops import ALLGATHER, REDUCESCATTER, Average, Max
+from horoclone.errors import HorovodInternalError, Mismatch, Unsupported
+from horoclone.ops import ALLGATHER, REDUCESCATTER, Average, Max, Sum
 from horoclone.process_sets import global_process_set, id_of
 from horoclone.runtime import is_initialized, native
 from horoclone.torch import operations
@@ -92,6 +92,8 @@ class Reducer:
         self._runtime: Runtime | None = None
         self._set_id = 0
         self._learned = False
+        self._marked = False  # buckets take a mark to every rank, and it costs nothing to look for one
+        self._changed = False  # in a learning step: other ranks may go by the buckets that there were
         self._agreed = False  # in a learning step: on the parameters
         self._leads = True  # this rank's order of gradients is everybody's
         self._all_here = (
@@ -205,7 +207,11 @@ class Reducer:
             own = self._terms.process_set
             self._set_id = 0 if own is global_process_set else id_of(own)
         elif self._is_stale():
-            self._forget_layout()
+            if self._marked and self._joins == joins():
+                self._changed = True
+                self._learn_again()
+            else:
+                self._forget_layout()
         self.outstanding = True
         self.reduced = self.partial = self._settled = self._agreed = False
         self._first_call = self._calls.number
@@ -298,7 +304,12 @@ class Reducer:
     @torch.no_grad()
     def _settle(self) -> None:
         """Waits for the gradients that every rank computes. A parameter that was not used this time has zeros."""
+        if self._changed and not self._tell_change([bucket for bucket in self.buckets if bucket.prompt]):
+            self._settled = False
+            return
         if not self._learned and not self._agree_on(self.states, early=True):
+            if self._changed:
+                self._agree_on(self.states)  # others are with this optimizer, and know of no change
             self.waits = self._settled = (
                 False  # ranks run the passes of several optimizers in different orders
             )
@@ -463,6 +474,8 @@ class Reducer:
                 )
             before = len(self.states)
             find_new()
+            if self._changed:
+                self._tell_change(self.buckets)
             if learning and not self._agreed:
                 self._agree_on(self.states)
             elif len(self.states) > before:
@@ -507,6 +520,7 @@ class Reducer:
                     errors.append(error)
         if errors:
             raise errors[0]
+        self._look_at_marks()
 
     def _finish(self, bucket: Bucket) -> None:
         assert self._runtime is not None
@@ -597,7 +611,7 @@ class Reducer:
                     parameter.grad.div_(size)
 
     def _end(self) -> None:
-        self.outstanding = False
+        self.outstanding = self._changed = False
         self._order.clear()
         self._calls.forget()
         for bucket in self.buckets:
@@ -622,14 +636,52 @@ class Reducer:
     # --- agreement -------------------------------------------------------------------------------------------------
 
     def _forget_layout(self) -> None:
-        self._learned, self._scatter, self._joins = False, False, joins()
+        self._learn_again()
+        self._drop_buckets()
+
+    def _learn_again(self) -> None:
+        self._learned, self._joins = False, joins()
+        for state in self._state_of.values():
+            state.fires = 0
+            state.expected = state.left = self.passes
+            state.form = form_of(state.parameter)
+
+    def _drop_buckets(self) -> None:
+        self._marked = self._scatter = False
         self._undeclare()
         for state in self._state_of.values():
             state.bucket = state.view = state.lent = None
             state.prompt = False
-            state.fires = 0
-            state.expected = state.left = self.passes
-            state.form = form_of(state.parameter)
+
+    # A parameter has another dtype, say, and needs other buckets. If that is so on every rank, they agree on new ones.
+    # A rank on which nothing has changed goes on with the old ones, though: it hears of the change by a mark in them.
+
+    def _tell_change(self, buckets: Sequence[Bucket]) -> bool:
+        """Makes the reductions in which other ranks may wait, and drops the buckets. False: there are none."""
+        if not buckets:
+            return False
+        for bucket in buckets:
+            bucket.flat.zero_()
+            bucket.mark.fill_(self._terms.process_set.size() or 1)  # an average of integers is not 0 either
+            bucket.handle = self._submit_flat(bucket)
+        errors: list[Exception] = []
+        for bucket in buckets:
+            assert self._runtime is not None
+            try:
+                spans.wait(self._runtime, bucket.handle)
+                self._runtime.release(bucket.handle)
+            except HorovodInternalError as error:
+                errors.append(error)
+        self._drop_buckets()
+        if errors:
+            raise errors[0]
+        return True
+
+    def _look_at_marks(self) -> None:
+        """Raises Mismatch where parameters have changed on other ranks and not on this one."""
+        if self._marked and any(bucket.done and bucket.mark.item() for bucket in self.buckets):
+            self._forget_layout()
+            self._agree_on(self.states, elsewhere=True)
 
     def _declare(self) -> None:
         """Collective. From here on a bucket starts without any message where all ranks share memory."""
@@ -658,20 +710,30 @@ class Reducer:
         except (AttributeError, TypeError, HorovodInternalError):
             pass  # the interpreter, or the runtime, is going
 
-    def _agree_on(self, states: Sequence[GradState], early: bool = False) -> bool:
+    def _agree_on(self, states: Sequence[GradState], early: bool = False, elsewhere: bool = False) -> bool:
         """Checks that the ranks mean the same parameters, and learns which gradients are sparse on any rank, and
-        complete on all of them. early: False if other ranks are with another optimizer."""
-        agreed = agree_on_parameters(
-            states,
-            self._terms.process_set,
-            self._ordinal(),
-            (lambda state: state.passes == self.passes) if early else None,
-        )
+        complete on all of them. early: False if other ranks are with another optimizer. elsewhere: some have changed
+        on other ranks."""
+        try:
+            agreed = agree_on_parameters(
+                states,
+                self._terms.process_set,
+                self._ordinal(),
+                (lambda state: state.passes == self.passes) if early else None,
+                self._changed,
+            )
+        except ValueError as error:
+            self.waits = self.may_wait  # it was no other optimizer that others were with
+            if not self._changed and not elsewhere:
+                raise
+            text = str(error).removesuffix(".")
+            raise Mismatch(f"{text}. This has changed on some ranks since their last step.") from None
         if agreed is None:
             return False
         self._leads, self._all_here = agreed.leads, agreed.all_here
         for i, state in enumerate(by_name(states)):
             flag, dtype = agreed.sparse[i], agreed.dtypes[i]
+            state.form = form_of(state.parameter)
             state.dtype = dtype or getattr(state.parameter, "grad_dtype", None) or state.parameter.dtype
             state.prompt = agreed.complete[i]
             if not self._terms.sparse_as_dense:
@@ -722,6 +784,11 @@ class Reducer:
                 self._expose()
             elif not self._scatter:
                 self._declare()
+                self._marked = (
+                    not on_gpu
+                    and self._terms.op in (Average, Sum)
+                    and all(state.bucket is not None for state in self.states)
+                )
         for state in self.states:
             state.expected = self.passes * max(1, state.fires)
         self._learned = True

@@ -1,0 +1,123 @@
+"""What changes on one rank only (a dtype, a layout, a parameter) is told at once on every rank, by the parameter's name;
+what changes on all ranks alike goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from world import ranks
+
+import horoclone.torch as hvd
+
+Net = torch.nn.Sequential
+
+
+def network() -> Net:
+    torch.manual_seed(0)
+    return Net(torch.nn.Conv2d(2, 2, 2), torch.nn.Flatten(), torch.nn.Linear(8, 1))
+
+
+# (what it does, what undoes it, the parameter that the text names)
+CHANGES: dict[str, tuple[Callable[[Net], Any], Callable[[Net], Any], str]] = {
+    "double": (lambda net: net.double(), lambda net: net.float(), "0.bias"),
+    "half of it": (lambda net: net[2].bfloat16(), lambda net: net[2].float(), "2.bias"),
+    "layout": (
+        lambda net: net.to(memory_format=torch.channels_last),
+        lambda net: net.to(memory_format=torch.contiguous_format),
+        "0.weight",
+    ),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "sum": {"op": hvd.Sum},
+    "zero": {"shard_optimizer_state": True},
+    "groups": {"groups": 2},
+    "predivide": {"gradient_predivide_factor": 2.0},
+    "fp16": {"compression": hvd.Compression.fp16},
+    "unused": {"unused_as_none": True},
+    "passes": {"backward_passes_per_step": 2},
+}
+
+
+class Training:
+    def __init__(self, option: str, head_only: bool = False) -> None:
+        self.net = network()
+        self.passes = OPTIONS[option].get("backward_passes_per_step", 1)
+        trained = self.net[2] if head_only else self.net
+        sgd = torch.optim.SGD(trained.parameters(), 0.01, momentum=0.5)
+        self.optimizer = hvd.DistributedOptimizer(sgd, self.net.named_parameters(), **OPTIONS[option])
+
+    def step(self, clips: bool = True) -> None:
+        self.optimizer.zero_grad()
+        for _ in range(self.passes):
+            x = torch.ones(1, 2, 3, 3, dtype=self.net[0].weight.dtype)
+            hidden = self.net[1](self.net[0](x))
+            self.net[2](hidden.to(self.net[2].weight.dtype)).sum().mul(1 + hvd.rank()).backward()
+        if clips:
+            torch.nn.utils.clip_grad_norm_(self.net.parameters(), 0.5)
+        self.optimizer.step()
+
+    def is_alike(self) -> bool:
+        mine = torch.cat([p.detach().double().flatten() for p in self.net.parameters()])
+        rows = hvd.allgather(mine[None])
+        return all(torch.equal(row, rows[0]) for row in rows)
+
+
+@pytest.mark.parametrize("option", sorted(OPTIONS))
+@ranks(2)
+def test_on_one_rank_only(option: str) -> None:
+    for change, undo, named in CHANGES.values():
+        training = Training(option)
+        for _ in range(3):
+            training.step()
+        if hvd.rank() == 1:
+            change(training.net)
+        for _ in range(2):  # and again, as long as it is so
+            begin = time.monotonic()
+            with pytest.raises(
+                (hvd.Mismatch, ValueError), match=f"'{named}' is .* on rank 0 and .* on rank 1"
+            ):
+                training.step()
+            assert time.monotonic() - begin < 20
+            training.optimizer.zero_grad()
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
+        if hvd.rank() == 1:
+            undo(training.net)
+        hvd.broadcast_parameters(training.net.state_dict(), root_rank=0)
+        for _ in range(3):
+            training.step()
+        assert training.is_alike()
+
+
+@ranks(2)
+def test_a_parameter_that_begins_to_train_on_one_rank_only() -> None:
+    training = Training("none", head_only=True)
+    for _ in range(3):
+        training.step(clips=False)  # gradients of others are no part of it
+    if hvd.rank() == 1:
+        training.optimizer.add_param_group({"params": training.net[0].parameters()})
+    with pytest.raises(hvd.Mismatch, match="'0.bias' is no such parameter on rank 0"):
+        training.step(clips=False)
+    training.optimizer.zero_grad()
+    if hvd.rank() == 0:
+        training.optimizer.add_param_group({"params": training.net[0].parameters()})
+    for _ in range(3):
+        training.step()
+    assert training.is_alike()
+
+
+@pytest.mark.parametrize("option", sorted(OPTIONS))
+@ranks(2)
+def test_on_all_ranks_alike(option: str) -> None:
+    """Clipping in the very step works as well, and a rank that changes while others wait changes nothing."""
+    for change, undo, _ in CHANGES.values():
+        training = Training(option)
+        for act in (None, None, change, None, undo, None):
+            if act is not None:
+                act(training.net)
+            training.step()
+            assert training.is_alike()
