@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,11 @@ from horoclone.process_sets import global_process_set
 from horoclone.stand_ins import shown_module
 
 _MARK = re.compile(r"(.*)\.distributed(?:\.([0-9a-f]{8}))?")
+OTHER_VARIABLES = (
+    "this {kind} is a copy of one that has trained, and was built for other variables: its state is of {variables} "
+    "values, and that of the original of {values}. Call copy.build(model.trainable_variables) before its first step, "
+    "with the variables that the original was built for, in their order; or make a new optimizer, without state."
+)
 _known: dict[str, Reduction] = {}  # word -> options, of optimizers that this process has made or copied
 
 
@@ -131,17 +136,38 @@ class Copied:
         """The wrapped class's variables."""
         raise NotImplementedError
 
-    def _take_over(self) -> None:
-        """Gives a copy the state of its original, once it has the variables for it."""
-        values, variables = self._horoclone.values, self._own_variables()
-        if values is not None and len(values) == len(variables):
-            self._horoclone.values = None
-            for variable, value in zip(variables, values, strict=True):
-                assign(variable, value)
+    def _to_build(self, variables: Sequence[Any]) -> list[Any]:
+        """What to build for: of a copy whose first step has fewer variables than its original, all of the original's,
+        in their order, or the state would not fit."""
+        state, original = self._horoclone, self._horoclone.trained
+        if original is None or not {id(v) for v in variables} <= {id(v) for v in original}:
+            state.trained = list(variables)
+        return list(state.trained)
 
-    def _values(self) -> list[Any]:
-        """The state for a copy to take over."""
-        return self._horoclone.values or [np.array(to_numpy(v)) for v in self._own_variables()]
+    def _take_over(self) -> None:
+        """Gives a copy the state of its original, once it has the variables for it. Where these are others, the next
+        step says so."""
+        values, variables = self._horoclone.values, self._own_variables()
+        if values is None:
+            return
+        self._horoclone.values = None
+        shapes = [tuple(value.shape) for value in values]
+        if shapes != [tuple(variable.shape) for variable in variables]:
+            self._horoclone.reduction.refusal = OTHER_VARIABLES.format(
+                kind=type(self).__name__, values=len(values), variables=len(variables)
+            )
+            return
+        for variable, value in zip(variables, values, strict=True):
+            assign(variable, value)
+
+    def _values(self) -> list[Any] | None:
+        """The state for a copy to take over; None: there is none yet."""
+        if self._horoclone.values is not None or not self._has_state():
+            return self._horoclone.values
+        return [np.array(to_numpy(v)) for v in self._own_variables()]
+
+    def _has_state(self) -> bool:
+        raise NotImplementedError
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         config = super().get_config()  # type: ignore[misc]
@@ -158,7 +184,9 @@ class Copied:
 
     def __copy__(self) -> Any:
         make, arguments = self.__reduce_ex__(2)
-        return make(*arguments)
+        made = make(*arguments)
+        made._horoclone.trained = self._horoclone.trained
+        return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         made = memo[id(self)] = self.__copy__()
@@ -170,9 +198,10 @@ def _copy(
     base: Any,
     config: dict[str, Any],
     reduction: Reduction,
-    values: list[Any],
+    values: list[Any] | None,
 ) -> Any:
     optimizer = distribute(base.from_config(dict(config)), reduction.copied())
     optimizer._horoclone.values = values
-    optimizer._take_over()
+    if optimizer._has_state():
+        optimizer._take_over()
     return optimizer

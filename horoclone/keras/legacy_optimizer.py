@@ -50,6 +50,7 @@ class State:
         self.scaled = False  # a LossScaleOptimizer computes gradients with it at this moment
         self.implied = False  # made from a saved configuration; DistributedOptimizer may still be called
         self.values: list[Any] | None = None  # of the original's variables, until the copy has them
+        self.trained: list[Any] | None = None  # of tf_keras 2.11: what it, or the original, is built for
         self.matched: int | None = None  # how these are found: KEY, NAME or PLACE
 
     def reduce(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
@@ -168,11 +169,15 @@ class OfTfKeras(DistributedMixin):
 
     def build(self, var_list: Any) -> None:
         """As the wrapped class."""
-        super().build(var_list)
-        self._take_over()
+        if not self._has_state():
+            super().build(self._to_build(var_list))
+            self._take_over()
 
     def _own_variables(self) -> list[Any]:
         return list(self.variables)  # type: ignore[attr-defined]
+
+    def _has_state(self) -> bool:
+        return bool(getattr(self, "_built", False))
 
     def compute_gradients(self, loss: Any, var_list: Any, tape: Any = None) -> Pairs:
         """As the wrapped class, and reduced over the ranks; minimize() begins with it."""
@@ -216,6 +221,9 @@ class OfLegacy(DistributedMixin):
             for name, slot in slots.items()
         }
         return [(keys.get(id(v), ("", v.name)), v.name) for v in self._own_variables()]
+
+    def _has_state(self) -> bool:
+        return bool(self._own_variables())
 
     def _values(self) -> list[Any]:
         own = [

@@ -33,6 +33,7 @@ class State:
         self.handed_over = False  # a LossScaleOptimizer around it reduces
         self.implied = False  # made from a saved configuration; DistributedOptimizer may still be called
         self.values: list[Any] | None = None  # of the original's variables, until the copy has them
+        self.trained: list[Any] | None = None  # the variables that it, or the original, is built for
 
 
 class DistributedMixin(Copied):
@@ -127,13 +128,16 @@ class DistributedMixin(Copied):
 
     def build(self: Any, variables: Sequence[Any]) -> None:
         """As the wrapped class; also makes the sums of backward_passes_per_step."""
-        super().build(list(variables))  # type: ignore[misc]
+        super().build(self._to_build(variables))  # type: ignore[misc]
         self.built = True
         self._take_over()
         _aggregate(self)
 
     def _own_variables(self) -> list[Any]:
         return super().variables  # type: ignore[misc]
+
+    def _has_state(self) -> bool:
+        return bool(getattr(self, "built", False))
 
     @property
     def variables(self) -> list[Any]:
@@ -172,7 +176,8 @@ def distribute(optimizer: Any, reduction: Reduction) -> Any:
     # Set before the class changes: from then on every attribute's assignment goes through the derived class.
     optimizer.__dict__["_horoclone"] = State(reduction)
     optimizer.__class__ = _derived(base, reduction)
-    if getattr(optimizer, "built", False):
+    if optimizer._has_state():
+        optimizer._horoclone.trained = list(optimizer._trainable_variables)
         _aggregate(optimizer)
     return optimizer
 

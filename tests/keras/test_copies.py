@@ -154,6 +154,42 @@ def copies_keep_the_state_of_each_variable(kind: str) -> None:
                 assert results[0] == results[1], (before, after)
 
 
+def copies_whose_first_step_has_fewer_variables(kind: str) -> None:
+    """Without build(), as in a loop of the user's own: momentum goes on, or an error says what to add."""
+    import copy
+    import pickle
+
+    import horoclone.keras as hvd
+    from horoclone.keras.flavor import to_numpy, to_tensor
+
+    def step(optimizer: Any, *places: int) -> None:
+        gradient = [to_tensor(np.array([hvd.rank() + 1.0], np.float32)) for _ in places]
+        optimizer.apply_gradients(list(zip(gradient, [variables[i] for i in places], strict=True)))
+
+    def values() -> list[float]:
+        return [float(np.asarray(to_numpy(v))[0]) for v in variables]
+
+    pickled = lambda o: pickle.loads(pickle.dumps(o))  # noqa: E731
+    for way in (copy.copy, copy.deepcopy, pickled, lambda o: copy.deepcopy(copy.copy(o))):
+        variables = [a_variable() for _ in range(3)]
+        original = hvd.DistributedOptimizer(sgd(kind, momentum=0.5))
+        step(original, 0, 1, 2)
+        made = way(original)
+        if way is pickled and kind == "new":
+            with pytest.raises(hvd.Unsupported, match=r"built for other variables.*copy.build"):
+                step(made, 2, 0)
+            made = way(original)
+            made.build(variables)
+        step(made, 2, 0)
+        assert values() == [-3.75, -1.5, -3.75]
+        step(made, 1)
+        assert values() == [-3.75, -3.75, -3.75]
+    unused = hvd.DistributedOptimizer(sgd(kind, momentum=0.5))
+    variables = [a_variable()]
+    step(copy.deepcopy(unused), 0)  # one that has not trained has no state
+    assert values() == [-1.5]
+
+
 def a_model(kind: str, optimizer: Any) -> Any:
     keras = the_keras()
     layers = [keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")]
@@ -275,8 +311,8 @@ def says_who_it_is(kind: str) -> None:
 # --- tests -----------------------------------------------------------------------------------------------------------
 
 BODIES = [
-    copies_reduce, copies_add_up, copies_keep_the_state, options_that_are_not_known, local_variables_stay_local,
-    says_who_it_is,
+    copies_reduce, copies_add_up, copies_keep_the_state, copies_whose_first_step_has_fewer_variables,
+    options_that_are_not_known, local_variables_stay_local, says_who_it_is,
 ]  # fmt: skip
 
 
