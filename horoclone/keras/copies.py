@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from horoclone.errors import Unsupported
 from horoclone.keras.flavor import assign, to_numpy
 from horoclone.keras.reduction import Reduction, default_reduction
 from horoclone.process_sets import global_process_set
@@ -145,8 +146,8 @@ class Copied:
         return list(state.trained)
 
     def _take_over(self) -> None:
-        """Gives a copy the state of its original, once it has the variables for it. Where these are others, the next
-        step says so."""
+        """Gives a copy the state of its original, once it has the variables for it. Unsupported, now and at each step,
+        where these are others."""
         values, variables = self._horoclone.values, self._own_variables()
         if values is None:
             return
@@ -156,7 +157,7 @@ class Copied:
             self._horoclone.reduction.refusal = OTHER_VARIABLES.format(
                 kind=type(self).__name__, values=len(values), variables=len(variables)
             )
-            return
+            raise Unsupported(self._horoclone.reduction.refusal)
         for variable, value in zip(variables, values, strict=True):
             assign(variable, value)
 
