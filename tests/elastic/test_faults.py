@@ -42,7 +42,7 @@ def steps_of(text: str) -> list[int]:
 @pytest.mark.parametrize(
     "kind, steps, said",
     [
-        ("build", 80, "it is horoclone 9.9.9+0123456789ab, and the job's other processes are horoclone 0"),
+        ("build", 160, "it is horoclone 9.9.9+0123456789ab, and the job's other processes are horoclone 0"),
         ("secret", 160, "Is the secret of this job right"),
     ],
 )
@@ -94,7 +94,13 @@ def test_nobody_waits_for_a_newcomer_with_another_model_of_torch(
 def test_nobody_waits_for_a_newcomer_that_makes_its_model_while_ranks_are_lost(
     launch: Any, watch: Any, tmp_path: Path, victims: list[int]
 ) -> None:
-    words = [sys.executable, HERE / "odd.py", tmp_path, "slow", "80"]
+    words = [
+        sys.executable,
+        HERE / "odd.py",
+        tmp_path,
+        "slow",
+        "240",
+    ]  # newcomers need 4 s, and a busy machine
     job = watch(launch.start([*RUN, "-np", "3", "--min-np", "1", *words]))
     pids = job.whole(1)
     job.step(5)
