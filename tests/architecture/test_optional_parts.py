@@ -101,7 +101,9 @@ def test_without_all_of_them_every_binding_is_imported_and_every_other_test_is_c
     for entry in ROOT.iterdir():
         if entry.name not in ("horoclone", "tests", "build", "dist") and not entry.name.startswith("."):
             (tree / entry.name).symlink_to(entry)
-    shutil.copytree(ROOT / "tests", tree / "tests", ignore=shutil.ignore_patterns("__pycache__", "architecture"))
+    shutil.copytree(
+        ROOT / "tests", tree / "tests", ignore=shutil.ignore_patterns("__pycache__", "architecture")
+    )
     for part in optional.PARTS:
         shutil.rmtree(tree / "tests" / part, ignore_errors=True)
     said = run(tree, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", timeout_s=280)
