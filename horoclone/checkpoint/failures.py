@@ -20,7 +20,7 @@ class NothingSaved(CheckpointError, LookupError):
     """Raised when there is no complete save in the directory, or none with the number that was asked for."""
 
 
-def told(rank: int, doing: str, error: BaseException) -> str:
+def failure_text(rank: int, doing: str, error: BaseException) -> str:
     """One sentence on what a rank could not do, and one on what to do next."""
     text = f"rank {rank} could not {doing}: {type(error).__name__}: {error}"
     if not isinstance(error, OSError):

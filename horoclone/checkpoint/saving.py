@@ -14,7 +14,7 @@ from typing import Any
 from horoclone import errors, failpoints
 from horoclone.checkpoint import files
 from horoclone.checkpoint.agreement import Ranks
-from horoclone.checkpoint.failures import CheckpointError, WorldOver, told
+from horoclone.checkpoint.failures import CheckpointError, WorldOver, failure_text
 from horoclone.checkpoint.image import CopyMemory, Image, in_pages
 from horoclone.checkpoint.tree import Flat, Leaf
 
@@ -187,9 +187,9 @@ class Save:
         except CheckpointError as error:
             return str(error)
         except (OSError, MemoryError) as error:
-            return told(self.ranks.rank, doing, error)
+            return failure_text(self.ranks.rank, doing, error)
         except Exception as error:  # the others must hear of it, whatever it is
-            return told(self.ranks.rank, doing, error)
+            return failure_text(self.ranks.rank, doing, error)
         return None
 
     def _agreed(self, what: str, mine: dict[str, Any], place: Path | None) -> list[dict[str, Any]]:

@@ -80,18 +80,18 @@ class HorocloneEnvironment(ClusterEnvironment):
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Raises ValueError where Lightning's settings differ from what was started."""
-        check_wishes(num_devices, num_nodes)
+        check_options(num_devices, num_nodes)
 
 
-def check_wishes(devices: int, nodes: int) -> None:
+def check_options(devices: int, nodes: int) -> None:
     """Trainer's `devices` and `num_nodes` against what the launcher has started; 1, their default, says nothing."""
-    wishes = {"devices": (devices, runtime.local_size()), "num_nodes": (nodes, runtime.cross_size())}
-    for what, (wish, found) in wishes.items():
-        if wish not in (1, found):
+    options = {"devices": (devices, runtime.local_size()), "num_nodes": (nodes, runtime.cross_size())}
+    for what, (wanted, found) in options.items():
+        if wanted not in (1, found):
             raise ValueError(
-                f"Trainer({what}={wish}), but the launcher started {runtime.local_size()} rank(s) on this host, "
+                f"Trainer({what}={wanted}), but the launcher started {runtime.local_size()} rank(s) on this host, "
                 f"{runtime.size()} on {runtime.cross_size()} host(s). Leave {what} out, and start the script with as "
-                f"many ranks as you want: horoclonerun -np {wish} python ..."
+                f"many ranks as you want: horoclonerun -np {wanted} python ..."
             )
 
 

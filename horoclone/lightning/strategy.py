@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 import horoclone.torch  # noqa: F401 - registers the backend
 from horoclone import runtime
 from horoclone.errors import Unsupported
-from horoclone.lightning.environment import HorocloneEnvironment, check_wishes
+from horoclone.lightning.environment import HorocloneEnvironment, check_options
 
 NAME = "horoclone"
 
@@ -75,7 +75,7 @@ class HorocloneStrategy(DDPStrategy):
     def parallel_devices(self, devices: list[torch.device] | None) -> None:
         self._asked = bool(devices)
         if devices:
-            check_wishes(len(devices), 1)
+            check_options(len(devices), 1)
 
     @property
     def num_nodes(self) -> int:
@@ -83,7 +83,7 @@ class HorocloneStrategy(DDPStrategy):
 
     @num_nodes.setter
     def num_nodes(self, count: int) -> None:
-        check_wishes(1, count)
+        check_options(1, count)
 
     @property
     def root_device(self) -> torch.device:

@@ -14,9 +14,12 @@ ENTRIES = 12
 RETIRED = {
     "ballot": "request list",
     "combiner": "request aggregator",
+    "guardian": "reaper",
+    "heritage": "coordinator snapshot",
     "inquiry": "stack request",
     "lateness": "straggler statistics",
     "meeting": "rendezvous",
+    "roster": "membership coordinator",
     "tensor_?door": "fast path",
     "testimony": "stack reply",
     "thaw": "invalidate",

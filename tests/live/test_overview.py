@@ -123,8 +123,8 @@ def test_the_table_fits_the_terminal_and_shows_what_is_wrong(width: int, size: i
         assert "allreduce 'grad.0', for rank 1" in whole[4] and "4000" in whole[4]
     for height in (6, 24, 100):
         for chosen in (0, size - 1):
-            wish = table.Wish(chosen=chosen)
-            screen = lines_of(table.screenful(seen, "job 7: python train.py", width, height, wish), width)
+            options = table.ViewOptions(chosen=chosen)
+            screen = lines_of(table.screenful(seen, "job 7: python train.py", width, height, options), width)
             assert len(screen) <= height and all(len(line) <= width for line in screen), screen
             assert any(re.match(rf" +{chosen} ", line) for line in screen), "the chosen rank is in view"
             assert "q end"[:width] in screen[-1]

@@ -24,7 +24,7 @@ from rich.live import Live
 from horoclone.live import stack_dump_client
 from horoclone.live.job import Job
 from horoclone.live.overview import Observer, Overview
-from horoclone.live.top.table import NARROWEST, ORDERS, Wish, once, ordered, screenful
+from horoclone.live.top.table import NARROWEST, ORDERS, ViewOptions, once, ordered, screenful
 
 INTERVAL_S, MANY_INTERVAL_S, MANY_RANKS = 1.0, 2.0, 32  # so that looking costs a busy machine less than 1 %
 FIRST_RATE_S = 0.5  # between the two looks that a rate takes
@@ -81,7 +81,7 @@ class Top:
     def __init__(self, job: Job, console: Console, interval_s: float | None) -> None:
         self._job, self._console = job, console
         self._observer = Observer(job)
-        self._wish = Wish()
+        self._options = ViewOptions()
         self._message_until = 0.0
         self.title = title_of(job)
         self.overview = self._observer.look()
@@ -116,9 +116,9 @@ class Top:
 
     def _draw(self, live: Live) -> None:
         if time.monotonic() > self._message_until:
-            self._wish.message = ""
+            self._options.message = ""
         width, height = _size()
-        live.update(screenful(self.overview, self.title, width, height, self._wish), refresh=True)
+        live.update(screenful(self.overview, self.title, width, height, self._options), refresh=True)
 
     def _obey_until(self, until_s: float, keyboard: int | None, live: Live) -> bool:
         """Waits, and does what keys ask for meanwhile. False: q was pressed."""
@@ -139,25 +139,25 @@ class Top:
         return True
 
     def _obey(self, key: str) -> None:
-        if self._wish.overlay is not None:
-            self._wish.overlay = None
+        if self._options.overlay is not None:
+            self._options.overlay = None
             return
-        ranks = [row.rank for row in ordered(self.overview.rows, self._wish.order)]
-        at = ranks.index(self._wish.chosen) if self._wish.chosen in ranks else 0
+        ranks = [row.rank for row in ordered(self.overview.rows, self._options.order)]
+        at = ranks.index(self._options.chosen) if self._options.chosen in ranks else 0
         step = {"j": 1, "k": -1, "J": _PAGE, "K": -_PAGE}.get(key)
         if step is not None and ranks:
-            self._wish.chosen = ranks[min(max(0, at + step), len(ranks) - 1)]
+            self._options.chosen = ranks[min(max(0, at + step), len(ranks) - 1)]
         elif key == "o":
             names = list(ORDERS)
-            self._wish.order = names[(names.index(self._wish.order) + 1) % len(names)]
-            self._say(f"ordered by {self._wish.order}")
+            self._options.order = names[(names.index(self._options.order) + 1) % len(names)]
+            self._say(f"ordered by {self._options.order}")
         elif key == "s":
-            self._show_stacks(self._wish.chosen)
+            self._show_stacks(self._options.chosen)
         elif key == "r":
             self._record()
 
     def _say(self, text: str) -> None:
-        self._wish.message, self._message_until = text, time.monotonic() + 5.0
+        self._options.message, self._message_until = text, time.monotonic() + 5.0
 
     def _show_stacks(self, rank: int) -> None:
         row = next((row for row in self.overview.rows if row.rank == rank), None)
@@ -168,7 +168,7 @@ class Top:
         except stack_dump_client.NoAnswer as error:
             self._say(f"rank {rank}: {error}")
             return
-        self._wish.overlay = [
+        self._options.overlay = [
             f"Stacks of rank {rank} (pid {row.pid}); any key goes back",
             *stacks.splitlines(),
         ]

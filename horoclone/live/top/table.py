@@ -44,7 +44,7 @@ class Column(NamedTuple):
 
 
 @dataclasses.dataclass(slots=True)
-class Wish:
+class ViewOptions:
     """What the user has chosen. chosen: a rank. order: a key of ORDERS. overlay: lines in place of the table."""
 
     chosen: int = 0
@@ -211,22 +211,22 @@ def once(overview: Overview, title: str, width: int) -> Text:
     return _joined(parts)
 
 
-def screenful(overview: Overview, title: str, width: int, height: int, wish: Wish) -> Text:
+def screenful(overview: Overview, title: str, width: int, height: int, options: ViewOptions) -> Text:
     """What fits into a terminal: the lines around the chosen rank, the newest events, the keys."""
-    keys = wish.message or "q end  arrows rank  o order  s stacks  r flight record"
+    keys = options.message or "q end  arrows rank  o order  s stacks  r flight record"
     last = Text(keys, "reverse", no_wrap=True)
     last.truncate(width, overflow="ellipsis")
     head = headline(overview, title, width)
-    if wish.overlay is not None:
-        lines = [line[:width] for line in wish.overlay]
+    if options.overlay is not None:
+        lines = [line[:width] for line in options.overlay]
         shown = Text("\n".join(lines[: max(1, height - 3)]), no_wrap=True, overflow="crop", end="")
         return _joined([head, shown, last])
-    rows = ordered(overview.rows, wish.order)
+    rows = ordered(overview.rows, options.order)
     events = min(_EVENTS, len(overview.events), max(0, height - 7))
     room = max(1, height - 5 - events)  # two lines of head, the titles, the chosen rank, the keys
-    at = next((index for index, row in enumerate(rows) if row.rank == wish.chosen), 0)
+    at = next((index for index, row in enumerate(rows) if row.rank == options.chosen), 0)
     start = min(max(0, at - room // 2), max(0, len(rows) - room))
-    parts = [head, rows_text(rows[start : start + room], width, wish.chosen)]
+    parts = [head, rows_text(rows[start : start + room], width, options.chosen)]
     if rows:
         parts.append(_about(rows[at], width))
     if events:

@@ -20,7 +20,7 @@ from horoclone.spark.data.preparing import Dataset, Wanted, found, written
 from horoclone.spark.data.reading import Transformation
 from horoclone.spark.training import Plan
 
-_MOST_SEED = 1 << 31
+_MAX_SEED = 1 << 31
 
 
 class HorovodEstimator(Estimator, EstimatorParams):
@@ -91,7 +91,7 @@ class HorovodEstimator(Estimator, EstimatorParams):
 
     def _seed(self) -> int:
         seed = self.getRandomSeed()
-        return secrets.randbelow(_MOST_SEED) if seed is None else int(seed)
+        return secrets.randbelow(_MAX_SEED) if seed is None else int(seed)
 
     def _wanted(self, backend: Any, seed: int) -> Wanted:
         return Wanted(
