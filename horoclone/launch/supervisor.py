@@ -23,7 +23,7 @@ from horoclone.launch.environment import member_variables, rank_variables
 from horoclone.launch.hosts import Host, Placement
 from horoclone.launch.usage import LaunchError
 from horoclone.membership import snapshot
-from horoclone.membership.coordinator import ID_BYTES, NO_MEMBER, Limits, Member, Record, Stop
+from horoclone.membership.coordinator import ID_BYTES, NO_MEMBER, Limits, Record, Stop
 from horoclone.membership.service import MembershipService
 
 LAST_S = 2.0  # a host that goes is not used to the last moment
@@ -418,7 +418,7 @@ class Supervisor:
             if not worker.id:
                 return _End("", False, False, table.record is not None, len(table.live()))
             mine = table.members[worker.id]
-            why = _reason_to_leave(mine) if code == 0 else ""
+            why = mine.planned_end() if code == 0 else ""
             was_last = mine in table.live() and len(table.live()) == 1
             progressed: bool | None = table.has_progressed(mine.id, worker.began_s, now)
             has_formed = table.record is not None
@@ -511,9 +511,3 @@ class Supervisor:
     def _ring(self) -> None:
         if self._server is not None:
             self._server.ring()
-
-
-def _reason_to_leave(member: Member) -> str:
-    """Why a member that ends with success has not done its work; empty: it has."""
-    came_too_late = member.waits_after == 0 and not member.generation
-    return member.leaving or member.unwanted or ("it came too late" if came_too_late else "")

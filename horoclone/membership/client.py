@@ -19,11 +19,17 @@ from typing import NamedTuple
 from horoclone import errors, failpoints
 from horoclone.bootstrap import exchange, launchers, service, wire
 from horoclone.bootstrap.client import GONE, HELLO_S, SLICE_S, Client
-from horoclone.membership.assignment import GENERATION_KEY, INCARNATION_BYTES, Assignment
-from horoclone.membership.coordinator import ID_BYTES, Evicted, RescaleNotice, Stop
+from horoclone.membership.records import (
+    GENERATION_KEY,
+    ID_BYTES,
+    INCARNATION_BYTES,
+    Assignment,
+    Evicted,
+    RescaleNotice,
+    Stop,
+)
 
 Say = Callable[[str], None]
-SAY_EVERY_S = 10.0
 
 # What a member says who could be the coordinator and is not. HEARS: it hears another one. WAITS: it looks for one, too.
 # ABSENT: nobody listens there any more. FRESH: it was in no generation yet. FOREIGN: whoever is there has another
@@ -96,6 +102,7 @@ class MembershipClient(Client):
     def __init__(self, who: Identity, timeout_s: float, shows: bool) -> None:
         super().__init__(list(who.addresses), who.secret, who.job, timeout_s)
         self._who, self._shows = who, shows
+        self.reason = ""  # why form() has to wait
 
     def _introduce(self, connection: socket.socket) -> None:
         who = self._who
@@ -151,6 +158,7 @@ class MembershipClient(Client):
         request = struct.pack("<BIQB", wire.FORM, int(wait_s * 1000), seen, len(commits))
         request += struct.pack(f"<{len(commits)}Q", *commits)
         status, body = self._ask(request, time.monotonic() + self._timeout_s, wait_s)
+        self.reason = body.decode(errors="replace") if status == wire.NOT_YET else ""
         return Assignment(body) if status == wire.OK else _end(status, body)
 
     def notice(self, seq: int, commit: int) -> RescaleNotice | Stop | None:

@@ -20,16 +20,13 @@ from horoclone.bootstrap import wire
 from horoclone.bootstrap.client import CONNECT_S
 from horoclone.bootstrap.rendezvous import Server
 from horoclone.membership import snapshot
-from horoclone.membership.assignment import Assignment
 from horoclone.membership.client import ABSENT, DECLINES, HEARS, WAITS, Identity, MembershipClient
-from horoclone.membership.coordinator import LOW_BITS, Coordinator, Limits
+from horoclone.membership.coordinator import Coordinator
+from horoclone.membership.records import LOW_BITS, Assignment, Limits
 from horoclone.membership.service import MAX_TEXT_BYTES, MembershipService, Session
+from horoclone.membership.timeouts import ASK_AGAIN_S
 
 Key = TypeVar("Key", int, str)  # a rank, or an address
-
-AGAIN_S = 0.2  # between two rounds of questions
-# a coordinator that cannot be reached, and whose process has not ended, is looked for elsewhere after this
-SILENT_S = 10.0
 
 
 class StandbyService(MembershipService):
@@ -157,7 +154,7 @@ class Failover:
                     return True
                 if found is None or time.monotonic() >= deadline:
                     return False
-                time.sleep(AGAIN_S)
+                time.sleep(ASK_AGAIN_S)
         return True
 
     def _look_around(self) -> bool | None:

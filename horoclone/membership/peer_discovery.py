@@ -16,7 +16,6 @@ from horoclone import errors
 from horoclone.bootstrap import service, wire
 from horoclone.bootstrap.client import CONNECT_S
 from horoclone.membership import snapshot
-from horoclone.membership.assignment import Assignment
 from horoclone.membership.client import (
     ABSENT,
     FOREIGN,
@@ -28,11 +27,9 @@ from horoclone.membership.client import (
     MembershipClient,
 )
 from horoclone.membership.coordinator import Limits
-from horoclone.membership.failover import SILENT_S, Failover, ask_all
-
-REFUSED_S = 10.0  # for so long must process 0 refuse us before we believe that it is of this job
-HAND_OVER_S = 5.0  # so long does a coordinator that ends wait for the others to go on without it
-LOOK_EVERY_S = 0.05
+from horoclone.membership.failover import Failover, ask_all
+from horoclone.membership.records import Assignment
+from horoclone.membership.timeouts import COORDINATOR_TIMEOUT_S, HAND_OVER_S, LOOK_EVERY_S, REFUSED_S
 
 
 class PeerDiscovery(Failover):
@@ -137,7 +134,7 @@ class PeerDiscovery(Failover):
             one: state
             for one, state in answers.items()
             if state not in (ABSENT, FRESH, FOREIGN)
-            and not (state == SILENT and now - self._silent_since[one] >= SILENT_S)
+            and not (state == SILENT and now - self._silent_since[one] >= COORDINATOR_TIMEOUT_S)
         }
 
     def _found(self) -> None:

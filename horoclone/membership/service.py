@@ -11,14 +11,20 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from horoclone.bootstrap import wire
-from horoclone.membership.assignment import GENERATION_KEY, INCARNATION_BYTES, packed
-from horoclone.membership.coordinator import ID_BYTES, Coordinator, Evicted, JoinRejected, Record, Stop
-
-if TYPE_CHECKING:
-    from horoclone.membership.coordinator import Limits
+from horoclone.membership.coordinator import Coordinator, JoinRejected
+from horoclone.membership.records import (
+    GENERATION_KEY,
+    ID_BYTES,
+    INCARNATION_BYTES,
+    Evicted,
+    Limits,
+    Record,
+    Stop,
+    packed,
+)
 
 MAX_COMMITS = 2
 MAX_TEXT_BYTES = 512
@@ -144,7 +150,8 @@ class MembershipService:
             for connection, session in self._sessions.items():
                 answer = self._answer(session) if session.kind else None
                 if answer is None and session.kind and now >= session.deadline:
-                    answer = wire.NOT_YET, b""
+                    reason = self.coordinator.reason if session.kind == wire.FORM else ""
+                    answer = wire.NOT_YET, reason.encode("utf-8", "backslashreplace")[:MAX_TEXT_BYTES]
                 if answer is not None:
                     session.kind = 0
                     found.append((connection, *answer))

@@ -10,14 +10,13 @@ import json
 from collections.abc import Callable
 from typing import NamedTuple
 
-from horoclone.membership.assignment import Assignment
-from horoclone.membership.coordinator import LOW_BITS, NONCE_BYTES, Coordinator, Limits, Member, Record
+from horoclone.membership.coordinator import Coordinator
+from horoclone.membership.records import LOW_BITS, NONCE_BYTES, Assignment, Limits, Record
+from horoclone.membership.states import Member, State
+from horoclone.membership.timeouts import FIND_S
 
 MAX_MEMBERS = 1024  # the names of more do not fit into one frame
 MAX_CANDIDATES = 16  # that a member may look for when the coordinator is gone
-FIND_S = (
-    10.0  # so much longer than later is a member waited for at first, as it has to find the new coordinator
-)
 
 
 class Named(NamedTuple):
@@ -54,7 +53,7 @@ def packed(coordinator: Coordinator) -> bytes:
         [one.id.hex(), one.index, one.host, one.slot, one.near, one.addresses if one in first else ""]
         for one in members
     ]
-    gone = [id_.hex() for id_ in coordinator.voters if id_ in coordinator.confirmed_dead]
+    gone = [id_.hex() for id_ in coordinator.voters if coordinator.has_ended(id_)]
     voters = [id_.hex() for id_ in coordinator.voters]
     return json.dumps([list(coordinator.limits), voters, gone, rows], separators=(",", ":")).encode()
 
@@ -102,10 +101,11 @@ def resumed(
     )
     for one in snapshot.members:
         member = Member(one.id, one.number, one.host, one.slot, now + FIND_S, near=one.host == me.host)
-        member.generation, member.addresses = assignment.number, ",".join(one.addresses)
+        member.state, member.generation = State.ACTIVE, assignment.number
+        member.addresses = ",".join(one.addresses)
         coordinator.members[one.id] = member
-    coordinator.voters = ids if is_whole else snapshot.voters
-    coordinator.confirmed_dead = set(snapshot.gone)
+    voters = ids if is_whole else snapshot.voters
+    coordinator.voters = tuple(id_ for id_ in voters if id_ not in snapshot.gone)
     coordinator.newest_commit = assignment.commit
     coordinator.numbers_from(max(assignment.indexes, default=-1) + 1)
     return coordinator

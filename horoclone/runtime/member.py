@@ -19,18 +19,18 @@ from horoclone import errors
 from horoclone.bootstrap import replica, service, wire
 from horoclone.bootstrap.client import HELLO_S, SLICE_S, Client
 from horoclone.membership import client, snapshot
-from horoclone.membership.assignment import Assignment
-from horoclone.membership.client import SAY_EVERY_S, GenerationJob, Identity, MembershipClient
-from horoclone.membership.coordinator import NO_MEMBER, Evicted, Stop
-from horoclone.membership.failover import SILENT_S, Failover
+from horoclone.membership.client import GenerationJob, Identity, MembershipClient
+from horoclone.membership.failover import Failover
 from horoclone.membership.peer_discovery import PeerDiscovery
+from horoclone.membership.records import Assignment, Evicted, Stop
+from horoclone.membership.states import NO_MEMBER
+from horoclone.membership.timeouts import ASK_AGAIN_S, COORDINATOR_TIMEOUT_S, SAY_EVERY_S
 from horoclone.runtime import current
 from horoclone.runtime.current import say
 from horoclone.runtime.native_module import core
 from horoclone.settings import flag, seconds, setting, with_own_files
 
 Listener = Callable[[int, int], None]
-RETRY_S = 0.2
 
 assignment: Assignment | None = None  # the newest generation that held this process
 offered: tuple[int, ...] = ()  # commits that this process holds, ascending
@@ -184,7 +184,8 @@ def _wait(thread: _MembershipThread) -> Assignment | Evicted | Stop:
         if assignment is None and isinstance(_failover, PeerDiscovery):
             _failover.look_again()
         if time.monotonic() >= say_at:
-            say(f"waiting for generation {seen + 1} of the job for {time.monotonic() - began:.0f} s")
+            why = f" ({link.reason})" if link.reason else ""
+            say(f"waiting for generation {seen + 1} of the job for {time.monotonic() - began:.0f} s{why}")
             say_at += SAY_EVERY_S
 
 
@@ -382,9 +383,9 @@ class _MembershipThread(threading.Thread):
                 _failover.find(self._moves, SLICE_S)
                 continue
             except (errors.HorovodInternalError, OSError):
-                if _failover is not None and time.monotonic() - heard_s >= SILENT_S:
+                if _failover is not None and time.monotonic() - heard_s >= COORDINATOR_TIMEOUT_S:
                     _failover.find(self._moves, SLICE_S)
-                time.sleep(RETRY_S)
+                time.sleep(ASK_AGAIN_S)
                 continue
             heard_s = time.monotonic()
             if _failover is not None:

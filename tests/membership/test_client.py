@@ -15,9 +15,9 @@ from horoclone import errors
 from horoclone.bootstrap import wire
 from horoclone.bootstrap.client import Client
 from horoclone.bootstrap.rendezvous import Server
-from horoclone.membership.assignment import Assignment
 from horoclone.membership.client import GenerationJob, Identity, MembershipClient, identity, rendezvous
 from horoclone.membership.coordinator import Evicted, Limits, Stop
+from horoclone.membership.records import Assignment
 from horoclone.membership.service import MembershipService
 
 SECRET = b"0123456789abcdef"
@@ -94,6 +94,11 @@ def test_the_answer_comes_within_milliseconds_of_the_last_word(two: Rendezvous) 
         began = time.monotonic()
         assert isinstance(pool.submit(a.form, 1, (), 5).result(), Assignment)
         assert time.monotonic() - began < 0.1
+
+
+def test_who_waits_is_told_why(two: Rendezvous) -> None:
+    link = two.link()
+    assert link.form(0, (), 0.1) is None and link.reason == "1 of at least 2 processes are there"
 
 
 def test_a_record_that_was_not_heard_is_told_again(two: Rendezvous) -> None:

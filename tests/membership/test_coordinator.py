@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from horoclone.membership import coordinator
+from horoclone.membership import coordinator, timeouts
 from horoclone.membership.coordinator import (
     ADDED,
     REMOVED,
@@ -79,7 +79,7 @@ def test_a_member_has_progressed_once_a_commit_was_made_with_it() -> None:
     formed(one, [0, 1], 3, 4, (9, 10))
     one.holds(name(0), 11)
     assert one.has_progressed(name(3), 4.0, 5.0) and one.has_progressed(
-        name(2), 2.0, 2.0 + coordinator.PROGRESS_S
+        name(2), 2.0, 2.0 + timeouts.PROGRESS_S
     )
 
 
@@ -141,7 +141,7 @@ def test_a_process_that_joins_waits_for_those_that_start_with_it_but_not_long() 
     come(one, 1, 1)
     come(one, 2, 1)
     one.form(name(1), 0, (), 10)
-    assert one.notice().seq == 0 and one.next_s() == 10 + coordinator.TOGETHER_S
+    assert one.notice().seq == 0 and one.next_s() == 10 + timeouts.TOGETHER_S
     one.step(one.next_s())
     assert one.notice().update == ADDED
 
@@ -217,7 +217,7 @@ def test_a_member_that_was_given_up_is_refused() -> None:
     one.form(name(0), 1, (), 2)
     one.form(name(1), 1, (), 2)
     assert one.answer(name(0)) is None
-    one.step(coordinator.SILENT_S + 1)
+    one.step(timeouts.SUSPECT_TIMEOUT_S + 1)
     assert one.fenced == [name(2)]
     assert isinstance(one.answer(name(0)), Record)
     one.form(name(2), 1, (), 9)
@@ -242,9 +242,9 @@ def test_a_silent_member_of_whom_nobody_says_anything_is_waited_for_a_while() ->
     one = job(2)
     formed(one, [0, 1], 0)
     one.form(name(0), 1, (), 2)
-    one.step(coordinator.HEARTBEAT_TIMEOUT_S - 0.1)
+    one.step(timeouts.HEARTBEAT_TIMEOUT_S - 0.1)
     assert one.answer(name(0)) is None
-    one.step(coordinator.HEARTBEAT_TIMEOUT_S)
+    one.step(timeouts.HEARTBEAT_TIMEOUT_S)
     assert one.answer(name(0)) is one.record and one.fenced == [name(1)]
 
 
@@ -300,7 +300,7 @@ def test_whoever_comes_to_a_place_replaces_who_was_there_before_unless_that_one_
         one.join(name(8), b"x", "host", 0, 1)
     one.disconnected(name(0), 2)
     one.join(name(8), b"x", "host", 0, 2)
-    assert one.members[name(0)].gone and name(0) in one.confirmed_dead
+    assert one.members[name(0)].gone and one.has_ended(name(0))
     one.form(name(8), 0, (), 2)
     assert one.answer(name(8)) is None
     one.form(name(1), 1, (), 2)
@@ -404,7 +404,7 @@ def test_survivors_do_not_wait_for_a_newcomer_that_was_not_synchronised_and_it_c
     assert isinstance(record, Record) and record.newcomers == (2,)
     one.dead(name(1), "killed in sync", 2)
     one.form(name(0), 2, (7, 8), 2)
-    assert one.answer(name(0)) is None and one.next_s() == pytest.approx(2 + coordinator.UNREADY_S)
+    assert one.answer(name(0)) is None and one.next_s() == pytest.approx(2 + timeouts.UNSYNCHRONISED_S)
     one.step(one.next_s())
     third = one.answer(name(0))
     assert isinstance(third, Record) and third.members == (name(0),) and third.skip_sync and third.commit == 8
@@ -448,8 +448,7 @@ def test_without_any_commit_whoever_is_left_goes_on() -> None:
 def test_who_is_to_leave_keeps_its_generation_until_it_has_left() -> None:
     one = job(2)
     formed(one, [0, 1], 0)
-    one.drain(name(0), "host a is not there any more", 1)
-    one.drain(name(1), "host a is not there any more", 1)
+    one.drain_all(dict.fromkeys([name(0), name(1)], "host a is not there any more"), 1)
     come(one, 2)
     one.form(name(2), 0, (), 2)
     assert one.answer(name(2)) is None and one.record is not None and one.record.number == 1
@@ -526,7 +525,7 @@ def test_the_first_generation_waits_a_while_for_all_who_are_being_started() -> N
         come(one, number)
     one.form(name(3), 0, (), 1)
     one.form(name(1), 0, (), 2)
-    assert one.record is None and one.next_s() == 2 + coordinator.AT_START_S
+    assert one.record is None and one.next_s() == 2 + timeouts.FIRST_GENERATION_S
     one.dead(name(0), "killed", 3)
     assert one.record is None
     one.form(name(2), 0, (), 4)
@@ -536,8 +535,18 @@ def test_the_first_generation_waits_a_while_for_all_who_are_being_started() -> N
         come(one, number)
     for number in (3, 1):
         one.form(name(number), 0, (), 2)
-    one.step(2 + coordinator.AT_START_S)
+    one.step(2 + timeouts.FIRST_GENERATION_S)
     assert one.record is not None and one.record.members == (name(1), name(3))
+
+
+def test_who_is_to_leave_before_it_has_come_is_not_waited_for() -> None:
+    one = Coordinator(Limits(1, 1, 2), lambda size: bytes(size))
+    come(one, 0)
+    come(one, 1)
+    one.form(name(0), 0, (), 1)
+    assert one.record is None and "others are being started" in one.reason
+    one.drain_all({name(1): "its host is closed"}, 2)
+    assert one.record is not None and one.record.members == (name(0),)
 
 
 def test_no_more_can_come_to_the_first_generation_than_is_said() -> None:
@@ -689,7 +698,7 @@ class Life:
 
         Who hangs goes on hanging, but not all at once: if nobody reaches a commit, no coordinator can help.
         """
-        if {one.index for one in self.coordinator.live() if not one.leaving} <= self.stuck:
+        if {one.index for one in self.coordinator.live() if not one.drain} <= self.stuck:
             self.stuck.clear()
         for _ in range(self.coordinator.limits.size):
             self.begin()

@@ -1,0 +1,29 @@
+"""How long the membership of a job waits for what. All in seconds; what a user sets (--elastic-timeout) is in Limits.
+
+A member asks the coordinator at least once a second (client.SLICE_S), so each of these is several heartbeats.
+"""
+
+# --- detecting failures
+SUSPECT_TIMEOUT_S = 5.0  # a member whom another has lost is dead when nothing was heard of it for so long
+HEARTBEAT_TIMEOUT_S = (
+    30.0  # so is, while a generation is formed, one of whom nobody says anything: it may compute
+)
+COORDINATOR_TIMEOUT_S = 10.0  # a coordinator that is silent and has not ended is looked for elsewhere
+REFUSED_S = 10.0  # for so long must process 0 refuse us before we believe that it is of this job
+
+# --- who is waited for when a generation is formed
+FIRST_GENERATION_S = (
+    30.0  # those who are enough wait so long for others that are being started: interpreters start
+)
+TOGETHER_S = 2.0  # a newcomer waits so long for others, so that one interruption brings all
+UNSYNCHRONISED_S = (
+    0.1  # survivors wait so long for newcomers that hold no commit yet: theirs is on its way or never comes
+)
+FIND_S = 10.0  # after a failover members are waited for so much longer: they have to find the new coordinator
+PROGRESS_S = 10.0  # a member that was in the job for so long has not failed at once
+
+# --- pauses
+ASK_AGAIN_S = 0.2  # between two attempts to reach a coordinator
+HAND_OVER_S = 5.0  # so long does a coordinator that ends wait for the others to go on without it
+LOOK_EVERY_S = 0.05  # so often does it look whether they do
+SAY_EVERY_S = 10.0  # so often is it said for what a process waits
