@@ -175,18 +175,21 @@ class Kept:
         """Unpacked anew: what is in it may be changed."""
         if origin == self.rank:
             return unpacked(self.own.copy())
-        return unpacked(opened(np.concatenate(self.others[origin]), _context(self.commit, origin)))
+        return unpacked(opened(np.concatenate(self.others[origin]), self._context(origin)))
 
     def bytes_of(self, origin: int) -> list[Bytes]:
         """In as many parts as a shard travels in."""
         own = origin == self.rank
-        parts = [sealed(self.own, _context(self.commit, origin))] if own else self.others[origin]
+        parts = [sealed(self.own, self._context(origin))] if own else self.others[origin]
         return np.array_split(parts[0], PARTS) if len(parts) == 1 else parts
 
+    def _context(self, origin: int) -> str:
+        return _context(self.commit, self.generation, origin)
 
-def _context(commit: int, origin: int) -> str:
-    """For what a shard's digest holds."""
-    return f"the shard of rank {origin} of commit {commit}"
+
+def _context(commit: int, generation: int, origin: int) -> str:
+    """For what a shard's digest holds: what is left of an earlier life is not taken for a commit of its number."""
+    return f"the shard of rank {origin} of commit {commit} in generation {generation}"
 
 
 @dataclass
@@ -379,7 +382,9 @@ class Peers:
         for origin, source, to in moves:
             if to == me:
                 parts = [_as_bytes(arrays.recv(None, source, MOVED_TAG)) for _ in range(PARTS)]
-                values[origin] = unpacked(opened(np.concatenate(parts), _context(found.commit, origin)))
+                values[origin] = unpacked(
+                    opened(np.concatenate(parts), _context(found.commit, found.generation, origin))
+                )
         for handle in sent:
             synchronize(handle)
         return Shards(found, values)

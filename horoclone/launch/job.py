@@ -26,7 +26,14 @@ from horoclone.launch.link import LOST, REFUSED, HostLink, Link, Reach, SshOptio
 from horoclone.launch.output import STDERR, STDOUT, RankStream, Screen, open_files, rank_folder
 from horoclone.launch.process import LocalRank, LocalRanks, is_open, memory_kills, read_memory
 from horoclone.launch.signals import FORWARDED, Signals, empty
-from horoclone.launch.usage import LaunchError, is_out_of_descriptors, out_of_descriptors, ranks_text, say
+from horoclone.launch.usage import (
+    LaunchError,
+    is_out_of_descriptors,
+    out_of_descriptors,
+    out_of_processes,
+    ranks_text,
+    say,
+)
 
 _POLL_S = 0.05  # while a group has to disappear, or where the kernel has no pidfd
 _OUTPUT_AFTER_END_S = 1.0  # a pipe that outlives its rank's group is held by a daemon; nobody waits for it
@@ -124,6 +131,8 @@ class Job:
                     self._turn()
             except LaunchError as error:
                 self._launch_error = error
+            except BlockingIOError:
+                self._launch_error = out_of_processes("a process of the launcher's own")
             except OSError as error:
                 if not is_out_of_descriptors(error):
                     raise

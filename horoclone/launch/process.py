@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 from horoclone.anonymous_file import anonymous_file
-from horoclone.launch.usage import LaunchError, is_out_of_descriptors
+from horoclone.launch.usage import LaunchError, is_out_of_descriptors, out_of_processes
 
 _PR_SET_PDEATHSIG = 1
 _LOOK_EVERY_S = 0.1
@@ -350,6 +350,8 @@ def _cannot_run(program: str, cwd: str, error: Exception) -> LaunchError:
         return LaunchError(text + did_you_mean(program, programs_on_path()), 127)
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.ENOEXEC):
         return LaunchError(f"cannot run {program!r}: it is not executable (python {program}?)", 126)
+    if isinstance(error, BlockingIOError):
+        return out_of_processes(repr(program))
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return LaunchError(f"cannot run {program!r}: {reason}", 126)
 

@@ -34,6 +34,12 @@ def is_out_of_descriptors(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
 
 
+def out_of_processes(what: str) -> LaunchError:
+    """The error where the kernel gives us no further process. what: could not be started."""
+    limits = "the limit on processes (ulimit -u, or the container's pids limit)"
+    return LaunchError(f"cannot run {what}: Resource temporarily unavailable; is {limits} reached?", 126)
+
+
 def out_of_descriptors(ranks: int) -> LaunchError:
     """The error of a launcher of that many ranks on this host; each has two pipes, a process descriptor and what starts
     it.

@@ -8,8 +8,10 @@ import pytest
 
 pytest.importorskip("horoclone._core", reason="the native module is not built: pip install -e .")
 
-from horoclone.elastic.peers import Held, Plan, buddies, plan
-from horoclone.errors import StateLost
+from horoclone.elastic.peers import Held, Kept, Plan, buddies, plan
+from horoclone.errors import HorovodInternalError, StateLost
+from horoclone.objects import packed
+from horoclone.runtime import current
 
 
 def test_buddies_are_on_other_hosts_and_equally_loaded() -> None:
@@ -96,3 +98,20 @@ def test_what_is_gone_is_named() -> None:
         plan([[told[0]], [told[3]]])
     kept_twice = told_by(hosts, 6, copies=2)
     assert plan([[kept_twice[0]], [kept_twice[3]]]).commit == 6
+
+
+def test_what_is_left_of_an_earlier_life_is_not_taken_for_a_commit_of_its_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(current, "lasting_secret", lambda: b"secret")
+
+    def kept(generation: int, rank: int) -> Kept:
+        return Kept(5, generation, rank, 2, packed({"of": generation}))
+
+    parts = kept(1, 0).bytes_of(0)
+    now = kept(2, 1)
+    now.others[0] = parts
+    with pytest.raises(HorovodInternalError, match="commit 5 in generation 2"):
+        now.shard(0)
+    now.others[0] = kept(2, 0).bytes_of(0)
+    assert now.shard(0) == {"of": 2}

@@ -114,3 +114,21 @@ def test_a_small_dev_shm_changes_nothing(tmp_path: Path) -> None:
     if done.returncode == 77 or "unshare" in done.stderr:
         pytest.skip("may not mount")
     assert done.returncode == 0 and done.stdout.count("sum [2.0, 2.0]") == 2, done.stderr
+
+
+@pytest.mark.parametrize("limit", [2, 6])
+def test_too_few_processes_are_named(limit: int, tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root: only another user's processes can be counted")
+    (tmp_path / "program.py").write_text(PROGRAM)
+    reads = "+dac_read_search,+dac_override"
+    user = ["setpriv", "--reuid=64321", "--regid=64321", "--clear-groups", f"--inh-caps={reads}"]
+    run = f"ulimit -u {limit}; exec {HOROCLONERUN} -np 2 {sys.executable} {tmp_path / 'program.py'}"
+    done = subprocess.run(
+        [*user, f"--ambient-caps={reads}", "bash", "-c", run],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode and "ulimit -u" in done.stderr, done.stderr
