@@ -237,3 +237,29 @@ def test_too_few_slots_end_a_job_to_which_no_host_can_come(more: bool | None, ma
     one.end(second, 1)
     assert one.has_failed is (more is False)
     assert one.supervisor.reason == ("too few slots are left for --min-np" if more is False else "")
+
+
+@pytest.mark.parametrize("more", [None, True])
+def test_before_the_first_generation_a_closed_slot_is_not_waited_for(more: bool | None, make: Any) -> None:
+    one = make([Host("a", 1), Host("b", 1), Host("c", 1)], 3, Plan(1, 3, whole_host=True))
+    one.more = more
+    one.step()
+    first, second, third = one.started
+    one.come(first, second)
+    one.end(third, 1)
+    one.step()
+    assert one.generations == ([] if more else [([0, 1], True)])
+
+
+def test_a_job_that_begins_with_what_there_is_room_for_waits_for_all_of_that(make: Any) -> None:
+    one = make([Host("a", 3)], 0, Plan(1, 3))
+    one.free = {"a": 2}
+    one.step()
+    one.free = {}
+    first, second = one.started
+    one.come(first)
+    one.supervisor._service.coordinator.step(time.monotonic() + 60)
+    one.step()
+    assert one.generations == []
+    one.come(second)
+    assert one.generations == [([0, 1], True)]
