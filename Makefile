@@ -16,6 +16,13 @@ SHELL := /bin/bash
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export OMP_NUM_THREADS ?= 1
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
+# The package, its wheel and the builds of the tests compile much the same.
+ifneq ($(shell command -v ccache),)
+export CMAKE_CXX_COMPILER_LAUNCHER ?= ccache
+export CCACHE_BASEDIR ?= $(CURDIR)
+export CCACHE_NOHASHDIR ?= 1
+export CCACHE_SLOPPINESS ?= time_macros
+endif
 
 # torch is pinned: another version may be gigabytes of another build. Open MPI and MPICH both bring an `mpirun`, so MPICH
 # goes into a prefix of its own.
@@ -39,7 +46,7 @@ NVCC := nvidia-cuda-nvcc==13.* nvidia-cuda-crt==13.* nvidia-nvvm==13.* nvidia-cu
 MPICH := mpich==5.0.2
 NATIVE := pyproject.toml CMakeLists.txt horoclone/__init__.py csrc/exports.map $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' | grep -v /tests/)
 
-.PHONY: help demo test test-long downloads cpp cpp-builds tsan asan pytest gpu gpu-long ecosystem engines examples bench lint format docs docs-generated clean install
+.PHONY: help demo check test test-long downloads cpp cpp-builds tsan asan pytest gpu gpu-long ecosystem engines examples bench lint format docs docs-generated clean install
 
 help: ## list the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -60,6 +67,9 @@ test-long: $(VENV)/.ready-test $(VENV)/.ready-package downloads ## the long Pyth
 
 downloads: $(VENV)/.ready-test
 	@$(MAKE) --no-print-directory $(VENV)/.ready-engines || echo "SKIPPED Ray and Spark: they cannot be installed"
+
+check: $(VENV)/.ready-build $(VENV)/.ready-linters ## within a minute: C++ tests of changed folders, lint of changed files, two ranks
+	@.ci/check $(JOBS)
 
 cpp-builds: $(VENV)/.ready-tools
 	@.ci/cpp release "" $(JOBS) build
@@ -97,7 +107,7 @@ bench: $(VENV)/.ready-test $(VENV)/.ready-package ## every benchmark against its
 	  && $(PIP) --ignore-installed --no-deps --prefix $(VENV)/oneccl oneccl-cpu; } || echo "SKIPPED oneCCL: it cannot be installed"
 	python benchmarks/all.py $(ARGS)
 
-lint: $(VENV)/.ready-lint ## ruff, mypy, clang-format
+lint: $(VENV)/.ready-package $(VENV)/.ready-linters ## ruff, mypy, clang-format
 	ruff check .
 	ruff format --check .
 	mypy
@@ -106,7 +116,7 @@ lint: $(VENV)/.ready-lint ## ruff, mypy, clang-format
 	  find csrc -name '*.cc' -o -name '*.h' | xargs clang-format --dry-run --Werror; \
 	else echo "SKIPPED clang-format: it is not installed"; fi
 
-format: $(VENV)/.ready-lint ## rewrite the sources in the project's format
+format: $(VENV)/.ready-linters ## rewrite the sources in the project's format
 	ruff check --fix-only .
 	ruff format .
 	find csrc -name '*.cc' -o -name '*.h' | xargs clang-format -i
@@ -184,7 +194,7 @@ $(VENV)/.ready-site: docs/requirements.txt | $(VENV)/.ready-made
 	@$(STEP) "downloading MkDocs (30 MB)" $(VENV)/site/bin/python -m pip install -qq --disable-pip-version-check -r docs/requirements.txt
 	@touch $@
 
-$(VENV)/.ready-lint: $(VENV)/.ready-package
+$(VENV)/.ready-linters: | $(VENV)/.ready-made
 	@$(PIP) ruff mypy types-PyYAML clang-format numpy
 	@touch $@
 

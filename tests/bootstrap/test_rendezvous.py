@@ -219,6 +219,16 @@ def test_a_wrong_secret_or_job_is_refused_with_a_reason(tcp):
     still_works(tcp)
 
 
+def test_the_server_refuses_a_wrong_proof_itself(tcp):
+    """A client of ours would notice by the server's proof that the secrets differ; a stranger does not look."""
+    one = stranger(tcp)
+    one.recv(wire.GREETING_BYTES, socket.MSG_WAITALL)
+    one.sendall(wire.HELLO + bytes(wire.NONCE_BYTES) + secrets.token_bytes(wire.PROOF_BYTES))
+    assert one.recv(wire.PROOF_BYTES, socket.MSG_WAITALL) == wire.REFUSED
+    assert one.recv(1) == b""
+    still_works(tcp)
+
+
 def test_without_a_secret_the_network_is_refused():
     with pytest.raises(ValueError, match="unix"):
         Server(b"", "job", 2, ["127.0.0.1"])

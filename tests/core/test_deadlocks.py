@@ -306,7 +306,10 @@ dist.destroy_process_group()
 }
 
 
-@pytest.mark.parametrize("framework", BINDINGS)
+@pytest.mark.parametrize(
+    "framework",
+    [pytest.param(one, marks=pytest.mark.long(30)) if one == "tensorflow" else one for one in BINDINGS],
+)
 def test_blocked_programs_of_frameworks_end(launch, tmp_path, framework):
     pytest.importorskip(framework)
     script = tmp_path / "program.py"

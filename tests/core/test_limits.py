@@ -53,6 +53,7 @@ def live_often(lives):
     say(p50=sorted(took)[len(took) // 2] * 1000, before=before, after=numbers())
 
 
+@pytest.mark.long(40)
 @MODES
 def test_a_thousand_lives_cost_nothing_that_stays(crew, shared):
     lives = 1000 if shared else 300

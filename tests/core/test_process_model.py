@@ -27,6 +27,7 @@ def numbers():
     return len(os.listdir("/proc/self/fd")), int(status["Threads"]), maps, resident
 
 
+@pytest.mark.long(20)
 @ranks(2, init=False, limit_s=120)
 def test_three_hundred_lives_leave_nothing_behind():
     def life():
@@ -409,6 +410,7 @@ def test_the_secret_does_not_reach_the_core_through_its_settings():
 
 
 @pytest.mark.mpi
+@pytest.mark.long(20)
 @pytest.mark.parametrize("name", ["open_mpi", "mpich"])
 @pytest.mark.parametrize("order", ["alone", "mpi first", "mpi last", "comm"])
 def test_a_hundred_lives_under_mpirun(launch, request, name, order):

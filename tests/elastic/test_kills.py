@@ -26,7 +26,15 @@ def kill(pid: int, number: int = signal.SIGKILL) -> None:
     os.kill(pid, number)
 
 
-@pytest.mark.parametrize("victims", [[1], [0], [3], [1, 2], [0, 3], [0, 1, 2]])
+@pytest.mark.parametrize(
+    "victims",
+    [
+        [1],
+        [0],
+        [1, 2],
+        *(pytest.param(more, marks=pytest.mark.long(10)) for more in ([3], [0, 3], [0, 1, 2])),
+    ],
+)
 def test_survivors_go_on_and_the_slots_get_new_workers(elastic: Any, victims: list[int]) -> None:
     job = elastic(["-np", 4, "--min-np", 1], steps=60)
     first = job.whole(1)
@@ -84,7 +92,9 @@ def test_one_is_lost_when_all_are_connected_and_init_has_not_returned(elastic: A
     assert "generation 2 could not be connected: allgather" in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("after_ms", [0, 2, 5, 10, 20])
+@pytest.mark.parametrize(
+    "after_ms", [0, 10, *(pytest.param(ms, marks=pytest.mark.long(10)) for ms in (2, 5, 20))]
+)
 def test_two_are_killed_one_shortly_after_the_other(elastic: Any, after_ms: int) -> None:
     job = elastic(["-np", 4, "--min-np", 1], steps=50, pause_s=0.02)
     first = job.whole(1)
@@ -207,7 +217,12 @@ def test_the_end_of_the_launcher_ends_every_worker(elastic: Any) -> None:
 LATE = re.compile(r"\bstep 3[5-9]\d of |] done")  # of 400, which takes half a second and more from there
 
 
-@pytest.mark.parametrize("seed", range(int(os.environ.get("HOROCLONE_TEST_ELASTIC_SEEDS", "3"))))
+SEEDS = int(os.environ.get("HOROCLONE_TEST_ELASTIC_SEEDS", "3"))
+
+
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(more, marks=pytest.mark.long(20)) for more in range(1, SEEDS))]
+)
 def test_random_kills_at_random_moments_change_no_sum(elastic: Any, seed: int) -> None:
     """Also while generations form, workers start and the job grows; one of the newest generation is always spared, and
     nobody is killed at the end, where no generation is left to go on."""
@@ -302,6 +317,7 @@ def test_a_worker_that_reaches_no_commit_leaves_when_its_time_is_over(elastic: A
     assert "there was no commit; this process leaves" in done.stderr or "leaves" in done.stdout, done.output
 
 
+@pytest.mark.long(40)
 def test_many_kills_cost_the_launcher_no_descriptor(elastic: Any) -> None:
     job = elastic(["-np", 2, "--min-np", 1], steps=100_000, pause_s=0.01)
     folder = Path(f"/proc/{job.started.process.pid}/fd")

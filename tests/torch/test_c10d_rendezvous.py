@@ -54,7 +54,7 @@ def free_port() -> int:
     raise AssertionError("no port is free")
 
 
-@pytest.mark.parametrize("where", ["standalone", "port"])
+@pytest.mark.parametrize("where", ["standalone", pytest.param("port", marks=pytest.mark.long(30))])
 def test_a_life_after_a_restart_does_not_read_what_the_dead_one_wrote(
     where: str, launch: Any, tmp_path: Path
 ) -> None:

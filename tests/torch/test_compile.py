@@ -57,7 +57,7 @@ def both_ways(backend: str, size: int) -> None:
     close(outcome[1], outcome[0])
 
 
-@ranks(2, 3)
+@ranks(2)
 def test_every_operation_and_its_gradient_are_the_same_as_without_compiling() -> None:
     both_ways("aot_eager", hvd.size())
 

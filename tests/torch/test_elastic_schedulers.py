@@ -248,6 +248,7 @@ def test_a_scheduler_goes_to_the_disk_and_comes_back(tmp_path: Any) -> None:
     assert right == [(1, 0.5), (1, 0.5)]
 
 
+@pytest.mark.long(40)
 def test_rates_are_right_on_survivors_and_on_the_one_that_takes_the_place_of_a_killed_rank(
     launch: Any, tmp_path: Path
 ) -> None:

@@ -33,18 +33,18 @@ def test_digits_under_the_launcher(launch: Any, examples: Path, tmp_path: Path) 
     digits(launch, [*command, examples / "torch_digits.py"], 2, tmp_path / "model.pt", short=False)
 
 
-@pytest.mark.slow
+@pytest.mark.long(30)
 def test_digits_alone(launch: Any, examples: Path, tmp_path: Path) -> None:
     digits(launch, [sys.executable, examples / "torch_digits.py"], 1, tmp_path / "model.pt", short=True)
 
 
-@pytest.mark.slow
+@pytest.mark.long(30)
 def test_digits_under_torchrun(launch: Any, examples: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     digits(launch, [*command, examples / "torch_digits.py"], 2, tmp_path / "model.pt", short=True)
 
 
-@pytest.mark.slow
+@pytest.mark.long(30)
 @pytest.mark.mpi
 @pytest.mark.parametrize("which", ["open_mpi", "mpich"])
 def test_digits_under_mpirun(launch: Any, examples: Path, tmp_path: Path, which: str, request: Any) -> None:
@@ -53,7 +53,7 @@ def test_digits_under_mpirun(launch: Any, examples: Path, tmp_path: Path, which:
     digits(launch, command, 2, tmp_path / "model.pt", short=True, env=mpi.env)
 
 
-@pytest.mark.slow
+@pytest.mark.long(30)
 def test_text(launch: Any, examples: Path) -> None:
     small = ["--steps", "20", "--sample", "20", "--megabytes", "0.5", "--layers", "1", "--width", "64"]
     program = [sys.executable, examples / "torch_gpt_text.py", *small, "--compress"]

@@ -65,7 +65,7 @@ def of_kind(found: dict[str, list[str]], kind: str) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(CHOICE_S + 60)
-@pytest.mark.parametrize("place", CHOICE)
+@pytest.mark.parametrize("place", ["gloo", pytest.param("mpi", marks=pytest.mark.long(40))])
 def test_a_choice_of_torchs_tests_passes(place: str, launch: Any, tmp_path: Path) -> None:
     names = CHOICE[place]
     found, output = outcomes(

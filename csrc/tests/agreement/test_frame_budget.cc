@@ -52,7 +52,7 @@ TEST_CASE("a request list in parts says the same in the same order, and each par
 }
 
 // 20 MB of names: more than a frame takes, on the way up, along a tree as well, and on the way down.
-TEST_CASE("three hundred operations with names of 64 KiB can be in flight at once") {
+TEST_CASE("three hundred operations with names of 64 KiB can be in flight at once" * doctest::test_suite("long")) {
   constexpr int kOperations = 300;
   static_assert(kOperations * 65000 > kMaxControlBytes);
   for (const std::vector<std::string>& node : {std::vector<std::string>{"a", "a"}, {"a", "a", "b", "b"}}) {

@@ -393,7 +393,7 @@ std::shared_ptr<const ControlTree> random_tree(Random& random, int size) {
 
 }  // namespace
 
-TEST_CASE("negotiation: random schedules end the same way on every rank") {
+TEST_CASE("negotiation: random schedules end the same way on every rank" * doctest::test_suite("long")) {
   const size_t capacities[] = {0, 3, 1024};
   for (uint64_t seed = 1; seed <= (kSanitized ? 500 : 10000); seed++) {
     INFO("seed ", seed);
@@ -403,7 +403,7 @@ TEST_CASE("negotiation: random schedules end the same way on every rank") {
   }
 }
 
-TEST_CASE("negotiation: random schedules through random trees end as they do without") {
+TEST_CASE("negotiation: random schedules through random trees end as they do without" * doctest::test_suite("long")) {
   const size_t capacities[] = {0, 3, 1024};
   for (uint64_t seed = 1; seed <= (kSanitized ? 300 : 6000); seed++) {
     INFO("seed ", seed);

@@ -214,7 +214,8 @@ TEST_CASE("integers with factors in shared memory: each input is truncated, then
   }
 }
 
-TEST_CASE("integers with factors over channels: rings, recursive doubling, trees, and in parts") {
+TEST_CASE("integers with factors over channels: rings, recursive doubling, trees, and in parts" *
+          doctest::test_suite("long")) {
   for (int size : {2, 3, 4})
     for (const char* ring_from : {"0", "1000000000"}) {
       CAPTURE(size);
@@ -231,7 +232,8 @@ TEST_CASE("integers with factors over channels: rings, recursive doubling, trees
     }
 }
 
-TEST_CASE("integers with factors over nodes with several ranks: two levels, also in parts") {
+TEST_CASE("integers with factors over nodes with several ranks: two levels, also in parts" *
+          doctest::test_suite("long")) {
   for (const std::vector<std::string>& nodes :
        {std::vector<std::string>{"a", "a", "b", "b"}, std::vector<std::string>{"a", "b", "b"}}) {
     World world(static_cast<int>(nodes.size()),

@@ -59,7 +59,8 @@ TEST_CASE("allreduce of every size is exact on every rank") {
     }
 }
 
-TEST_CASE("two levels: shared memory within a node, channels between, also with nodes of unequal size") {
+TEST_CASE("two levels: shared memory within a node, channels between, also with nodes of unequal size" *
+          doctest::test_suite("long")) {
   const std::vector<std::vector<std::string>> layouts = {
       {"a", "a", "b", "b"}, {"a", "b", "a", "b"}, {"a", "a", "b"}, {"a", "b", "b", "b", "c", "c"}, {"a", "b", "c"}};
   for (const auto& layout : layouts)

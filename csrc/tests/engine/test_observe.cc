@@ -146,7 +146,8 @@ TEST_CASE("trace: spans that are over have a row of their own, and none begins b
 
 TEST_CASE("trace: names are escaped") { CHECK(json_text("a\"b\\c\n") == "\"a\\\"b\\\\c\\u000a\""); }
 
-TEST_CASE("timeline: events of several threads, started and stopped in between, give complete files") {
+TEST_CASE("timeline: events of several threads, started and stopped in between, give complete files" *
+          doctest::test_suite("long")) {
   Timeline timeline;
   TemporaryFile file;
   std::atomic<bool> over{false};

@@ -70,7 +70,8 @@ TEST_CASE("out of memory: a batch that finds none to work in fails on every rank
   lacks_memory(Reduce::kSum, "no memory to work in: 201326592 bytes");
 }
 
-TEST_CASE("out of memory: what is thrown while progress is made fails every operation, and nobody waits") {
+TEST_CASE("out of memory: what is thrown while progress is made fails every operation, and nobody waits" *
+          doctest::test_suite("long")) {
   lacks_memory(Reduce::kAdasum, " ran out of memory");
 }
 

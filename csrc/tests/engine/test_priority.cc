@@ -186,7 +186,8 @@ TEST_CASE("part_of: the parts together send, receive and reduce each element onc
   }
 }
 
-TEST_CASE("parts give the bits of the whole: ring, recursive doubling and two levels, packed and in place") {
+TEST_CASE("parts give the bits of the whole: ring, recursive doubling and two levels, packed and in place" *
+          doctest::test_suite("long")) {
   for (int size : {2, 3, 4}) {
     for (const char* ring_from : {"0", "1000000000"}) {
       const auto with = [&](const char* bytes) {

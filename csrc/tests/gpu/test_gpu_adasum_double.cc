@@ -98,7 +98,7 @@ void check_layout(const Layout& layout) {
 
 }  // namespace
 
-TEST_CASE("double of CUDA and NCCL: adasum of any number of ranks stays on the GPUs") {
+TEST_CASE("double of CUDA and NCCL: adasum of any number of ranks stays on the GPUs" * doctest::test_suite("long")) {
   for (const int size : {1, 2, 3, 5, 8}) check_layout({size, {}, false, size < 3 ? "100" : "0"});
   check_layout({4, {"a", "a", "b", "b"}, false});
 }

@@ -113,7 +113,8 @@ TEST_CASE("double of CUDA and NCCL: what some ranks call between steps starts be
 }
 
 TEST_CASE(
-    "double of CUDA and NCCL: programs that are the same on all ranks end, whatever they call and whoever is late") {
+    "double of CUDA and NCCL: programs that are the same on all ranks end, whatever they call and whoever is late" *
+    doctest::test_suite("long")) {
   for (unsigned seed = 0; seed < 6; ++seed) {
     CAPTURE(seed);
     DoubleEnvironment slow(Variables{{"HC_DOUBLE_DELAY_US", seed % 2 ? "30" : "0"},

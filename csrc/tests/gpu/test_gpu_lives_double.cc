@@ -67,7 +67,7 @@ void live(Engine& engine, FrameworkOnGpu& gpu, int rank) {
 
 }  // namespace
 
-TEST_CASE("double of CUDA and NCCL: a thousand lives leave nothing behind") {
+TEST_CASE("double of CUDA and NCCL: a thousand lives leave nothing behind" * doctest::test_suite("long")) {
   for (const char* backend : {"nccl", "peers", "host"}) {
     CAPTURE(std::string(backend));
     std::string before;

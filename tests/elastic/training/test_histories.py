@@ -391,7 +391,9 @@ class World:
 HISTORIES, PARTS = 3000, 3
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.long(15)) for part in range(1, PARTS))]
+)
 def test_whatever_happens_each_sample_counts_once_and_no_commit_is_lost(
     monkeypatch: pytest.MonkeyPatch, part: int
 ) -> None:
