@@ -33,13 +33,14 @@ PYTHON = (
     Fault("horoclone/launch/discovery.py", "if process.returncode != 0:", "if process.returncode < 0:", "tests/launch/test_discovery.py"),
     Fault("horoclone/launch/root_cause.py", "return sorted(late - ready)", "return sorted(late)", "tests/launch/test_hosts.py"),
     Fault("horoclone/launch/elastic_policy.py", "lower * 2.0 ** min(count, 32)", "lower * 2.0", "tests/launch/test_elastic_policy.py"),
-    Fault("horoclone/bootstrap/wire.py", "if not (hmac.compare_digest(hello[-PROOF_BYTES:], expected) and hello.startswith(HELLO)):", "if not hello.startswith(HELLO):", "tests/bootstrap/test_rendezvous.py"),
+    Fault("horoclone/bootstrap/wire.py", "if not (hmac.compare_digest(hello[-PROOF_BYTES:], expected) and hello.startswith(HELLO)):", "if not hello.startswith(HELLO):", "tests/bootstrap/test_replica.py"),
+    Fault("horoclone/bootstrap/rendezvous.py", "right = hmac.compare_digest(hello[-wire.PROOF_BYTES :], expected)", "right = True", "tests/bootstrap/test_rendezvous.py"),
     Fault("horoclone/membership/coordinator.py", "if self.finishing and not member.generation:", "if False:", "tests/membership/test_coordinator.py"),
-    Fault("horoclone/membership/coordinator.py", "now - other.heard_s < SILENT_S:", "False:", "tests/membership/test_coordinator.py"),
+    Fault("horoclone/membership/decision.py", "if not job.votes(here)[2]:", "if False:", "tests/membership/test_coordinator.py"),
     Fault("horoclone/elastic/sampler.py", "self.processed_num += batch_size * self.num_replicas", "self.processed_num += batch_size", "tests/elastic/training/test_sampler.py"),
     Fault("horoclone/checkpoint/files.py", "if check.text() != written.digest:", "if False:", "tests/checkpoint/test_files.py"),
     Fault("horoclone/checkpoint/files.py", '_digest_of(whole["content"]) != whole.get("sha256")', "False", "tests/checkpoint/test_files.py"),
-    Fault("horoclone/compression.py", "return cls.cast(tensor, ctx)", "return tensor", "tests/torch/test_compression.py"),
+    Fault("horoclone/compression.py", "return cls.cast(tensor, ctx)", "return tensor", "tests/jax/test_operations.py"),
     Fault("horoclone/torch/operations/gradients.py", "return scale * ((group.size() or 1) if op == Sum else 1)", "return scale", "tests/torch/test_second_derivatives.py"),
     Fault("horoclone/torch/operations/functional.py", "rows // size + (rank < rows % size)", "rows // size", "tests/torch/test_compile.py"),
     Fault("horoclone/jax/optimizer.py", '"postscale_factor": factor / size', '"postscale_factor": factor', "tests/jax/test_optimizer.py"),
@@ -77,7 +78,18 @@ def run(command: list[str], **environment: str) -> tuple[int, str]:
 
 def try_python(test: str) -> str | None:
     """What failed; None: nothing."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--long-s", "0", *test.split()]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--long-s",
+        "0",
+        *test.split(),
+    ]
     code, said = run(command)
     failed = [line for line in said.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return (failed or [f"exit code {code}: {said[-300:]}"])[0] if code else None

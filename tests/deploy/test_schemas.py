@@ -67,6 +67,6 @@ def test_what_is_wrong_in_a_manifest_is_found(engines: Path, tmp_path: Path) -> 
         assert right in path.read_text()
         paths.append(tmp_path / f"{number}.yaml")
         paths[-1].write_text(path.read_text().replace(right, wrong))
-    said = check(*paths).stdout.splitlines()
+    said = check(engines, *paths).stdout.splitlines()
     bad = {line.split(".")[0] for line in said if not line.endswith(" valid")}
     assert bad == {str(number) for number in range(len(WRONG))}, said

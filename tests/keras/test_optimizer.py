@@ -458,7 +458,16 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(on: On, backend: str, out
     on(backend, scales_losses_alike, outer=outer)
 
 
-@pytest.mark.parametrize("passes, backend", [(1, "torch"), *((2, backend) for backend in BACKENDS)])
+@pytest.mark.parametrize(
+    "passes, backend",
+    [
+        (2, "torch"),
+        *(
+            pytest.param(passes, backend, marks=pytest.mark.long(12))
+            for passes, backend in [(1, "torch"), *((2, one) for one in BACKENDS if one != "torch")]
+        ),
+    ],
+)
 def test_a_saved_model_is_a_plain_one(on: On, backend: str, passes: int, tmp_path: Any) -> None:
     on(backend, is_saved_as_a_plain_optimizer, path=str(tmp_path / "model.keras"), passes=passes)
 

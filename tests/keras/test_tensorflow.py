@@ -334,12 +334,14 @@ def test_of_tf_keras(on: On, body: Any) -> None:
     on("legacy", body)
 
 
-@pytest.mark.parametrize("which, suffix", [("adam", "keras"), ("legacy adam", "h5")])
+@pytest.mark.parametrize(
+    "which, suffix", [("adam", "keras"), pytest.param("legacy adam", "h5", marks=pytest.mark.long(12))]
+)
 def test_tf_keras_saves_a_plain_optimizer(on: On, which: str, suffix: str, tmp_path: Any) -> None:
     on("legacy", saves_a_plain_optimizer, path=str(tmp_path / f"model.{suffix}"), which=which)
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", "legacy"])
+@pytest.mark.parametrize("backend", ["tensorflow", pytest.param("legacy", marks=pytest.mark.long(12))])
 def test_a_model_with_classes_of_the_users_is_loaded(on: On, backend: str, tmp_path: Any) -> None:
     on(backend, loads_what_the_user_wrote, path=str(tmp_path / "model"))
 

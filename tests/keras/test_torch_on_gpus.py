@@ -125,6 +125,7 @@ def run(warm: Any, body: Any, env: dict[str, str]) -> None:
         assert team.wait(120) == [0, 0], team.outputs()
 
 
+@pytest.mark.long(15)
 def test_double_keras_on_torch_trains_on_gpus_as_on_the_host(warm: Any, doubles: Path) -> None:
     libraries = {
         "HOROCLONE_CUDA_LIBRARY": str(doubles / "libcuda.so.1"),

@@ -102,6 +102,7 @@ def test_the_network_between_hosts_that_are_not_here_is_what_was_given_or_is_cal
     ring = 2 * 3 / 4 * 8 * MB / (0.95e9 / 8)
     assert dict(given.of("bucket")(8 * MB))["network"] == pytest.approx(ring + 6 * 50e-6)
     assert not Costs(rates, 2, 2, None).assumed
+    assert Link.read("100mbit").gbit == pytest.approx(0.1)
     for wrong in ("fast", "10", "-1gbit", "0mbit", "1gbit,xus"):
         with pytest.raises(PlanError, match="--link"):
             Link.read(wrong)

@@ -26,7 +26,7 @@ def every_operation(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...
     pending = hvd.allreduce_async(y + 1, name="pending", op=hvd.Sum)
     largest = hvd.allreduce(x.detach(), op=hvd.Max)
     everybody = hvd.allgather(y.sin())
-    share = hvd.reducescatter(everybody, op=hvd.Sum, prescale_factor=0.5)
+    share = hvd.reducescatter(everybody[1:], op=hvd.Sum, prescale_factor=0.5)  # 3 rows: 2 and 1
     turned = hvd.alltoall(everybody)
     root = hvd.broadcast(w * 2, hvd_size - 1)
     group = hvd.grouped_allreduce([y, w], name="group", op=hvd.Sum)
