@@ -89,7 +89,7 @@ class GradState:
         self.reduced = False  # parameter.grad is the result
         self.used = False  # this rank had a gradient for it in this step
         self.apart = False  # in this step parameter.grad is not in the bucket: copied in, result copied back
-        self.noted: tuple[torch.Tensor, int, int] | None = None  # parameter.grad as it was: see note()
+        self.noted: tuple[Any, ...] | None = None  # parameter.grad as it was: see note()
         self.sparse_dim = 0  # > 0: gradients are sparse, with so many sparse dimensions
         self.becomes_sparse = False  # reduced dense, and handed out sparse again
         self.pending: Any = None  # (handle, wire tensor, compression context) while reduced alone
@@ -180,18 +180,22 @@ class GradState:
 
     # --- what the user does to it ----------------------------------------------------------------------------------
 
-    def note(self) -> None:
-        """Remembers parameter.grad as it is now, for is_changed()."""
+    def note(self, content: bool = False) -> None:
+        """Remembers parameter.grad as it is now, for is_changed(). A write through .data raises no version: it takes
+        the content to see it."""
         grad = self.parameter.grad
-        self.noted = None if grad is None else (grad, grad._version, address_of(grad))
+        bits = bits_of(grad) if content and grad is not None else None
+        self.noted = None if grad is None else (grad, grad._version, address_of(grad), bits)
 
     def is_changed(self) -> bool:
         """Whether parameter.grad is another tensor, or has been written to, since note()."""
         grad = self.parameter.grad
         if grad is None or self.noted is None:
             return False
-        before, version, address = self.noted
-        return grad is not before or grad._version != version or address_of(grad) != address
+        before, version, address, bits = self.noted
+        if grad is not before or grad._version != version or address_of(grad) != address:
+            return True
+        return bits is not None and not torch.equal(bits, bits_of(grad))
 
     def is_same(self) -> bool:
         """Whether parameter.grad is the tensor that it was at note(), whatever has been written to it."""
@@ -202,6 +206,16 @@ def form_of(parameter: torch.Tensor) -> tuple[Any, ...]:
     """What buckets are made for: another shape, dtype, layout or place needs other ones."""
     own = getattr(parameter, "grad_dtype", None)  # since torch 2.10
     return (parameter.shape, parameter.dtype, parameter.stride(), parameter.device, own)
+
+
+_AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits_of(grad: torch.Tensor) -> torch.Tensor:
+    """A sum of a gradient's bits, which differs where the values do."""
+    values = grad._values() if grad.is_sparse else grad
+    values = torch.view_as_real(values) if values.is_complex() else values
+    return values.detach().view(_AS_INTEGER[values.element_size()]).sum(dtype=torch.int64)
 
 
 def address_of(grad: torch.Tensor) -> int:

@@ -323,6 +323,10 @@ class Reducer:
         self._collect()
         if self.partial:
             self._spread_overflow()
+        if not self._was_skipped():  # what is changed from now on is changed too early, through .data as well
+            for state in self.states:
+                if state.reduced:
+                    state.note(content=True)
 
     def _spread_overflow(self) -> None:
         """Where a rank has its shards only: what is not finite in another's shows here, so that gradient scalers leave
