@@ -9,6 +9,7 @@ importing module itself lies in, which are being imported already.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -447,3 +448,11 @@ def native_calls_of(path: Path) -> set[str]:
 def test_a_request_to_the_core_is_built_in_one_place_of_a_binding() -> None:
     found = {module: native_calls_of(path) for module, path in modules().items()}
     assert {module: calls for module, calls in found.items() if calls} == WHO_BUILDS_REQUESTS
+
+
+def test_nobody_looks_at_the_frame_of_a_caller() -> None:
+    """What a call does must not depend on who makes it; current.py names the call that came before init()."""
+    looks = re.compile(r"\b(_getframe|currentframe|f_back|getouterframes|inspect\.stack)\b")
+    assert {module for module, path in modules().items() if looks.search(path.read_text())} == {
+        "runtime.current"
+    }

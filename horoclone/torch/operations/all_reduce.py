@@ -37,19 +37,13 @@ def allreduce_(
         return reduced(
             "allreduce", [tensor], average, name, op, (prescale_factor, postscale_factor), process_set, True
         )()
-    if profiler._is_profiler_enabled:
-        plain = None
-    else:
+    if not profiler._is_profiler_enabled:  # as in _now(), without the call of it
         plain = handles.call_plain(
             tensor, tensor, average, name, op, prescale_factor, postscale_factor, process_set, 0
         )
-    if plain is not None:
-        return tensor if plain is tensor else handles.synchronize(plain)
-    reduce = resolve_reduce(average, op)
-    return run(
-        ALLREDUCE, name, tensor, tensor, number_of(tensor, name, True), reduce=reduce, prescale=prescale_factor,
-        postscale=postscale_factor, process_set=set_id(process_set),
-    )  # fmt: skip
+        if plain is not None:
+            return tensor if plain is tensor else handles.synchronize(plain)
+    return _slowly(tensor, tensor, average, name, op, prescale_factor, postscale_factor, process_set)
 
 
 def allreduce_async_(
@@ -71,19 +65,7 @@ def allreduce_async_(
         return reduced(
             "allreduce", [tensor], average, name, op, (prescale_factor, postscale_factor), process_set, True
         )
-    if profiler._is_profiler_enabled:
-        plain = None
-    else:
-        plain = handles.start_plain(
-            tensor, tensor, average, name, op, prescale_factor, postscale_factor, process_set, priority
-        )
-    if plain is not None:
-        return plain
-    reduce = resolve_reduce(average, op)
-    return start_for(
-        ALLREDUCE, name, tensor, tensor, number_of(tensor, name, True), reduce=reduce, prescale=prescale_factor,
-        postscale=postscale_factor, process_set=set_id(process_set), priority=priority,
-    )  # fmt: skip
+    return _start(tensor, tensor, average, name, op, prescale_factor, postscale_factor, process_set, priority)
 
 
 def allreduce_async(
@@ -102,21 +84,8 @@ def allreduce_async(
         return reduced(
             "allreduce", [tensor], average, name, op, (prescale_factor, postscale_factor), process_set
         )
-    reduce = resolve_reduce(average, op)
-    dtype = number_of(tensor, name, True)
-    output = torch.empty_like(tensor, requires_grad=False)
-    if profiler._is_profiler_enabled:
-        plain = None
-    else:
-        plain = handles.start_plain(
-            tensor, output, None, name, reduce, prescale_factor, postscale_factor, process_set, priority
-        )
-    if plain is not None:
-        return plain
-    return start_for(
-        ALLREDUCE, name, tensor, output, dtype, reduce=reduce, prescale=prescale_factor, postscale=postscale_factor,
-        process_set=set_id(process_set), priority=priority,
-    )  # fmt: skip
+    output = _like(tensor, name)
+    return _start(tensor, output, average, name, op, prescale_factor, postscale_factor, process_set, priority)
 
 
 def allreduce(
@@ -149,24 +118,55 @@ def allreduce(
     if learns:
         reduced, _ = Allreduce.apply(wire, name, reduce, *scales, process_set)
     else:
-        reduced = _reduced_now(wire, name, reduce, scales, process_set)
+        reduced = _now(wire, _like(wire, name), None, name, reduce, *scales, process_set)
     return compression.decompress(reduced, ctx)
 
 
-def _reduced_now(
-    tensor: torch.Tensor, name: str | None, reduce: int, scales: tuple[float, float], process_set: ProcessSet
-) -> torch.Tensor:
-    output = torch.empty_like(tensor, requires_grad=False)
-    if profiler._is_profiler_enabled:
-        plain = None
-    else:
-        plain = handles.call_plain(tensor, output, None, name, reduce, *scales, process_set, 0)
-    if plain is not None:
-        return output if plain is output else handles.synchronize(plain)
-    dtype = number_of(tensor, name, True)
+def _like(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
+    try:
+        return torch.empty_like(tensor, requires_grad=False)
+    except TypeError:
+        number_of(tensor, name, True)  # refuses what is no tensor
+        raise
+
+
+# The one way in: the core's fast path, which declines what it does not know; for that, and under a profiler, a request.
+def _now(
+    tensor: torch.Tensor, output: torch.Tensor, average: bool | None, name: str | None, op: int | None,
+    prescale: float, postscale: float, process_set: ProcessSet,
+) -> torch.Tensor:  # fmt: skip
+    if not profiler._is_profiler_enabled:
+        plain = handles.call_plain(tensor, output, average, name, op, prescale, postscale, process_set, 0)
+        if plain is not None:
+            return output if plain is output else handles.synchronize(plain)
+    return _slowly(tensor, output, average, name, op, prescale, postscale, process_set)
+
+
+def _slowly(
+    tensor: torch.Tensor, output: torch.Tensor, average: bool | None, name: str | None, op: int | None,
+    prescale: float, postscale: float, process_set: ProcessSet,
+) -> torch.Tensor:  # fmt: skip
+    reduce = resolve_reduce(average, op)
     return run(
-        ALLREDUCE, name, tensor, output, dtype, reduce=reduce, prescale=scales[0], postscale=scales[1],
-        process_set=set_id(process_set),
+        ALLREDUCE, name, tensor, output, number_of(tensor, name, True), reduce=reduce, prescale=prescale,
+        postscale=postscale, process_set=set_id(process_set),
+    )  # fmt: skip
+
+
+def _start(
+    tensor: torch.Tensor, output: torch.Tensor, average: bool | None, name: str | None, op: int | None,
+    prescale: float, postscale: float, process_set: ProcessSet, priority: int,
+) -> int:  # fmt: skip
+    if not profiler._is_profiler_enabled:
+        plain = handles.start_plain(
+            tensor, output, average, name, op, prescale, postscale, process_set, priority
+        )
+        if plain is not None:
+            return plain
+    reduce = resolve_reduce(average, op)
+    return start_for(
+        ALLREDUCE, name, tensor, output, number_of(tensor, name, True), reduce=reduce, prescale=prescale,
+        postscale=postscale, process_set=set_id(process_set), priority=priority,
     )  # fmt: skip
 
 

@@ -59,6 +59,19 @@ def _submit_group(
     return runtime, handle, place
 
 
+def _start(
+    tensors: Tensors, outputs: Tensors, name: str | None, reduce: int, scales: tuple[float, float],
+    process_set: ProcessSet,
+) -> int:  # fmt: skip
+    """Of a grouped allreduce: the core's fast path, which declines what it does not know, or a request."""
+    if not profiler._is_profiler_enabled:
+        plain = handles.start_plain_group(tensors, outputs, None, name, reduce, *scales, process_set, 0)
+        if plain is not None:
+            return plain
+    runtime, handle, place = _submit_group(ALLREDUCE, name, tensors, outputs, reduce, scales, process_set)
+    return remember(runtime, handle, outputs, tensors, behind(place, outputs))
+
+
 def _compressed(
     call: str, tensors: Tensors, compression: Any, name: str | None
 ) -> list[tuple[torch.Tensor, Any]]:
@@ -94,15 +107,7 @@ def grouped_allreduce_async_(
         )
     tensors = tuple_of("grouped_allreduce_async_", tensors)
     reduce = resolve_reduce(average, op)
-    scales = (prescale_factor, postscale_factor)
-    if profiler._is_profiler_enabled:
-        plain = None
-    else:
-        plain = handles.start_plain_group(tensors, tensors, None, name, reduce, *scales, process_set, 0)
-    if plain is not None:
-        return plain
-    runtime, handle, place = _submit_group(ALLREDUCE, name, tensors, tensors, reduce, scales, process_set)
-    return remember(runtime, handle, tensors, tensors, behind(place, tensors))
+    return _start(tensors, tensors, name, reduce, (prescale_factor, postscale_factor), process_set)
 
 
 def grouped_allreduce_(
@@ -147,15 +152,7 @@ def grouped_allreduce_async(
     except TypeError:
         learns(tensors, name)  # refuses what is no tensor
         raise
-    scales = (prescale_factor, postscale_factor)
-    if profiler._is_profiler_enabled:
-        plain = None
-    else:
-        plain = handles.start_plain_group(tensors, outputs, None, name, reduce, *scales, process_set, 0)
-    if plain is not None:
-        return plain
-    runtime, handle, place = _submit_group(ALLREDUCE, name, tensors, outputs, reduce, scales, process_set)
-    return remember(runtime, handle, outputs, tensors, behind(place, outputs))
+    return _start(tensors, outputs, name, reduce, (prescale_factor, postscale_factor), process_set)
 
 
 def grouped_allreduce(
