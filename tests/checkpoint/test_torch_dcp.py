@@ -119,6 +119,7 @@ def test_what_is_sharded_is_written_in_pieces_and_read_into_any_sharding(path):
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.fsdp import fully_shard
 
+    import horoclone.torch  # noqa: F401 - the process group's backend
     from horoclone.checkpoint.torch.dcp import Reader, Writer
 
     dist.init_process_group("horoclone")
