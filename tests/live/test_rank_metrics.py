@@ -347,6 +347,8 @@ def test_a_launchers_book_is_found_by_its_process_and_tells_who_is_lost() -> Non
         assert (event.kind, event.ranks) == ("loss", (1,)) and "SIGKILL" in event.text
         metrics.add(3, placement(3))  # a block more than when it was mapped
         assert [one.rank for one in found.ranks()] == [0, 1, 2, 3]
+        with pytest.warns(DeprecationWarning, match=r"Job\.ranks\(\)"):
+            assert [one.rank for one in found.pages()] == [0, 1, 2, 3]
     finally:
         metrics.close()
     assert found.ranks() == [] and found.id not in {one.id for one in job.jobs()}
