@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from horoclone.runtime import facts, joining_rank, member
+from horoclone.runtime import facts, joining_rank
+from horoclone.runtime.lifecycle import member
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from horoclone.runtime import member
+from horoclone.runtime.lifecycle import member
 
 
 def is_elastic() -> bool:

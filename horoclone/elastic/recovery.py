@@ -10,7 +10,8 @@ import time
 from dataclasses import dataclass, field
 
 from horoclone.elastic.generation import Generation
-from horoclone.runtime import current, member
+from horoclone.runtime import current
+from horoclone.runtime.lifecycle import member
 
 # What follows on what, from the last commit before to the first one after.
 PARTS = ("noticed", "restored", "formed", "connected", "synchronised", "first_step")

@@ -15,7 +15,7 @@ from typing import Any
 from horoclone.elastic import member
 from horoclone.elastic.generation import generation
 from horoclone.runtime import facts
-from horoclone.runtime import member as process
+from horoclone.runtime.lifecycle import member as process
 
 Reduce = Callable[[Any], tuple[Any, ...]]
 

@@ -20,13 +20,13 @@ from horoclone.runtime import (
     current,
     exit_hooks,
     joining_rank,
-    member,
     offspring,
     shared_metrics,
     stacks,
 )
 from horoclone.runtime.current import say
 from horoclone.runtime.gpu_libraries import with_libraries
+from horoclone.runtime.member import ElasticMember
 from horoclone.runtime.native_module import core, new_runtime
 from horoclone.settings import flag, remarks, settings_of, start_timeout_s
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 # Settings that a binding wishes for, by their whole names; what is set in the environment goes before. Read by init().
 preferred: dict[str, str] = {}
+member = ElasticMember()  # what this process is in an elastic job
 _FORMING_S = 30.0  # for the members of a generation to connect: all of them are in init()
 _MAX_GENERATIONS = 32  # so many may be lost one after the other before one init() gives up
 _remarked = False

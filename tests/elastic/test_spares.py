@@ -23,7 +23,7 @@ from horoclone.elastic import member, replicas
 from horoclone.elastic.generation import Generation
 from horoclone.elastic.state import ObjectState
 from horoclone.runtime import facts
-from horoclone.runtime import member as process
+from horoclone.runtime.lifecycle import member as process
 
 WORKER = Path(__file__).with_name("promoted.py")
 RUN = [sys.executable, "-m", "horoclone.launch"]
