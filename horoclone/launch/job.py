@@ -468,7 +468,7 @@ class Job:
         folder = self._request.output_folder
         code = self._termination.exit_code
         if code is not None:
-            text = _farewell(self._termination.reason, ends)
+            text = _closing_text(self._termination.reason, ends)
             if self._termination.reason in (termination.TERMINATE, termination.HANGUP) and failed:
                 text += "\n" + report.failure_report(ends, folder, len(ends))[0]
             return JobResult(code, text, ends, results)
@@ -494,7 +494,7 @@ class Job:
         )
 
 
-def _farewell(reason: int, ends: Sequence[report.RankEnd]) -> str:
+def _closing_text(reason: int, ends: Sequence[report.RankEnd]) -> str:
     stopped = ranks_text([end.rank for end in ends if end.by_us] or [end.rank for end in ends])
     if reason == termination.INTERRUPT:
         return f"interrupted; {stopped} stopped"
