@@ -43,7 +43,7 @@ dynamic = False  # whether add_process_set and remove_process_set are allowed in
 lock = threading.RLock()
 formed_s = 0.0  # until the members of this life's generation were known, in an elastic job
 connected_s = 0.0  # until they were connected
-farewell: Callable[[], None] | None = None  # what others need of this process yet when it ends
+exit_hook: Callable[[], None] | None = None  # what others need of this process yet when it ends
 lost: set[int] = set()  # ranks whose loss an error of this life has told; only an elastic job asks
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 EXIT_DEADLINE_S = 5.0  # for what is left when every rank ends
 OTHERS_GO_ON_S = 3 * EXIT_DEADLINE_S  # at most, for slower ranks: as kWhileOthersGoOn in engine.cc
-FAREWELL_S = 6.0  # above the farewell's own deadline
+EXIT_HOOK_S = 6.0  # above the own deadline of the hook
 TELL_DEADLINE_S = 2.0  # how long a dying rank spends on telling its peers, and then its launcher
 FAILURE_TEXT_BYTES = 16384
 
@@ -92,8 +92,8 @@ def _at_exit(finish: Callable[[], None], shut_down: Callable[[float], None]) -> 
     job, current.job = current.job, None
     if job is not None:
         _bounded(lambda: job.close(process_ends=True), TELL_DEADLINE_S)
-    if current.farewell is not None:
-        _bounded(current.farewell, FAREWELL_S)
+    if current.exit_hook is not None:
+        _bounded(current.exit_hook, EXIT_HOOK_S)
 
 
 def _after_fork_in_child() -> None:

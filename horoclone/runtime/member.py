@@ -126,7 +126,7 @@ class ElasticMember:
             if time.monotonic() >= say_at:
                 say(f"{place.host} looks for its job for {waited:.0f} s: {discovery.trouble}")
                 say_at += SAY_EVERY_S
-        current.farewell = discovery.hand_over
+        current.exit_hook = discovery.hand_over
         return discovery
 
     def connected(self) -> None:
