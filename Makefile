@@ -101,7 +101,6 @@ examples: $(VENV)/.ready-test $(VENV)/.ready-package ## every example, two proce
 	@for example in $(filter-out examples/ray_% examples/spark_%,$(wildcard examples/*.py)); do echo "== $$example"; timeout 300 horoclonerun -np 2 python $$example; done
 
 bench: $(VENV)/.ready-test $(VENV)/.ready-package ## every benchmark against its peers, the short forms, into out/; one table
-	@$(PIP) matplotlib
 	@[ -d $(VENV)/impi ] || $(PIP) --ignore-installed --no-deps --prefix $(VENV)/impi impi-rt || echo "SKIPPED Intel MPI: it cannot be installed"
 	@[ -d $(VENV)/oneccl ] || { $(PIP) --ignore-installed --no-deps --prefix $(VENV)/oneccl oneccl oneccl-devel \
 	  && $(PIP) --ignore-installed --no-deps --prefix $(VENV)/oneccl oneccl-cpu; } || echo "SKIPPED oneCCL: it cannot be installed"

@@ -1,6 +1,6 @@
 """The short form of every benchmark, and one table of what they found: `make bench`. Under 15 minutes.
 
-Each runs as a program of its own, with --json and --plot into the folder of results. One that finds the machine too
+Each runs as a program of its own, with --json into the folder of results. One that finds the machine too
 noisy, or that cannot run here (no root for namespaces, no such MPI), has "no conclusion" in the table, with the reason
 above it.
 Exit codes: 0, 1 a benchmark failed, 3 too noisy for some conclusion.
@@ -111,8 +111,6 @@ def run_part(name: str, out: Path, force: bool) -> int:
         *options,
         "--json",
         str(path),
-        "--plot",
-        str(path.with_suffix(".png")),
     ]
     path_of_package = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path_of_package}

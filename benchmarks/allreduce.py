@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from oneccl import why_absent  # noqa: E402
-from report import analyse, benchmark_of, plot, print_tables  # noqa: E402
+from report import analyse, benchmark_of, print_tables  # noqa: E402
 from session import Failed, add_options, run, words_of  # noqa: E402
 from start import run_ranks  # noqa: E402
 
@@ -31,7 +31,7 @@ ALL = (*CONTESTANTS, "oneccl")  # the last only with --mpi impi, for allreduce
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark with `argv` and returns the exit code."""
     arguments = parse(argv)
-    return run(arguments, lambda: measure(arguments), print_tables, plot)
+    return run(arguments, lambda: measure(arguments), print_tables)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         arguments.costs.write_text(json.dumps(costs_of_messages(), indent=1) + "\n")
         return 0
     found: list[dict[str, Any]] = []
-    code = run(arguments, lambda: measure(arguments, found), show, draw)
+    code = run(arguments, lambda: measure(arguments, found), show)
     return code or (1 if any(row["broken"] for row in found) else 0)
 
 
@@ -245,40 +245,6 @@ def show(result: dict[str, Any]) -> None:
               for why in row["broken"]]  # fmt: skip
     limits = f"at most 2 (fan-out + 1) messages and {MAX_BYTES} bytes of a node, none with a persistent plan"
     print(f"Limits, of the best step ({limits}): {'; '.join(broken) or 'all hold'}.")
-
-
-def draw(result: dict[str, Any], path: Path) -> None:
-    """Over the number of ranks: what a node sends and receives, and the CPU of a rank."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 3, figsize=(12, 3.8))
-    panels = {
-        "node messages": "messages of a node",
-        "node bytes": "bytes of a node",
-        "cpu_us": "CPU of a rank, us",
-    }
-    fanout = result["rows"][0]["fanout"]
-    sizes = sorted({row["ranks"] for row in result["rows"]})
-    for axis, (key, title) in zip(axes, panels.items(), strict=True):
-        for way in dict.fromkeys(row["way"] for row in result["rows"]):
-            for form in FORMS:
-                rows = [row for row in result["rows"]
-                        if (row["way"], row["form"], row["fanout"]) == (way, form, fanout)]  # fmt: skip
-                style = {"TCP": "o-", "mixed": "^:"}.get(way, "s--")
-                if rows:
-                    axis.plot([row["ranks"] for row in rows], [row[key] for row in rows], style,
-                              markersize=4, label=f"{form}, {way}")  # fmt: skip
-        axis.set(title=f"{title} per step", xlabel="ranks", xscale="log")
-        axis.set_xticks(sizes, [str(n) for n in sizes])
-        axis.minorticks_off()
-        axis.grid(True, alpha=0.25)
-    axes[0].legend(fontsize=7, frameon=False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
 
 
 # --- on the ranks --------------------------------------------------------------------------------------------------

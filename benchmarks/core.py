@@ -19,7 +19,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from allreduce import sizes_of  # noqa: E402
-from report import MEMCPY, analyse, plot, print_rows, ratio_text, size_text, table  # noqa: E402
+from report import MEMCPY, analyse, print_rows, ratio_text, size_text, table  # noqa: E402
 from session import Failed, add_options, run, words_of  # noqa: E402
 from start import run_ranks  # noqa: E402
 
@@ -48,7 +48,7 @@ AIMS = [
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark with `argv` and returns the exit code."""
     arguments = parse(argv)
-    return run(arguments, lambda: measure(arguments), show, plot)
+    return run(arguments, lambda: measure(arguments), show)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

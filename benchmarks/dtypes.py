@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from report import print_rows, ratio_text, size_text, time_text  # noqa: E402
-from session import Failed, add_options, draw_bars, run  # noqa: E402
+from session import Failed, add_options, run  # noqa: E402
 from statistics_of import MIN_ROUNDS, ratio_of, slowest_rank, summarise  # noqa: E402
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
                         help="bytes, multiples of 4 (1, 16 and 64 MiB)")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=9, help="rounds (9)")
     arguments = parser.parse_args(argv)
-    return run(arguments, lambda: measure(arguments), show, draw)
+    return run(arguments, lambda: measure(arguments), show)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -76,17 +76,6 @@ def show(result: dict[str, Any]) -> None:
                 [f"{size_text(int(size))}, {dtype}", time_text(one["median_us"]), f"{gb_s:.2f}", ratio]
             )
     print_rows(["allreduce", "time", "GB/s", "of float32's bytes/s"], rows)
-
-
-def draw(result: dict[str, Any], path: Path) -> None:
-    panels = {
-        f"{size_text(int(size))}: ms": {
-            dtype: (one["median_us"] / 1e3, one["low_us"] / 1e3, one["high_us"] / 1e3)
-            for dtype, one in by_dtype.items()
-        }
-        for size, by_dtype in result["dtypes"].items()
-    }
-    draw_bars(path, result["benchmark"], panels)
 
 
 # --- on the ranks --------------------------------------------------------------------------------------------------

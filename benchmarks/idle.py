@@ -17,7 +17,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from report import print_rows, ratio_text  # noqa: E402
-from session import Failed, add_options, draw_bars, run  # noqa: E402
+from session import Failed, add_options, run  # noqa: E402
 from statistics_of import ratio_of  # noqa: E402
 
 
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=5.0, help="for which the ranks sleep")
     parser.add_argument("--rounds", type=int, default=9, help="turns of the process alone")
     arguments = parser.parse_args(argv)
-    return run(arguments, lambda: measure(arguments), show, draw)
+    return run(arguments, lambda: measure(arguments), show)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -83,17 +83,6 @@ def show(result: dict[str, Any]) -> None:
         for name, times in result["alone_ms"].items()
     ]
     print_rows(["a process alone", "a step", "of the time before init()"], rows)
-
-
-def draw(result: dict[str, Any], path: Path) -> None:
-    cpu = {
-        name: tuple(100 * f(rank["cpu"] for rank in ranks) for f in (max, min, max))
-        for name, ranks in result["idle"].items()
-    }
-    alone = {
-        name: (statistics.median(times), min(times), max(times)) for name, times in result["alone_ms"].items()
-    }
-    draw_bars(path, result["benchmark"], {"idle: % of a core": cpu, "a process alone: ms per step": alone})
 
 
 # --- on the ranks --------------------------------------------------------------------------------------------------

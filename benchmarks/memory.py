@@ -15,7 +15,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from report import print_rows  # noqa: E402
-from session import Failed, add_options, draw_bars, run  # noqa: E402
+from session import Failed, add_options, run  # noqa: E402
 
 SIZES = (1 << 20, 16 << 20, 64 << 20)
 
@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
         "--np", type=lambda text: [int(n) for n in text.split(",")], default=[2, 4], help="ranks"
     )
     arguments = parser.parse_args(argv)
-    return run(arguments, lambda: measure(arguments), show, draw)
+    return run(arguments, lambda: measure(arguments), show)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -66,17 +66,6 @@ def show(result: dict[str, Any]) -> None:
     ]
     print_rows(header, rows)
     print("An allreduce's own tensor is part of it: 1, 17 and 67 MB.")
-
-
-def draw(result: dict[str, Any], path: Path) -> None:
-    stages = list(next(iter(result["ways"].values())))[1:]
-    panels = {
-        f"{stage}: MB, proportional": {
-            way: (of[stage]["proportional"] / 1e6,) * 3 for way, of in result["ways"].items()
-        }
-        for stage in stages
-    }
-    draw_bars(path, result["benchmark"], panels)  # type: ignore[arg-type]
 
 
 # --- on the ranks --------------------------------------------------------------------------------------------------

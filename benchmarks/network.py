@@ -28,7 +28,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 from hosts import BURST_BYTES, CABLE, Hosts  # noqa: E402
 from machine import Load  # noqa: E402
 from meeting import ADDRESS, FOLDER  # noqa: E402
-from report import COLOURS, analyse, print_rows, ratio_text, size_text, time_text  # noqa: E402
+from report import analyse, print_rows, ratio_text, size_text, time_text  # noqa: E402
 from session import Failed, add_options, run, say, words_of  # noqa: E402
 from statistics_of import loads_against, ratio_of  # noqa: E402
 
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     if os.geteuid() != 0:
         say("network namespaces need root")
         return 2
-    return run(arguments, lambda: measure_all(arguments), print_result, plot)
+    return run(arguments, lambda: measure_all(arguments), print_result)
 
 
 def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -307,38 +307,6 @@ def rows_of(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
                 f"{gloo['median_us'] / summary['median_us']:.2f}x" if gloo else "-",
             ])  # fmt: skip
     return header, rows
-
-
-def plot(whole: dict[str, Any], path: Path) -> None:
-    """Per case and contestant: buffer per time, as a fraction of the nominal rate."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    results = whole["cases"]
-    figure, panels = plt.subplots(1, len(results), figsize=(3.4 * len(results), 4.2), squeeze=False)
-    for axes, (name, result) in zip(panels[0], results.items(), strict=True):
-        case, size = result["case"], result["sizes"][-1]
-        labels = list(size["contestants"])
-        for place_, label in enumerate(labels):
-            one = size["contestants"][label]
-            speeds = [size["bytes"] * 8 / one[key] / 1e3 for key in ("median_us", "high_us", "low_us")]
-            errors = [[speeds[0] - speeds[1]], [speeds[2] - speeds[0]]]
-            axes.bar(
-                place_,
-                speeds[0],
-                yerr=errors,
-                capsize=3,
-                color=COLOURS.get(label, COLOURS["horoclone async"]),
-            )
-        axes.axhline(case["gbit"], color="black", linewidth=0.8)
-        axes.set_xticks(range(len(labels)), [label.replace(" ", "\n") for label in labels], fontsize=8)
-        axes.set_title(f"{name}: 2 hosts x {case['per_host']}, {size_text(size['bytes'])}", fontsize=9)
-        axes.set_ylabel("buffer / time, Gbit/s (line: nominal rate)", fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 from hosts import Hosts  # noqa: E402
 from network import Case, place, verdict, wait  # noqa: E402
 from report import print_rows, ratio_text, time_text  # noqa: E402
-from session import Failed, add_options, draw_bars, run, say  # noqa: E402
+from session import Failed, add_options, run, say  # noqa: E402
 from statistics_of import MIN_ROUNDS, ratio_of, slowest_rank, summarise  # noqa: E402
 
 from horoclone.simulate import LAYERS  # noqa: E402
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     if os.geteuid() != 0:
         say("network namespaces need root")
         return 2
-    return run(arguments, lambda: measure_all(arguments), print_result, plot)
+    return run(arguments, lambda: measure_all(arguments), print_result)
 
 
 def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -186,18 +186,6 @@ def print_result(whole: dict[str, Any]) -> None:
             text = ratio_text(value) if what == "speed-up" else shares
             print(f"  {what} >= {least:g}: {text}, {verdict(value, least)}")
         print()
-
-
-def plot(whole: dict[str, Any], path: Path) -> None:
-    """Per case: the time of a step."""
-    panels = {
-        f"{name}, ms": {
-            label: tuple(one[key] / 1e3 for key in ("median_us", "low_us", "high_us"))
-            for label, one in case["contestants"].items()
-        }
-        for name, case in whole["cases"].items()
-    }
-    draw_bars(path, whole["benchmark"], panels)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

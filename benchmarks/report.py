@@ -1,10 +1,9 @@
-"""From the ranks' raw times to the result: a dictionary for JSON, a table in plain text, a plot."""
+"""From the ranks' raw times to the result: a dictionary for JSON and a table in plain text."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from pathlib import Path
 from typing import Any
 
 from statistics_of import Summary, ratio_of, reasons_against, slowest_rank, summarise
@@ -217,73 +216,3 @@ def print_rows(header: list[str], rows: list[list[str]]) -> None:
             ).rstrip()
         )
     print()
-
-
-# --- the plot ------------------------------------------------------------------------------------------------------
-
-COLOURS = {
-    "horoclone": "#0b6e4f",
-    "horoclone async": "#5fb49c",
-    "horoclone bucket": "#9bc53d",
-    "gloo": "#c8553d",
-    MEMCPY: "#8d99ae",
-}
-COLOUR_OF_MPI = "#3d5a80"
-COLOUR_OF_ONECCL = "#e0a458"
-
-
-def _colour(label: str) -> str:
-    """oneCCL's and MPI's labels have a version in them."""
-    return COLOURS.get(label, COLOUR_OF_ONECCL if label.startswith("oneCCL") else COLOUR_OF_MPI)
-
-
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Times over sizes above, our ratio to each peer below, with its interval."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (above, below) = plt.subplots(2, 1, figsize=(9, 9), sharex=True, height_ratios=(3, 2))
-    sizes = [one["bytes"] for one in result["sizes"]]
-    parts = result["sizes"]
-    for label in sorted(parts[0]["contestants"], key=_order):
-        ones = [part["contestants"][label] for part in parts]
-        colour = _colour(label)
-        above.plot(sizes, [one["median_us"] for one in ones], "o-", label=label, color=colour, markersize=4)
-        above.fill_between(
-            sizes, [one["low_us"] for one in ones], [one["high_us"] for one in ones], color=colour, alpha=0.15
-        )
-    own = next((label for label in OWN if label in parts[0]["ratios"]), None)
-    for peer in sorted(parts[0]["ratios"].get(own, {}), key=_order):
-        ones = [part["ratios"][own][peer] for part in parts]
-        colour = _colour(peer)
-        below.plot(
-            sizes, [one["ratio"] for one in ones], "o-", label=f"vs {peer}", color=colour, markersize=4
-        )
-        below.fill_between(
-            sizes, [one["low"] for one in ones], [one["high"] for one in ones], color=colour, alpha=0.2
-        )
-    below.axhline(1.0, color="black", linewidth=0.8)
-    _dress(above, below, sizes)
-    lines = head_lines(result)
-    figure.suptitle(lines[0].split(";")[0] + f"; {result['settings']['ranks']} ranks", fontsize=12)
-    figure.text(0.01, 0.005, "\n".join([*lines[1:], "bands: smallest to largest round above, 95 % interval below"]),
-                fontsize=6.5, color="#444444")  # fmt: skip
-    if not result["noise"]["conclusive"]:
-        figure.text(
-            0.5, 0.55, "too noisy, no conclusion", ha="center", fontsize=26, color="#b00020", alpha=0.35
-        )
-    figure.tight_layout(rect=(0, 0.07, 1, 1))
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-
-
-def _dress(above: Any, below: Any, sizes: list[int]) -> None:
-    above.set(xscale="log", yscale="log", ylabel="time of a call, us")
-    below.set(xscale="log", yscale="log", ylabel="peer's time over horoclone's", xlabel="size of the tensor")
-    below.set_xticks(sizes, [size_text(nbytes) for nbytes in sizes], rotation=45, ha="right")
-    below.minorticks_off()
-    for axes in (above, below):
-        axes.grid(True, which="major", alpha=0.25)
-        axes.legend(fontsize=8, frameon=False)

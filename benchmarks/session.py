@@ -1,4 +1,4 @@
-"""What a benchmark does around its measuring: options, its turn on the machine, noise, JSON, table, plot, exit code.
+"""What a benchmark does around its measuring: options, its turn on the machine, noise, JSON, table, exit code.
 
 Exit codes: 0, 1 a rank failed or a number was wrong, 2 wrong arguments, 3 too noisy for a conclusion.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import Load, facts, load_before, only_one
-from report import COLOUR_OF_MPI, COLOURS, head_lines
+from report import head_lines
 from statistics_of import MAX_LOAD, loads_against
 
 Result = dict[str, Any]
@@ -32,7 +32,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--settle", type=float, default=2.0, help="seconds for which others' load is watched first"
     )
     parser.add_argument("--json", type=Path, help="write the result here")
-    parser.add_argument("--plot", type=Path, help="write a plot here (.png, .svg, .pdf)")
 
 
 def words_of(known: Iterable[str], what: str) -> Callable[[str], list[str]]:
@@ -56,7 +55,6 @@ def run(
     arguments: argparse.Namespace,
     measure: Callable[[], Result],
     show: Callable[[Result], None],
-    draw: Callable[[Result, Path], None],
 ) -> int:
     """Runs one benchmark and returns its exit code. measure() gives the result, whose "noise" may hold "reasons"."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks are ended by whoever started them
@@ -87,37 +85,4 @@ def run(
         return 3
     print("\n".join(head_lines(result)), end="\n\n")
     show(result)
-    if arguments.plot:
-        arguments.plot.parent.mkdir(parents=True, exist_ok=True)
-        draw(result, arguments.plot)
     return 0
-
-
-def draw_bars(path: Path, title: str, panels: dict[str, dict[str, tuple[float, float, float]]]) -> None:
-    """A panel for each entry ("name, unit"): label -> (value, low, high), as horizontal bars."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    rows = max(len(bars) for bars in panels.values())
-    figure, axes = plt.subplots(1, len(panels), figsize=(4.6 * len(panels), 1.4 + 0.34 * rows), squeeze=False)
-    for axis, (name, bars) in zip(axes[0], panels.items(), strict=True):
-        labels = list(bars)[::-1]
-        for place, label in enumerate(labels):
-            value, low, high = bars[label]
-            colour = next((c for key, c in COLOURS.items() if label.split(",")[0] == key), COLOUR_OF_MPI)
-            axis.barh(
-                place,
-                value,
-                xerr=[[max(0.0, value - low)], [max(0.0, high - value)]],
-                capsize=2,
-                color=colour,
-            )
-        axis.set_yticks(range(len(labels)), labels, fontsize=8)
-        axis.set_title(name, fontsize=9)
-        axis.grid(True, axis="x", alpha=0.25)
-    figure.suptitle(title, fontsize=10)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)

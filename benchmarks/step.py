@@ -30,7 +30,6 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from machine import Load, facts, load_before, only_one  # noqa: E402
-from session import draw_bars  # noqa: E402
 from statistics_of import MAX_LOAD, MIN_ROUNDS, loads_against, ratio_of  # noqa: E402
 from step_worker import Plan  # noqa: E402
 
@@ -91,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
                     crew.end()
         during = load.others()
     result = {
-        "settings": {k: v for k, v in vars(arguments).items() if k not in ("json", "plot")},
+        "settings": {k: v for k, v in vars(arguments).items() if k != "json"},
         "machine": facts(),
         "versions": versions(),
         "others": {"before": before, "during": during},
@@ -99,8 +98,6 @@ def main(argv: list[str] | None = None) -> int:
         "outcomes": outcomes,
         "times": times,
     }
-    if arguments.plot:
-        plot(times, arguments.plot)
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -128,7 +125,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="of the order (1)")
     parser.add_argument("--force", action="store_true", help="run although others use the machine")
     parser.add_argument("--json", type=Path, help="write everything here")
-    parser.add_argument("--plot", type=Path, help="write a plot here (.png, .svg, .pdf)")
     arguments = parser.parse_args(argv)
     if arguments.contestants == ["all"]:
         arguments.contestants = list(CONTESTANTS)
@@ -275,20 +271,6 @@ def overheads(times: Times) -> dict[str, dict[str, Any]]:
         if alone in times and alone != name:
             over[name] = {what: np.subtract(of[what], times[alone][what]) for what in ("wall", "cpu")}
     return over
-
-
-def plot(times: Times, path: Path) -> None:
-    def bars(values: dict[str, Any]) -> dict[str, tuple[float, float, float]]:
-        return {n: (float(np.median(v)), float(min(v)), float(max(v))) for n, v in values.items()}
-
-    over = overheads(times)
-    panels = {"a step, ms": bars({name: of["wall"] for name, of in times.items()})}
-    if over:
-        panels["longer than without communication, ms"] = bars(
-            {name: of["wall"] for name, of in over.items()}
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draw_bars(path, "training step: median, bars from least to most", panels)
 
 
 def print_tables(times: Times, outcomes: dict[str, Any], during: float | None) -> None:

@@ -1,14 +1,13 @@
-"""The body of models.py and many_small.py: sets of tensors, reduced by everybody in every way, as table and plot."""
+"""The body of models.py and many_small.py: sets of tensors, reduced by everybody in every way, as a table."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 from report import analyse, print_rows, ratio_text, time_text
-from session import add_options, draw_bars, run
+from session import add_options, run
 from start import run_ranks
 from statistics_of import ratio_of
 
@@ -17,7 +16,7 @@ OWN = "horoclone async"
 
 
 def main(argv: list[str] | None, doc: str, sets: dict[str, list[int]], title: str) -> int:
-    """Runs the sets and returns the exit code. doc: the program's; title: of table and plot."""
+    """Runs the sets and returns the exit code. doc: the program's; title: of the table."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     add_options(parser)
     parser.add_argument("--np", type=int, default=2, help="ranks (2)")
@@ -36,17 +35,7 @@ def main(argv: list[str] | None, doc: str, sets: dict[str, list[int]], title: st
         for name, one in result["sets"].items():
             print_rows(*rows_of(name, one))
 
-    def draw(result: dict[str, Any], path: Path) -> None:
-        panels = {
-            f"{name}, ms": {
-                label: tuple(way[key] / 1000 for key in ("median_us", "low_us", "high_us"))
-                for label, way in one["ways"].items()
-            }
-            for name, one in result["sets"].items()
-        }
-        draw_bars(path, f"{title}, {result['settings']['ranks']} ranks", panels)
-
-    return run(arguments, lambda: measured(arguments, chosen, title), show, draw)
+    return run(arguments, lambda: measured(arguments, chosen, title), show)
 
 
 def measured(arguments: argparse.Namespace, sets: dict[str, list[int]], title: str) -> dict[str, Any]:

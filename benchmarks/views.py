@@ -30,7 +30,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from report import print_rows, ratio_text  # noqa: E402
-from session import Failed, add_options, draw_bars, run  # noqa: E402
+from session import Failed, add_options, run  # noqa: E402
 from statistics_of import ratio_of  # noqa: E402
 
 # Ranks that keep the machine busy: half a millisecond of arithmetic, then an allreduce of 256 KiB. Rank 0 counts.
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=9, help="turns of each way")
     parser.add_argument("--seconds", type=float, default=10.0, help="of a turn")
     arguments = parser.parse_args(argv)
-    return run(arguments, lambda: measure(arguments), show, draw)
+    return run(arguments, lambda: measure(arguments), show)
 
 
 class Job:
@@ -238,11 +238,6 @@ def show(result: dict[str, Any]) -> None:
         f"speed watched: {ratio_text(result['watched_against_alone'])} of alone"
     )
     print(f"seen in the last turn: {result['seen_in_the_last_turn']}")
-
-
-def draw(result: dict[str, Any], path: Path) -> None:
-    bars = {name: (100 * share,) * 3 for name, share in result["of_a_core"].items()}
-    draw_bars(path, result["benchmark"], {"processor time, % of a core": bars})
 
 
 if __name__ == "__main__":

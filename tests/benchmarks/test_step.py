@@ -79,10 +79,3 @@ def test_the_table_of_all_shows_the_step_and_its_share_of_communication(step: An
     assert [row[0] for row in rows[::2]] == ["beside torch DDP", "beside torch DDP-view"]
     assert rows[1][1:3] == ["2000 us", "110 ms"]
     assert rows[0][3].startswith("2.0")
-
-
-def test_the_plot_is_written(step: Any, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    times = {name: {"wall": [100.0, 101.0], "cpu": [90.0] * 2} for name in (ALONE, OURS)}
-    step.plot(times, tmp_path / "new" / "step.png")
-    assert (tmp_path / "new" / "step.png").stat().st_size > 1000
