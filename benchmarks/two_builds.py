@@ -234,7 +234,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the order (1)")
     add_options(parser)
     arguments = parser.parse_args(argv)
-    return run(arguments, lambda: measured(arguments), show, lambda *_: None)
+    return run(arguments, lambda: measured(arguments), show)
 
 
 if __name__ == "__main__":
