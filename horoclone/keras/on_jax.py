@@ -13,6 +13,7 @@ import jax
 
 import horoclone.jax as hvd
 from horoclone.jax.call import is_tracing
+from horoclone.jax.operations import reduce_gradients
 
 if TYPE_CHECKING:
     from horoclone.keras.reduction import Part, Reduction
@@ -43,12 +44,9 @@ def reduce(
         wires = [grads[place] for place in places]
         if result:
             wires, _ = jax.lax.optimization_barrier((wires, list(result.values())))
-        options: dict[str, Any] = {"op": op, "process_set": settings.process_set}
-        if members[0].compression is not None:
-            options["compression"] = members[0].compression
         # In a program two optimizers may be at it at once: there the names that the binding makes are told apart.
-        if settings.named or not is_tracing():
-            options["name"] = members[0].name
-        reduced = hvd.allreduce(wires, prescale_factor=prescale, postscale_factor=postscale, **options)
+        name = members[0].name if settings.named or not is_tracing() else None
+        compression = members[0].compression or hvd.Compression.none
+        reduced = reduce_gradients(wires, name, compression, op, settings.process_set, prescale, postscale)
         result.update(zip(places, reduced, strict=True))
     return result

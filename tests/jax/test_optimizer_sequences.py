@@ -6,6 +6,7 @@ No rank may drift, and no option, dtype or copy may change what is computed.
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +46,7 @@ class Case:
 CASES = st.builds(
     Case,
     passes=st.sampled_from([1, 2, 3]),
-    op=st.sampled_from(["Average", "Sum"]),
+    op=st.sampled_from(["Average", "Sum", "Average", "Min", "Max", "Adasum"]),
     predivide=st.sampled_from([1.0, 4.0]),
     compression=st.sampled_from(["none", "none", "bf16"]),
     params=st.sampled_from(["float32", "bfloat16", "float16"]),
@@ -74,6 +75,16 @@ def clipped(grads: dict[str, Any]) -> dict[str, Any]:
     return grads if norm < LIMIT else {name: g / norm * LIMIT for name, g in grads.items()}
 
 
+def adasum(a: Any, b: Any) -> Any:
+    dot, aa, bb = (a * b).sum(), (a * a).sum(), (b * b).sum()
+    return (1 - dot / (2 * aa if aa else 1)) * a + (1 - dot / (2 * bb if bb else 1)) * b
+
+
+REDUCED: dict[str, Any] = {
+    "Average": lambda a, b: (a + b) / 2, "Sum": np.add, "Min": np.minimum, "Max": np.maximum, "Adasum": adasum,
+}  # fmt: skip
+
+
 class Reference:
     def __init__(self, case: Case) -> None:
         self.case, self.pass_number = case, 0
@@ -91,8 +102,7 @@ class Reference:
         self.pass_number += 1
         if self.pass_number % self.case.passes:
             return
-        divisor = 2 if self.case.op == "Average" else 1
-        g = {n: (self.sums[0][n] + self.sums[1][n]) / divisor for n in self.names}
+        g = {n: REDUCED[self.case.op](self.sums[0][n], self.sums[1][n]) for n in self.names}
         self.sums = [{name: np.zeros(SHAPES[name]) for name in self.names} for _ in range(2)]
         g = clipped(g) if self.case.clips_after else g
         for name in self.names:
@@ -169,7 +179,7 @@ def run(case: Case) -> None:
 @ranks(2, limit_s=300)
 def test_sequences_compute_what_numpy_does() -> None:
     @settings(
-        max_examples=12,
+        max_examples=int(os.environ.get("HOROCLONE_TEST_EXAMPLES", "12")),
         derandomize=True,
         database=None,
         deadline=None,
