@@ -22,9 +22,9 @@ using hc::wrap;
 
 namespace {
 
-static_assert(static_cast<int>(hc::Code::kInternal) == HC_INTERNAL && static_cast<int>(hc::DType::kF64) == HC_FLOAT64 &&
-              hc::kMovableCount == HC_DTYPES && static_cast<int>(hc::Op::kReceive) == HC_RECEIVE &&
-              static_cast<int>(hc::Reduce::kXor) == HC_XOR && hc::kReduceCount == HC_REDUCTIONS);
+static_assert(static_cast<int>(hc::Code::kInternal) == HC_INTERNAL &&
+              static_cast<int>(hc::Op::kReceive) == HC_RECEIVE && static_cast<int>(hc::Reduce::kXor) == HC_XOR &&
+              hc::kReduceCount == HC_REDUCTIONS);
 
 hc::Status read_request(const hc_request& r, const hc_tensor* tensors, int32_t n,
                         std::vector<hc::Submission::Tensor>* out, hc::Submission* s) {
@@ -43,8 +43,7 @@ hc::Status read_request(const hc_request& r, const hc_tensor* tensors, int32_t n
     return hc::error(Code::kInvalidArgument, name_of(static_cast<hc::Op>(r.op)), " takes one tensor");
   for (int32_t i = 0; i < n; ++i) {
     const hc_tensor& t = tensors[i];
-    if (t.dtype < 0 || t.dtype >= hc::kMovableCount)
-      return hc::error(Code::kInvalidArgument, "unknown dtype ", t.dtype);
+    if (t.dtype < 0 || t.dtype >= hc::kDTypeCount) return hc::error(Code::kInvalidArgument, "unknown dtype ", t.dtype);
     if (t.rank < 0 || t.rank > 64) return hc::error(Code::kInvalidArgument, "a tensor with ", t.rank, " dimensions");
     out->push_back({t.in, t.out, {t.shape, static_cast<size_t>(t.rank)}, static_cast<hc::DType>(t.dtype)});
   }

@@ -12,7 +12,7 @@ from horoclone import settings
 PAGE = Path(__file__).with_name("environment.md")
 HEAD = """# Environment variables
 
-<!-- `make docs` writes this page from csrc/base/settings_table.h (docs/make_environment.py). -->
+<!-- `make docs` writes this page from csrc/base/settings_table.cc (docs/make_environment.py). -->
 
 Every setting is read once, by `init()`. `HOROCLONE_X` is looked up first, then the Horovod name
 where the meaning is the same; an empty value counts as unset. A value that is not accepted makes

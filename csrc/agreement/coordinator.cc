@@ -34,7 +34,7 @@ struct Ready {
 struct Coordinator::State {
   explicit State(CoordinatorOptions given)
       : options(std::move(given)),
-        names{options.world_rank},
+        world_rank{options.world_rank},
         ledger(options.size, options.cache_capacity),
         joined(options.size),
         left(options.size),
@@ -68,7 +68,7 @@ struct Coordinator::State {
   void drop_taken();
 
   CoordinatorOptions options;  // constant, except fusion_bytes and arena_fusion_bytes
-  const RankNames names;
+  const WorldRanks world_rank;
   Ledger ledger;
   RankSet joined, left;
   std::vector<std::string> why_left;  // [size]
@@ -92,12 +92,12 @@ Status Coordinator::State::check(const RequestList& b) const {
   if (b.rank < 0 || b.rank >= options.size)
     return error(Code::kInternal, "a request list names rank ", b.rank, " of ", options.size);
   if (b.whole && (options.tree == nullptr || b.joined))
-    return error(Code::kInternal, "rank ", names(b.rank), " speaks for others; nobody asked it to");
+    return error(Code::kInternal, "rank ", world_rank(b.rank), " speaks for others; nobody asked it to");
   if (b.whole) return Status::ok();  // announced before any of them joined
   if (left.has(b.rank) && options.tree == nullptr)
-    return error(Code::kInternal, "rank ", names(b.rank), " sent a request list after it had left");
+    return error(Code::kInternal, "rank ", world_rank(b.rank), " sent a request list after it had left");
   if (joined.has(b.rank) && (b.joined || !b.cached.empty() || !b.fresh.empty()))
-    return error(Code::kInternal, "rank ", names(b.rank), " announced something while it was joined");
+    return error(Code::kInternal, "rank ", world_rank(b.rank), " announced something while it was joined");
   return Status::ok();
 }
 
@@ -166,7 +166,8 @@ void Coordinator::State::review_namesakes(const Namesakes& namesakes) {
             [this](uint32_t a, uint32_t b) { return ledger.at(a).order < ledger.at(b).order; });
   const Entry& a = ledger.at(list[0]);
   const Entry& b = ledger.at(list[1]);
-  std::string text = mismatched_operations(a.named->first, {a.op, a.marks.first()}, {b.op, b.marks.first()}, names);
+  std::string text =
+      mismatched_operations(a.named->first, {a.op, a.marks.first()}, {b.op, b.marks.first()}, world_rank);
   for (uint32_t index : list) fail_early(index, Code::kMismatch, text);
 }
 
@@ -192,7 +193,7 @@ void Coordinator::State::enqueue(Ready item) {
 
 void Coordinator::State::make_ready(uint32_t index) {
   Entry& e = ledger.at(index);
-  ledger.settle(&e, names);
+  ledger.settle(&e, world_rank);
   e.state = Entry::State::kReady;
   e.with_joined = joined_count != 0;
   const Agreement& a = ledger.agreement(e);
@@ -215,7 +216,7 @@ size_t Coordinator::State::fusion_limit(const Agreement& agreement) const {
 }
 
 std::string Coordinator::State::departure(int rank) const {
-  return text_of(why_left[static_cast<size_t>(rank)], " (rank ", names(rank), " left before it announced this)");
+  return text_of(why_left[static_cast<size_t>(rank)], " (rank ", world_rank(rank), " left before it announced this)");
 }
 
 void Coordinator::State::join(int rank) {
@@ -400,11 +401,11 @@ Coordinator::~Coordinator() = default;
 Status Coordinator::State::take(const RequestList& request_list, int rank, TimePoint since, TimePoint now) {
   uint32_t entry = kNoEntry;
   for (const CachedRequest& c : request_list.cached) {
-    HC_TRY(ledger.announce(rank, c, &entry), "rank ", names(rank));
+    HC_TRY(ledger.announce(rank, c, &entry), "rank ", world_rank(rank));
     arrived(entry, rank, since, now);
   }
   for (const Request& r : request_list.fresh) {
-    HC_TRY(ledger.announce(rank, r, &entry), "rank ", names(rank));
+    HC_TRY(ledger.announce(rank, r, &entry), "rank ", world_rank(rank));
     arrived(entry, rank, since, now);
   }
   return Status::ok();
@@ -491,7 +492,7 @@ std::vector<Stall> Coordinator::stalled(TimePoint now, double older_than_s) cons
       else if (!s.joined.has(r))
         stall.missing.push_back(r);
     }
-    if (list.size() < kHinted) stall.hint = stall_hint(s.ledger, waiting, index, s.names);
+    if (list.size() < kHinted) stall.hint = stall_hint(s.ledger, waiting, index, s.world_rank);
     list.push_back(std::move(stall));
   }
   return list;

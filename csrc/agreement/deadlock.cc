@@ -8,7 +8,7 @@ namespace hc {
 namespace {
 
 constexpr size_t kShownGroups = 6;  // groups of ranks that stand at one place
-constexpr uint32_t kMostCalls = 1u << 20;
+constexpr uint32_t kMaxCalls = 1u << 20;
 
 bool is_in(const std::vector<uint64_t>& sorted, uint64_t key) {
   return std::binary_search(sorted.begin(), sorted.end(), key);
@@ -207,7 +207,7 @@ void encode(const WaitingRank& rank, Writer* out) {
 Status decode(Reader* in, WaitingRank* rank) {
   const auto count = [&] {
     const auto n = in->get<uint32_t>();
-    if (n > kMostCalls) in->fail();
+    if (n > kMaxCalls) in->fail();
     return in->ok() ? n : 0;
   };
   rank->quiet_s = in->get<double>();

@@ -22,19 +22,19 @@ enum class FrameKind : uint8_t {
       12,  // coordinator to rank 0: batches on devices wait for launch tickets. Body: u16 process set, u32 number
   kLaunchTicket = 13,  // rank 0 to who takes part, as plans of the world go: this comes next on devices. Body:
                        // i32 to whom, u64 the ticket, u32 number
-  kShow = 14,  // coordinator to ranks that have others below them. Body: u16 process set, u8: show what is held (0 hold
-               // again, 1 now, 2 from now on)
+  kFlushHeld = 14,  // coordinator to ranks that have others below them. Body: u16 process set, u8: what becomes of held
+                    // requests (0 hold again, 1 send them now, 2 hold none from now on)
   kStackRequest = 16,  // a stall is being reported. Body: u8, 1 = answer what you do instead
   kStackReply = 17,    // the answer. Body: text
   kClockAsk = 18,      // what time is it? Body: i64 my monotonic clock, ns
   kClockAnswer = 19,   // Body: i64 what was asked, i64 my monotonic clock, ns
   kLinkId = 20,        // the lower rank of two: the communicator for messages between our GPUs. Body: NCCL's id
   kMessageAsk = 21,  // a sender to rank 0: a message between GPUs waits for a launch ticket. Body: i32 receiver, u32 id
-  kAboveLeft = 22,  // down the tree, behind its last plan: this member above has left. Body: u16 process set, i32 world
-                    // rank, text
-  kEnding = 23,     // this rank has begun to shut down: it finishes what it has submitted, and submits no more
-  kWaiting = 24,    // a rank to the one that looks for deadlocks: what it waits for (deadlock.h); nothing: it goes on
-  kDeadlock = 25,   // the answer, to all. Body: u32 count, i32 world ranks that wait for one another, text: end it
+  kParentLeft = 22,  // down the tree, behind its last plan: this member above has left. Body: u16 process set, i32
+                     // world rank, text
+  kEnding = 23,    // this rank has begun to shut down: it finishes what it has submitted, and submits no more
+  kWaiting = 24,   // a rank to the one that looks for deadlocks: what it waits for (deadlock.h); nothing: it goes on
+  kDeadlock = 25,  // the answer, to all. Body: u32 count, i32 world ranks that wait for one another, text: end it
 };
 
 }  // namespace hc

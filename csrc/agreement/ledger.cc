@@ -253,12 +253,12 @@ const Agreement& Ledger::agreement(const Entry& e) const {
   return uses_cached_agreement(e) ? remembered_[e.cache_id].agreement : e.agreement;
 }
 
-void Ledger::settle(Entry* e, const RankNames& names) {
+void Ledger::settle(Entry* e, const WorldRanks& world_rank) {
   bool everybody = e->announced == static_cast<uint32_t>(size_);
   bool of_cache_id = uses_cached_agreement(*e);
   if (of_cache_id ? remembered_[e->cache_id].agreed : everybody && !e->dirty) return;
   for (int r = 0; r < size_; r++) scratch_[static_cast<size_t>(r)] = announced_by(*e, r);
-  Agreement found = agree(subject(*e), scratch_, names);
+  Agreement found = agree(subject(*e), scratch_, world_rank);
   if (of_cache_id && found.error == Code::kOk) {
     remembered_[e->cache_id].agreement = std::move(found);
     remembered_[e->cache_id].agreed = true;

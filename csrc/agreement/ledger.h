@@ -84,7 +84,7 @@ class Ledger {
   const Entry& at(uint32_t entry) const { return entries_[entry]; }
   Subject subject(const Entry& entry) const;
   // Compares what the ranks announced, if anything has changed. Ranks without a mark count as joined.
-  void settle(Entry* entry, const RankNames& names);
+  void settle(Entry* entry, const WorldRanks& world_rank);
   const Agreement& agreement(const Entry& entry) const;
   // What this rank announced; null when it has not.
   const Signature* announced_by(const Entry& entry, int rank) const;

@@ -45,7 +45,7 @@ Found difference(Op op, const Signature& a, const Signature& b) {
   return {a.left_out != b.left_out ? Difference::kStep : Difference::kNone};
 }
 
-std::string announced(const Found& found, const Signature& s, const RankNames& names) {
+std::string announced(const Found& found, const Signature& s, const WorldRanks& world_rank) {
   switch (found.what) {
     case Difference::kTensorCount:
       return text_of(s.tensors.size(), s.tensors.size() == 1 ? " tensor" : " tensors");
@@ -54,7 +54,7 @@ std::string announced(const Found& found, const Signature& s, const RankNames& n
     case Difference::kScale:
       return text_of("prescale ", s.prescale, " and postscale ", s.postscale);
     case Difference::kRoot:
-      return text_of("root rank ", names(s.root));
+      return text_of("root rank ", world_rank(s.root));
     case Difference::kDevice:
       return s.device == 0 ? "a tensor in host memory (CPU)" : "a tensor on a GPU";
     case Difference::kStep:
@@ -103,7 +103,7 @@ std::string advice(const Subject& subject, const Found& found, int culprit, bool
 
 // The fewer are in the wrong: with eight ranks of which only rank 0 differs, rank 0 is named.
 std::string describe(const Subject& subject, std::span<const Signature* const> by_rank, int reference,
-                     const RankNames& names) {
+                     const WorldRanks& world_rank) {
   const Signature& a = *by_rank[static_cast<size_t>(reference)];
   std::vector<int> like, unlike;
   for (size_t r = 0; r < by_rank.size(); r++) {
@@ -120,11 +120,12 @@ std::string describe(const Subject& subject, std::span<const Signature* const> b
                 is_float(theirs.tensors[found.tensor].dtype);
   std::string more;
   constexpr size_t kListed = 8;
-  for (size_t i = 1; i < std::min(unlike.size(), kListed); i++) more += text_of(i == 1 ? "" : ", ", names(unlike[i]));
+  for (size_t i = 1; i < std::min(unlike.size(), kListed); i++)
+    more += text_of(i == 1 ? "" : ", ", world_rank(unlike[i]));
   if (!more.empty()) more = text_of(" (ranks ", more, unlike.size() > kListed ? ", ..." : "", " differ as well)");
-  return text_of(label_of(subject), ": rank ", names(odd), " announced ", announced(found, mine, names), ", rank ",
-                 names(even), " announced ", announced(found, theirs, names), more, ". ",
-                 advice(subject, found, names(odd), floats));
+  return text_of(label_of(subject), ": rank ", world_rank(odd), " announced ", announced(found, mine, world_rank),
+                 ", rank ", world_rank(even), " announced ", announced(found, theirs, world_rank), more, ". ",
+                 advice(subject, found, world_rank(odd), floats));
 }
 
 Agreement refuse(Code code, std::string text) {
@@ -158,12 +159,12 @@ Agreement check_arguments(const Subject& subject, const Signature& s, int size) 
 
 // A scatter from a GPU needs one on every rank; one from host memory asks for none.
 Agreement everybody_on_gpu(const Subject& subject, const Signature& root, std::span<const Signature* const> by_rank,
-                           const RankNames& names) {
+                           const WorldRanks& world_rank) {
   for (size_t r = 0; root.device && r < by_rank.size(); ++r)
     if (by_rank[r] && !by_rank[r]->device)
       return refuse(Code::kMismatch,
-                    text_of(label_of(subject), ": rank ", names(root.root), " scatters a tensor on a GPU, rank ",
-                            names(static_cast<int>(r)),
+                    text_of(label_of(subject), ": rank ", world_rank(root.root), " scatters a tensor on a GPU, rank ",
+                            world_rank(static_cast<int>(r)),
                             " takes part without one. Pass a tensor on the GPU there (an empty one will do), or give "
                             "the root's in host memory."));
   return {};
@@ -188,19 +189,19 @@ Agreement add_splits(const Subject& subject, const Signature& s, int rank, int s
   return {};
 }
 
-Agreement rows_of(const Subject& subject, std::span<const Signature* const> by_rank, const RankNames& names) {
+Agreement rows_of(const Subject& subject, std::span<const Signature* const> by_rank, const WorldRanks& world_rank) {
   Agreement a;
   int size = static_cast<int>(by_rank.size());
   const Signature& any = *by_rank[0];
   if (subject.op == Op::kAlltoall) {
     for (int r = 0; r < size; r++) {
-      Agreement bad = add_splits(subject, *by_rank[static_cast<size_t>(r)], names(r), size, &a.rows);
+      Agreement bad = add_splits(subject, *by_rank[static_cast<size_t>(r)], world_rank(r), size, &a.rows);
       if (bad.error != Code::kOk) return bad;
     }
     return a;
   }
   if (subject.op == Op::kScatter) {
-    Agreement bad = add_splits(subject, *by_rank[static_cast<size_t>(any.root)], names(any.root), size, &a.rows);
+    Agreement bad = add_splits(subject, *by_rank[static_cast<size_t>(any.root)], world_rank(any.root), size, &a.rows);
     return bad.error != Code::kOk ? bad : a;
   }
   for (size_t t = 0; t < any.tensors.size(); t++) {
@@ -230,10 +231,11 @@ uint64_t hash_of_key(const FuseKey& key) {
   return hash_of(s) | 1;
 }
 
-std::string joined_text(const Subject& subject, std::span<const Signature* const> by_rank, const RankNames& names) {
+std::string joined_text(const Subject& subject, std::span<const Signature* const> by_rank,
+                        const WorldRanks& world_rank) {
   auto gone = std::find(by_rank.begin(), by_rank.end(), nullptr);
   return text_of(label_of(subject), ": ", title_of(subject.op), " is not supported with Join at this time. Rank ",
-                 names(static_cast<int>(gone - by_rank.begin())),
+                 world_rank(static_cast<int>(gone - by_rank.begin())),
                  " has joined and contributes to allreduce and barrier only.");
 }
 
@@ -266,7 +268,7 @@ std::string key_of(const Subject& s) {
   return text_of(name_of(s.op), ".", printable(s.name));
 }
 
-Agreement agree(const Subject& subject, std::span<const Signature* const> by_rank, const RankNames& names) {
+Agreement agree(const Subject& subject, std::span<const Signature* const> by_rank, const WorldRanks& world_rank) {
   int reference = -1;
   bool someone_joined = false, in_arena = true;
   const Signature* last_equal = nullptr;  // ranks that announced the same share one object: compare it once
@@ -280,19 +282,19 @@ Agreement agree(const Subject& subject, std::span<const Signature* const> by_ran
     if (reference < 0) reference = static_cast<int>(r);
     if (s == last_equal) continue;
     if (difference(subject.op, *by_rank[static_cast<size_t>(reference)], *s).what != Difference::kNone)
-      return refuse(Code::kMismatch, describe(subject, by_rank, reference, names));
+      return refuse(Code::kMismatch, describe(subject, by_rank, reference, world_rank));
     last_equal = s;
   }
   if (someone_joined && subject.op != Op::kAllreduce && subject.op != Op::kBarrier)
-    return refuse(Code::kUnsupported, joined_text(subject, by_rank, names));
+    return refuse(Code::kUnsupported, joined_text(subject, by_rank, world_rank));
   const Signature& first = *by_rank[static_cast<size_t>(reference)];
   const bool by_root = subject.op == Op::kScatter && first.root >= 0 && first.root < static_cast<int>(by_rank.size());
   const Signature& s = by_root ? *by_rank[static_cast<size_t>(first.root)] : first;
   Agreement a = check_arguments(subject, s, static_cast<int>(by_rank.size()));
-  if (a.error == Code::kOk && by_root) a = everybody_on_gpu(subject, s, by_rank, names);
+  if (a.error == Code::kOk && by_root) a = everybody_on_gpu(subject, s, by_rank, world_rank);
   if (a.error != Code::kOk) return a;
   if (someone_joined && cannot_scale_before(s)) return refuse(Code::kUnsupported, prescaled_text(subject, s));
-  if (!someone_joined) a = rows_of(subject, by_rank, names);
+  if (!someone_joined) a = rows_of(subject, by_rank, world_rank);
   if (a.error != Code::kOk) return a;
   a.in_arena = in_arena && !someone_joined && !s.tensors.empty();
   a.on_device = s.device != 0 && !s.tensors.empty();
@@ -304,9 +306,9 @@ Agreement agree(const Subject& subject, std::span<const Signature* const> by_ran
 }
 
 std::string mismatched_operations(std::string_view name, std::pair<Op, int> first, std::pair<Op, int> second,
-                                  const RankNames& names) {
-  return text_of(name_of(first.first), " ", quoted(name), ": rank ", names(first.second), " announced ",
-                 name_of(first.first), ", rank ", names(second.second), " announced ", name_of(second.first),
+                                  const WorldRanks& world_rank) {
+  return text_of(name_of(first.first), " ", quoted(name), ": rank ", world_rank(first.second), " announced ",
+                 name_of(first.first), ", rank ", world_rank(second.second), " announced ", name_of(second.first),
                  ". Mismatched operations. Every rank must use one name for one operation; do the ranks take different "
                  "branches, or is one name used twice?");
 }

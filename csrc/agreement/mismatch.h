@@ -49,19 +49,19 @@ std::string label_of(const Subject& subject);  // for errors
 std::string key_of(const Subject& subject);    // for lists: allreduce.layer3.weight, allreduce.noname.17
 
 // Translates group ranks into the world ranks that users know; an empty table means that they are equal.
-struct RankNames {
-  std::span<const int> world_rank;
+struct WorldRanks {
+  std::span<const int> table;
   int operator()(int rank) const {
-    return static_cast<size_t>(rank) < world_rank.size() ? world_rank[static_cast<size_t>(rank)] : rank;
+    return static_cast<size_t>(rank) < table.size() ? table[static_cast<size_t>(rank)] : rank;
   }
 };
 
 // `by_rank`: the announced signatures, null for a rank that has joined instead (at least one is not null).
-Agreement agree(const Subject& subject, std::span<const Signature* const> by_rank, const RankNames& names);
+Agreement agree(const Subject& subject, std::span<const Signature* const> by_rank, const WorldRanks& world_rank);
 
 // For one name with two operations: `first` on rank a, `second` on rank b, and no rank left that could complete either.
 std::string mismatched_operations(std::string_view name, std::pair<Op, int> first, std::pair<Op, int> second,
-                                  const RankNames& names);
+                                  const WorldRanks& world_rank);
 
 // True when the names differ only in the numbers that they contain ("grad_7", "grad_8").
 bool differ_by_counter(std::string_view a, std::string_view b);

@@ -90,7 +90,7 @@ void put_signature(Writer* out, const Signature& s) {
 }
 
 void get_tensor(Reader* in, TensorMeta* t) {
-  t->dtype = get_enum<DType>(in, kMovableCount);
+  t->dtype = get_enum<DType>(in, kDTypeCount);
   size_t dimensions = get_length(in, 1);
   if (dimensions > kMaxDimensions) in->fail();
   if (!in->ok()) return;
@@ -341,7 +341,7 @@ void get_batches(Reader* in, uint32_t expected_id, size_t room, std::vector<Plan
 void put_tuning(Writer* out, const Tuning& t) {
   put_varint(out, t.version);
   out->put(static_cast<uint8_t>((t.searching ? 1 : 0) | (t.two_level ? 2 : 0) | (t.adasum_by_node ? 4 : 0)));
-  out->put(t.window_ms);
+  out->put(t.batching_delay_ms);
   for (size_t bytes : {t.fusion_bytes, t.ring_from_bytes, t.flat_bytes, t.block_bytes, t.segment_bytes})
     put_varint(out, bytes);
 }
@@ -363,19 +363,19 @@ void get_tickets(Reader* in, std::vector<TicketsBefore>* tickets) {
 }
 
 void get_tuning(Reader* in, Tuning* t) {
-  constexpr uint64_t kMost = uint64_t{1} << 40;
+  constexpr uint64_t kMax = uint64_t{1} << 40;
   const uint64_t version = get_varint(in);
   const uint8_t flags = in->get<uint8_t>();
-  t->window_ms = in->get<double>();
+  t->batching_delay_ms = in->get<double>();
   if (version > std::numeric_limits<uint32_t>::max() || flags > 7) in->fail();
-  if (!(t->window_ms >= 0 && t->window_ms <= 60000)) in->fail();
+  if (!(t->batching_delay_ms >= 0 && t->batching_delay_ms <= 60000)) in->fail();
   t->version = static_cast<uint32_t>(version);
   t->searching = (flags & 1) != 0;
   t->two_level = (flags & 2) != 0;
   t->adasum_by_node = (flags & 4) != 0;
   for (size_t* bytes : {&t->fusion_bytes, &t->ring_from_bytes, &t->flat_bytes, &t->block_bytes, &t->segment_bytes}) {
     const uint64_t value = get_varint(in);
-    if (value > kMost) in->fail();
+    if (value > kMax) in->fail();
     *bytes = static_cast<size_t>(value);
   }
   if (t->block_bytes == 0 || t->segment_bytes == 0) in->fail();

@@ -400,16 +400,16 @@ void RequestAggregator::pass(const Plan& plan) {
   }
 }
 
-void RequestAggregator::reveal(TimePoint now) { state_->show_everything(now); }
+void RequestAggregator::flush_held(TimePoint now) { state_->show_everything(now); }
 
 void RequestAggregator::leave(TimePoint now) {
   state_->someone_left = true;
-  reveal(now);
+  flush_held(now);
 }
 
-void RequestAggregator::show_all(bool on, TimePoint now) {
+void RequestAggregator::hold_nothing(bool on, TimePoint now) {
   state_->showing_all = on;
-  if (on) reveal(now);
+  if (on) flush_held(now);
 }
 
 size_t RequestAggregator::held() const {

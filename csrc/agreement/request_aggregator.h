@@ -35,12 +35,12 @@ class RequestAggregator {
   // Call this before the plan is sent down and before this rank executes it.
   void pass(const Plan& plan);
   // Sends up what is held; later announcements of the same operations follow at once.
-  void reveal(TimePoint now);
+  void flush_held(TimePoint now);
   // A rank of the process set has left. Operations may now fail before all ranks have announced them, so nothing is
   // held any more.
   void leave(TimePoint now);
   // While `on`, nothing is held: a timeline shows when each rank announces.
-  void show_all(bool on, TimePoint now);
+  void hold_nothing(bool on, TimePoint now);
   size_t held() const;  // operations that only a part of the subtree has announced, and that are not shown
 
  private:

@@ -22,7 +22,7 @@ const char* reason(const Entry& e, const Entry& other) {
 }  // namespace
 
 std::string stall_hint(const Ledger& ledger, const std::vector<uint32_t>& waiting, uint32_t entry,
-                       const RankNames& names) {
+                       const WorldRanks& world_rank) {
   const Entry& e = ledger.at(entry);
   for (size_t i = 0; i < std::min(waiting.size(), kCompared); i++) {
     if (waiting[i] == entry) continue;
@@ -32,7 +32,7 @@ std::string stall_hint(const Ledger& ledger, const std::vector<uint32_t>& waitin
     // The other one must be waited for by a rank that is missing here, and wait for one that is present here.
     int missing_here = other.marks.first_not_in(e.marks);
     if (missing_here < 0 || e.marks.first_not_in(other.marks) < 0) continue;
-    return text_of("rank ", names(missing_here), " waits in ", key_of(ledger.subject(other)), " instead; ", why);
+    return text_of("rank ", world_rank(missing_here), " waits in ", key_of(ledger.subject(other)), " instead; ", why);
   }
   return {};
 }

@@ -10,6 +10,6 @@ namespace hc {
 
 // `waiting`: every waiting entry; `entry`: the one to explain. Empty when nothing similar is found.
 std::string stall_hint(const Ledger& ledger, const std::vector<uint32_t>& waiting, uint32_t entry,
-                       const RankNames& names);
+                       const WorldRanks& world_rank);
 
 }  // namespace hc

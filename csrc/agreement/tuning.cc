@@ -24,7 +24,7 @@ std::vector<double> values_of(Knob knob) {
   switch (knob) {
     case Knob::kFusion:
       return {mib, 4 * mib, 16 * mib, 64 * mib, 128 * mib};
-    case Knob::kWindow:
+    case Knob::kBatchingDelay:
       return {0, 0.5, 1, 2.5, 5, 10};
     case Knob::kTwoLevel:
       return {0, 1};
@@ -45,7 +45,7 @@ std::vector<double> values_of(Knob knob) {
 Tuning Tuning::of(const Config& config) {
   Tuning t;
   t.fusion_bytes = config.fusion_bytes;
-  t.window_ms = config.gathering_window_ms;
+  t.batching_delay_ms = config.batching_delay_ms;
   t.two_level = config.hierarchical_allreduce != 0;
   t.ring_from_bytes = config.ring_threshold_bytes;
   t.flat_bytes = config.flat_bytes;
@@ -62,8 +62,8 @@ double value_of(const Tuning& t, Knob knob) {
   switch (knob) {
     case Knob::kFusion:
       return static_cast<double>(t.fusion_bytes);
-    case Knob::kWindow:
-      return t.window_ms;
+    case Knob::kBatchingDelay:
+      return t.batching_delay_ms;
     case Knob::kTwoLevel:
       return t.two_level ? 1 : 0;
     case Knob::kRingFrom:
@@ -83,8 +83,8 @@ void set_value(Tuning* t, Knob knob, double value) {
     case Knob::kFusion:
       t->fusion_bytes = static_cast<size_t>(value);
       return;
-    case Knob::kWindow:
-      t->window_ms = value;
+    case Knob::kBatchingDelay:
+      t->batching_delay_ms = value;
       return;
     case Knob::kTwoLevel:
       t->two_level = value != 0;
@@ -109,8 +109,8 @@ std::string to_json(const Tuning& t) {
   for (int k = 0; k < kKnobCount; ++k) {
     const Knob knob = static_cast<Knob>(k);
     text += text_of(",\"", word_of(knob), "\":");
-    if (knob == Knob::kWindow)
-      text += text_of(t.window_ms);
+    if (knob == Knob::kBatchingDelay)
+      text += text_of(t.batching_delay_ms);
     else
       text += std::to_string(static_cast<uint64_t>(value_of(t, knob)));
   }

@@ -17,7 +17,7 @@ struct Tuning {
   uint32_t version = 0;  // changes since init
   bool searching = false;
   size_t fusion_bytes = defaults::fusion_bytes;
-  double window_ms = defaults::gathering_window_ms;
+  double batching_delay_ms = defaults::batching_delay_ms;
   bool two_level = true;  // allreduce over nodes with several ranks each: reduce within each node first
   size_t ring_from_bytes = defaults::ring_threshold_bytes;
   size_t flat_bytes = defaults::flat_bytes;
@@ -29,7 +29,7 @@ struct Tuning {
   static Tuning of(const Config& config);
 };
 
-enum class Knob : uint8_t { kFusion, kWindow, kTwoLevel, kRingFrom, kFlat, kBlock, kSegment };
+enum class Knob : uint8_t { kFusion, kBatchingDelay, kTwoLevel, kRingFrom, kFlat, kBlock, kSegment };
 inline constexpr int kKnobCount = 7;
 
 // The name of the setting as in the table, without its prefix; metrics and the log use it.

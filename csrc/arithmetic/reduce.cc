@@ -7,6 +7,7 @@
 #include <cassert>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #include "arithmetic/quantize.h"
 #include "arithmetic/reduce_kernels.h"
@@ -95,26 +96,13 @@ void run_kernel(DType dtype, Reduce op, const ReduceCall& call) {
 // Calls body(T{}) with the C++ type of an integer dtype.
 template <class Body>
 void with_integer(DType dtype, Body&& body) {
-  switch (dtype) {
-    case DType::kU8:
-      return body(uint8_t{});
-    case DType::kI8:
-      return body(int8_t{});
-    case DType::kU16:
-      return body(uint16_t{});
-    case DType::kI16:
-      return body(int16_t{});
-    case DType::kI32:
-      return body(int32_t{});
-    case DType::kI64:
-      return body(int64_t{});
-    case DType::kBool:
-    case DType::kF16:
-    case DType::kBF16:
-    case DType::kF32:
-    case DType::kF64:
-      assert(!"an integer dtype");
-  }
+#define HC_CASE(name, enumerator, text, bytes, kind, element, ...)      \
+  case DType::enumerator:                                               \
+    if constexpr (Kind::kind == Kind::kInteger) return body(element{}); \
+    break;
+  switch (dtype) { HC_REDUCED_DTYPES(HC_CASE) }
+#undef HC_CASE
+  assert(!"an integer dtype");
 }
 
 // Toward zero as int64 (out of range: the nearest there is; NaN: 0), of which the low bits are kept: so a result wraps
@@ -224,27 +212,11 @@ void fill(std::byte* data, size_t count, T value) {
   for (size_t i = 0; i < count; ++i) set_element(data, i, value);
 }
 
-template <class T>
-T integer_identity(Identity which) {
-  switch (which) {
-    case Identity::kZero:
-      return 0;
-    case Identity::kOne:
-      return 1;
-    case Identity::kAllOnes:
-      return static_cast<T>(-1);
-    case Identity::kHighest:
-      return std::numeric_limits<T>::max();
-    case Identity::kLowest:
-      return std::numeric_limits<T>::min();
-  }
-  return 0;
-}
-
+// kAllOnes is of bits: no reduction of floats has it.
 float float_identity(Identity which) {
   switch (which) {
     case Identity::kZero:
-    case Identity::kAllOnes:  // of bits: no reduction of floats has it
+    case Identity::kAllOnes:
       return 0;
     case Identity::kOne:
       return 1;
@@ -256,7 +228,31 @@ float float_identity(Identity which) {
   return 0;
 }
 
-bool bool_identity(Identity which) { return which != Identity::kZero && which != Identity::kLowest; }
+template <class T>
+T identity_element(Identity which) {
+  if constexpr (std::is_same_v<T, Float16>) {
+    return to_float16(float_identity(which));
+  } else if constexpr (std::is_same_v<T, BFloat16>) {
+    return to_bfloat16(float_identity(which));
+  } else if constexpr (std::is_floating_point_v<T>) {
+    return static_cast<T>(float_identity(which));
+  } else {
+    static_assert(std::is_integral_v<T>, "which elements change nothing?");
+    switch (which) {
+      case Identity::kZero:
+        return 0;
+      case Identity::kOne:
+        return 1;
+      case Identity::kAllOnes:
+        return static_cast<T>(-1);
+      case Identity::kHighest:
+        return std::numeric_limits<T>::max();
+      case Identity::kLowest:
+        return std::numeric_limits<T>::min();
+    }
+    return 0;
+  }
+}
 
 }  // namespace
 
@@ -287,25 +283,11 @@ void finish(DType dtype, std::byte* data, size_t count, const Scale& scale) {
 
 void fill_identity(DType dtype, Reduce op, std::byte* destination, size_t count) {
   const Identity which = identity_of(op);
-  switch (dtype) {
-    case DType::kBool:
-      return fill(destination, count, static_cast<uint8_t>(bool_identity(which)));
-    case DType::kF16:
-      return fill(destination, count, to_float16(float_identity(which)));
-    case DType::kBF16:
-      return fill(destination, count, to_bfloat16(float_identity(which)));
-    case DType::kF32:
-      return fill(destination, count, float_identity(which));
-    case DType::kF64:
-      return fill(destination, count, static_cast<double>(float_identity(which)));
-    case DType::kU8:
-    case DType::kI8:
-    case DType::kU16:
-    case DType::kI16:
-    case DType::kI32:
-    case DType::kI64:
-      with_integer(dtype, [&](auto t) { fill(destination, count, integer_identity<decltype(t)>(which)); });
-  }
+#define HC_CASE(name, enumerator, text, bytes, kind, element, ...) \
+  case DType::enumerator:                                          \
+    return fill(destination, count, identity_element<element>(which));
+  switch (dtype) { HC_REDUCED_DTYPES(HC_CASE) }
+#undef HC_CASE
 }
 
 void quantize(const BlockFormat& format, const float* in, size_t count, float* residual, std::byte* message) {

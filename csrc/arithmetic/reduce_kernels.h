@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "arithmetic/quantize_kernels.h"
 #include "arithmetic/vectors.h"
@@ -27,7 +28,7 @@ struct ReduceCall {
 using Kernel = void (*)(const ReduceCall&);
 struct KernelTable {
   const char* name;
-  Kernel kernel[kDTypeCount][kReduceCount];  // null where the reduction does not take the dtype
+  Kernel kernel[kReducedDTypeCount][kReduceCount];  // null where the reduction does not take the dtype
   void (*quantize)(const QuantizeCall&);
   void (*dequantize)(const DequantizeCall&);
 };
@@ -286,24 +287,44 @@ constexpr void fill_row(Kernel (&row)[kReduceCount]) {
 #undef HC_KERNEL
 }
 
-// Rows in the order of DType. Only the conversion of float16 needs instructions of its own.
+// How elements of type T are computed with; integers, if nothing else is said. Only the conversion of float16 needs
+// instructions of its own.
+template <class T, size_t Width, class HalfConvert>
+struct LaneOf {
+  static_assert(std::is_integral_v<T>, "how are these elements computed with?");
+  using type = IntegerLane<std::make_unsigned_t<T>, T, Width>;
+};
+template <size_t Width, class HalfConvert>
+struct LaneOf<bool, Width, HalfConvert> {
+  using type = BoolLane<Width>;
+};
+template <size_t Width, class HalfConvert>
+struct LaneOf<Float16, Width, HalfConvert> {
+  using type = PairLane<HalfConvert, Width>;
+};
+template <size_t Width, class HalfConvert>
+struct LaneOf<BFloat16, Width, HalfConvert> {
+  using type = PairLane<BFloatConvert<Width>, Width>;
+};
+template <size_t Width, class HalfConvert>
+struct LaneOf<float, Width, HalfConvert> {
+  using type = FloatLane<float, Width>;
+};
+template <size_t Width, class HalfConvert>
+struct LaneOf<double, Width, HalfConvert> {
+  using type = FloatLane<double, Width>;
+};
+
 template <size_t Width, class HalfConvert>
 constexpr KernelTable make_table(const char* name) {
   KernelTable t{};
   t.name = name;
   t.quantize = BlockLoops<Width>::quantize;
   t.dequantize = BlockLoops<Width>::dequantize;
-  fill_row<BoolLane<Width>>(t.kernel[0]);
-  fill_row<IntegerLane<uint8_t, uint8_t, Width>>(t.kernel[1]);
-  fill_row<IntegerLane<uint8_t, int8_t, Width>>(t.kernel[2]);
-  fill_row<IntegerLane<uint16_t, uint16_t, Width>>(t.kernel[3]);
-  fill_row<IntegerLane<uint16_t, int16_t, Width>>(t.kernel[4]);
-  fill_row<IntegerLane<uint32_t, int32_t, Width>>(t.kernel[5]);
-  fill_row<IntegerLane<uint64_t, int64_t, Width>>(t.kernel[6]);
-  fill_row<PairLane<HalfConvert, Width>>(t.kernel[7]);
-  fill_row<PairLane<BFloatConvert<Width>, Width>>(t.kernel[8]);
-  fill_row<FloatLane<float, Width>>(t.kernel[9]);
-  fill_row<FloatLane<double, Width>>(t.kernel[10]);
+#define HC_ROW(name, enumerator, text, bytes, kind, element, ...) \
+  fill_row<typename LaneOf<element, Width, HalfConvert>::type>(t.kernel[static_cast<int>(DType::enumerator)]);
+  HC_REDUCED_DTYPES(HC_ROW)
+#undef HC_ROW
   return t;
 }
 

@@ -7,6 +7,8 @@
 #include <map>
 #include <string_view>
 
+#include "base/setting_rows.h"
+
 namespace hc {
 namespace {
 
@@ -39,8 +41,8 @@ std::string number_text(double value) {
   return text_of(value);
 }
 
-std::string accepts_text(const KnobRule& rule) {
-  using Kind = KnobRule::Kind;
+std::string accepts_text(const SettingRule& rule) {
+  using Kind = SettingRule::Kind;
   std::string range = text_of(" from ", number_text(rule.low), " to ", number_text(rule.high));
   switch (rule.kind) {
     case Kind::kFlag:
@@ -89,8 +91,8 @@ bool parse_bytes(std::string_view text, double* out) {
 
 // Numbers of every kind go through a double: exact for all that the table's limits allow.
 template <class T>
-bool parse(const std::string& value, const KnobRule& rule, T* out) {
-  using Kind = KnobRule::Kind;
+bool parse(const std::string& value, const SettingRule& rule, T* out) {
+  using Kind = SettingRule::Kind;
   std::string text = lower(trimmed(value));
   if constexpr (std::is_same_v<T, std::string>) {
     if (rule.kind == Kind::kWord && position_of(text, rule.words) < 0) return false;
@@ -116,18 +118,17 @@ const char* found(const Config::Lookup& lookup, const std::string& name) {
   return value && *value ? value : nullptr;
 }
 
-template <class T>
-Status read_one(const Config::Lookup& lookup, const char* ours, const char* theirs, const KnobRule& rule, T* out,
-                std::set<std::string, std::less<>>* given) {
-  std::string name = text_of("HOROCLONE_", ours);
+Status read_one(const Config::Lookup& lookup, const SettingRow& row, Config* config) {
+  std::string name = text_of("HOROCLONE_", row.name);
   const char* value = found(lookup, name);
-  if (!value && *theirs) {
-    name = text_of("HOROVOD_", theirs);
+  if (!value && *row.horovod) {
+    name = text_of("HOROVOD_", row.horovod);
     value = found(lookup, name);
   }
-  if (value) given->insert(ours);
-  if (!value || parse(value, rule, out)) return {};
-  return error(Code::kInvalidArgument, name, "='", value, "' is not valid: accepted is ", accepts_text(rule), ".");
+  if (!value) return {};
+  config->given.insert(row.name);
+  if (std::visit([&](auto field) { return parse(value, row.rule, &(config->*field)); }, row.field)) return {};
+  return error(Code::kInvalidArgument, name, "='", value, "' is not valid: accepted is ", accepts_text(row.rule), ".");
 }
 
 // Settings that are each fine and together are not.
@@ -157,8 +158,8 @@ std::string default_text(const T& value) {
     return number_text(static_cast<double>(value));
 }
 
-const char* type_name(const KnobRule& rule) {
-  using Kind = KnobRule::Kind;
+const char* type_name(const SettingRule& rule) {
+  using Kind = SettingRule::Kind;
   switch (rule.kind) {
     case Kind::kFlag:
       return "flag";
@@ -195,10 +196,7 @@ std::string json_of(const Row& row) {
 
 Result<Config> Config::read(const Lookup& lookup) {
   Config config;
-#define HC_READ(type, field, default_value, name, horovod, rule, help) \
-  HC_TRY(read_one(lookup, name, horovod, rule, &config.field, &config.given));
-  HC_KNOBS(HC_READ)
-#undef HC_READ
+  for (const SettingRow& row : setting_rows()) HC_TRY(read_one(lookup, row, &config));
   // HOROVOD_GLOO_TIMEOUT_SECONDS alone may be short: the default of the warning keeps its distance.
   if (!found(lookup, "HOROCLONE_LIVENESS_WARN_S"))
     config.liveness_warn_s = std::min(config.liveness_warn_s, config.liveness_error_s / 2);
@@ -215,21 +213,19 @@ Result<Config> Config::read(std::span<const std::pair<std::string, std::string>>
   });
 }
 
-std::string knobs_json() {
+std::string settings_json() {
   const Config defaults;
   std::string out = "[";
   auto add = [&](const Row& row) {
     if (out.size() > 1) out += ",\n ";
     out += json_of(row);
   };
-#define HC_ROW(type, field, default_value, name, horovod, rule, help) \
-  add({name, type_name(rule), default_text(defaults.field), accepts_text(rule), help, horovod, "core"});
-  HC_KNOBS(HC_ROW)
-#undef HC_ROW
-#define HC_ROW(name, horovod, type, default_value, help) \
-  add({name, type, default_value, "", help, horovod, "launcher"});
-  HC_LAUNCHER_KNOBS(HC_ROW)
-#undef HC_ROW
+  for (const SettingRow& row : setting_rows()) {
+    const std::string value = std::visit([&](auto field) { return default_text(defaults.*field); }, row.field);
+    add({row.name, type_name(row.rule), value, accepts_text(row.rule), row.help, row.horovod, "core"});
+  }
+  for (const LauncherSettingRow& row : launcher_setting_rows())
+    add({row.name, row.type, row.default_value, "", row.help, row.horovod, "launcher"});
   return out + "]";
 }
 

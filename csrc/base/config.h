@@ -1,6 +1,6 @@
 // The settings of one runtime: a plain value that hc_runtime_create reads once. It looks up HOROCLONE_<name> first,
 // then HOROVOD_<name> where the meaning is the same; an empty value counts as unset. settings_table.h lists the
-// settings. Thread: any.
+// fields, settings_table.cc what they are called and may be. Thread: any.
 #pragma once
 
 #include <functional>
@@ -15,8 +15,8 @@
 namespace hc {
 
 struct Config {
-#define HC_FIELD(type, field, default_value, ...) type field = default_value;
-  HC_KNOBS(HC_FIELD)
+#define HC_FIELD(type, field, default_value) type field = default_value;
+  HC_SETTINGS(HC_FIELD)
 #undef HC_FIELD
 
   // The HOROCLONE_ names, without the prefix, of the settings that the environment or the caller has set.
@@ -31,6 +31,6 @@ struct Config {
 };
 
 // [{name, type, default, accepts, help, horovod, read_by}], in table order.
-std::string knobs_json();
+std::string settings_json();
 
 }  // namespace hc

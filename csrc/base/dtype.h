@@ -1,5 +1,5 @@
-// Element types, operations, reductions (reductions.h) and algorithms: one list each, the same numbers in C, C++ and
-// Python.
+// Element types (include/horoclone_dtypes.h), operations, reductions (reductions.h) and algorithms: one list each, the
+// same numbers in C, C++ and Python.
 #pragma once
 
 #include <cstddef>
@@ -7,60 +7,44 @@
 #include <iterator>
 
 #include "base/reductions.h"
+#include "horoclone_dtypes.h"
 
 namespace hc {
 
-enum class DType : uint8_t { kBool, kU8, kI8, kU16, kI16, kI32, kI64, kF16, kBF16, kF32, kF64 };
-inline constexpr int kDTypeCount = 11;  // of those with arithmetic
+// Elements for which C++ has no type (half.h converts them).
+struct Float16 {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
 
-// What is moved and never reduced. Their numbers follow those of the enumerators; they have none themselves, because no
-// switch is about them. The order is that of horoclone.h and horoclone/ops.py.
-struct MovedDType {
+// Those that are reduced. The numbers of what is only moved follow theirs, without enumerators, because no switch is
+// about them.
+#define HC_ENUMERATOR(name, enumerator, ...) enumerator,
+enum class DType : uint8_t { HC_REDUCED_DTYPES(HC_ENUMERATOR) };
+#undef HC_ENUMERATOR
+
+struct DTypeTraits {
   const char* name;
   size_t size;
+  Kind kind;
 };
-inline constexpr MovedDType kMovedDTypes[] = {{"uint32", 4},
-                                              {"uint64", 8},
-                                              {"complex32", 4},
-                                              {"complex64", 8},
-                                              {"complex128", 16},
-                                              {"float8_e4m3fn", 1},
-                                              {"float8_e4m3fnuz", 1},
-                                              {"float8_e5m2", 1},
-                                              {"float8_e5m2fnuz", 1},
-                                              {"float8_e8m0fnu", 1},
-                                              {"float8_e4m3", 1},
-                                              {"float8_e3m4", 1},
-                                              {"float8_e4m3b11fnuz", 1},
-                                              {"float6_e2m3fn", 1},
-                                              {"float6_e3m2fn", 1},
-                                              {"float4_e2m1fn", 1},
-                                              {"float4_e2m1fn_x2", 1},
-                                              {"int4", 1},
-                                              {"uint4", 1},
-                                              {"int2", 1},
-                                              {"uint2", 1}};
-inline constexpr int kMovableCount = kDTypeCount + static_cast<int>(std::size(kMovedDTypes));
-constexpr bool is_only_moved(DType t) { return static_cast<int>(t) >= kDTypeCount; }
-constexpr const MovedDType& moved(DType t) { return kMovedDTypes[static_cast<int>(t) - kDTypeCount]; }
+#define HC_REDUCED(name, enumerator, text, bytes, kind, ...) {text, bytes, Kind::kind},
+#define HC_MOVED(name, text, bytes) {text, bytes, Kind::kMoved},
+inline constexpr DTypeTraits kDTypes[] = {HC_REDUCED_DTYPES(HC_REDUCED) HC_MOVED_DTYPES(HC_MOVED)};
+#undef HC_REDUCED
+#undef HC_MOVED
+#define HC_ONE(...) +1
+inline constexpr int kReducedDTypeCount = 0 HC_REDUCED_DTYPES(HC_ONE);
+#undef HC_ONE
+inline constexpr int kDTypeCount = static_cast<int>(std::size(kDTypes));
 
-constexpr size_t size_of(DType t) {
-  if (is_only_moved(t)) return moved(t).size;
-  constexpr size_t sizes[kDTypeCount] = {1, 1, 1, 2, 2, 4, 8, 2, 2, 4, 8};
-  return sizes[static_cast<int>(t)];
-}
-constexpr const char* name_of(DType t) {
-  if (is_only_moved(t)) return moved(t).name;
-  constexpr const char* names[kDTypeCount] = {"bool",  "uint8",   "int8",     "uint16",  "int16",  "int32",
-                                              "int64", "float16", "bfloat16", "float32", "float64"};
-  return names[static_cast<int>(t)];
-}
-constexpr bool is_float(DType t) { return t >= DType::kF16 && t <= DType::kF64; }
-
-constexpr Kind kind_of(DType t) {
-  if (is_only_moved(t)) return Kind::kMoved;
-  return t == DType::kBool ? Kind::kBool : is_float(t) ? Kind::kFloat : Kind::kInteger;
-}
+constexpr size_t size_of(DType t) { return kDTypes[static_cast<int>(t)].size; }
+constexpr const char* name_of(DType t) { return kDTypes[static_cast<int>(t)].name; }
+constexpr Kind kind_of(DType t) { return kDTypes[static_cast<int>(t)].kind; }
+constexpr bool is_float(DType t) { return kind_of(t) == Kind::kFloat; }
+constexpr bool is_only_moved(DType t) { return kind_of(t) == Kind::kMoved; }
 constexpr bool takes(Reduce r, DType t) { return takes(r, kind_of(t)); }
 
 enum class Op : uint8_t {

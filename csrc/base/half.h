@@ -7,14 +7,9 @@
 #include <bit>
 #include <cstdint>
 
-namespace hc {
+#include "base/dtype.h"
 
-struct Float16 {
-  uint16_t bits;
-};
-struct BFloat16 {
-  uint16_t bits;
-};
+namespace hc {
 
 inline float to_float(BFloat16 value) { return std::bit_cast<float>(uint32_t{value.bits} << 16); }
 

@@ -9,7 +9,7 @@ Status GpuKernels::adasum_rows(const char* kernel, DType work, CuPointer sums, s
                                CuStream stream) {
   const std::string name = text_of(kernel, work == DType::kF64 ? "f64" : "f32");
   for (size_t done = 0; done < rows.size();) {
-    const size_t some = std::min<size_t>(rows.size() - done, kMostAdasumRows);
+    const size_t some = std::min<size_t>(rows.size() - done, kMaxAdasumRows);
     AdasumArguments arguments;
     arguments.sums = sums;
     std::copy_n(rows.begin() + static_cast<ptrdiff_t>(done), some, arguments.row);
@@ -21,7 +21,7 @@ Status GpuKernels::adasum_rows(const char* kernel, DType work, CuPointer sums, s
 
 Status GpuKernels::adasum_fold(const Fold& fold, std::span<const AdasumSum> sums, CuStream stream) {
   for (size_t done = 0; done < sums.size();) {
-    const size_t some = std::min<size_t>(sums.size() - done, kMostAdasumSums);
+    const size_t some = std::min<size_t>(sums.size() - done, kMaxAdasumSums);
     AdasumFoldArguments arguments;
     arguments.from = fold.from;
     arguments.to = fold.to + done * 3 * fold.lanes_out * sizeof(double);

@@ -8,16 +8,21 @@ namespace hc {
 
 namespace {
 
-constexpr size_t kMostCount = 1u << 30;    // elements of one piece of a launch
-constexpr size_t kBytesPerThread = 64;     // below it, fewer blocks. Not measured on a GPU.
-constexpr unsigned kMostBlocks = 132 * 8;  // as many as the largest GPUs of today run at once; the rest in strides
+constexpr size_t kMaxCount = 1u << 30;    // elements of one piece of a launch
+constexpr size_t kBytesPerThread = 64;    // below it, fewer blocks. Not measured on a GPU.
+constexpr unsigned kMaxBlocks = 132 * 8;  // as many as the largest GPUs of today run at once; the rest in strides
 // From here on a plain copy is the driver's, which knows how each GPU copies fastest. Not measured on a GPU.
 constexpr size_t kCopyFromBytes = 1u << 20;
 
-const char* short_name(DType dtype) {
-  constexpr const char* names[kDTypeCount] = {"bool", "u8",  "i8",   "u16", "i16", "i32",
-                                              "i64",  "f16", "bf16", "f32", "f64"};
-  return names[static_cast<int>(dtype)];
+// As kernels.cu calls it: f16 for DType::kF16.
+std::string short_name(DType dtype) {
+#define HC_SHORT(name, enumerator, ...) #enumerator,
+  constexpr const char* names[] = {HC_REDUCED_DTYPES(HC_SHORT)};
+#undef HC_SHORT
+  std::string name = names[static_cast<int>(dtype)] + 1;
+  for (char& c : name)
+    if (c >= 'A' && c <= 'Z') c = static_cast<char>(c - 'A' + 'a');
+  return name;
 }
 
 std::string reduction_name(DType dtype) { return text_of("hc_reduce_", short_name(dtype)); }
@@ -83,7 +88,7 @@ void GpuKernels::look_up_all() {
     if (gpu_.api().cuModuleGetFunction(&function, module_, name.c_str()) == kCuSuccess) functions_[name] = function;
   };
   for (const bool packs : {true, false}) look_up(packing_name(packs, {}));
-  for (int i = 0; i < kDTypeCount; ++i) {
+  for (int i = 0; i < kReducedDTypeCount; ++i) {
     const auto dtype = static_cast<DType>(i);
     look_up(reduction_name(dtype));
     for (const bool packs : {true, false})  // of types that are never packed so there is no kernel
@@ -112,7 +117,7 @@ Status GpuKernels::move(bool packs, const Packing& how, CuPointer packed, std::s
   size_t longest = 0;
   const auto flush = [&]() -> Status {
     if (!rows) return Status::ok();
-    HC_TRY(launch(name, &arguments, {blocks_for(longest, std::max(kMostBlocks / rows, 1u)), rows}, stream));
+    HC_TRY(launch(name, &arguments, {blocks_for(longest, std::max(kMaxBlocks / rows, 1u)), rows}, stream));
     rows = 0;
     longest = 0;
     return Status::ok();
@@ -124,21 +129,21 @@ Status GpuKernels::move(bool packs, const Packing& how, CuPointer packed, std::s
       continue;
     }
     for (size_t done = 0; done < piece.count;) {
-      const size_t count = std::min(piece.count - done, kMostCount / item);
+      const size_t count = std::min(piece.count - done, kMaxCount / item);
       arguments.piece[rows++] = {piece.tensor + done * item,
                                  static_cast<unsigned>(how.is_copy() ? count * item : count),
                                  static_cast<unsigned>((piece.place + done * size_of(how.packed)) / kPlaceBytes)};
       longest = std::max(longest, count * item);
       done += count;
-      if (rows == kMostPieces) HC_TRY(flush());
+      if (rows == kMaxPieces) HC_TRY(flush());
     }
   }
   return flush();
 }
 
 Status GpuKernels::reduce(const Reduction& r, CuStream stream) {
-  if (r.in.empty() || r.in.size() > kMostPeers || r.out.size() > kMostPeers)
-    return error(Code::kInternal, "a reduction of ", r.in.size(), " inputs; at most ", kMostPeers);
+  if (r.in.empty() || r.in.size() > kMaxPeers || r.out.size() > kMaxPeers)
+    return error(Code::kInternal, "a reduction of ", r.in.size(), " inputs; at most ", kMaxPeers);
   if (!takes(reduced_as(r.op), r.dtype) || !is_element_wise(r.op))
     return error(Code::kInternal, "no kernel for ", name_of(r.op), " of ", name_of(r.dtype));
   if (!r.count) return Status::ok();
@@ -154,7 +159,7 @@ Status GpuKernels::reduce(const Reduction& r, CuStream stream) {
   arguments.destinations = static_cast<int>(r.out.size());
   arguments.reduce = reduced_as(r.op);
   arguments.scaled = scaled;
-  return launch(reduction_name(r.dtype), &arguments, {blocks_for(r.count * size_of(r.dtype), kMostBlocks), 1}, stream);
+  return launch(reduction_name(r.dtype), &arguments, {blocks_for(r.count * size_of(r.dtype), kMaxBlocks), 1}, stream);
 }
 
 Status GpuKernels::launch(const std::string& name, void* arguments, const Grid& grid, CuStream stream) {

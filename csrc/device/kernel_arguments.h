@@ -7,8 +7,8 @@
 
 namespace hc {
 
-constexpr int kMostPieces = 160;            // tensors in one launch of pack or unpack
-constexpr int kMostPeers = 64;              // sources, and destinations, of one reduction
+constexpr int kMaxPieces = 160;             // tensors in one launch of pack or unpack
+constexpr int kMaxPeers = 64;               // sources, and destinations, of one reduction
 constexpr unsigned kThreadsPerBlock = 256;  // of every kernel
 constexpr unsigned kPlaceBytes = 16;        // the unit of KernelPiece::place
 
@@ -23,14 +23,14 @@ struct PackArguments {
   unsigned long long packed;  // aligned to kPlaceBytes
   double factor;              // each element times this, integers in their own type (arithmetic/reduce.h)
   long long divisor;          // then, integers of unpack only: divided, toward zero
-  KernelPiece piece[kMostPieces];
+  KernelPiece piece[kMaxPieces];
 };
 
 // out[d][i] = post * (pre*in[0][i] op pre*in[1][i] op ...) / divisor for every d, in the order of `in`. An output may
 // be exactly one of the inputs.
 struct ReduceArguments {
-  unsigned long long in[kMostPeers];
-  unsigned long long out[kMostPeers];
+  unsigned long long in[kMaxPeers];
+  unsigned long long out[kMaxPeers];
   unsigned long long count;  // elements
   double pre, post;
   long long divisor;  // integers only
@@ -40,7 +40,7 @@ struct ReduceArguments {
 };
 
 // Adasum. A line is what one row's threads have summed: for each of a.a, a.b and b.b, one double of every lane.
-constexpr int kMostAdasumRows = 160, kMostAdasumSums = 500;
+constexpr int kMaxAdasumRows = 160, kMaxAdasumSums = 500;
 constexpr unsigned kAdasumLanes = kThreadsPerBlock;  // of a line that the products write
 
 // Parts of two vectors. `place`: which line the products write; which sums (3 doubles) scale them when they combine.
@@ -50,7 +50,7 @@ struct AdasumRow {
 };
 struct AdasumArguments {
   unsigned long long sums;  // lines, or sums
-  AdasumRow row[kMostAdasumRows];
+  AdasumRow row[kMaxAdasumRows];
 };
 // to's line r is the sum of from's lines [first, first + count), lane by lane, and lanes whose numbers are congruent.
 struct AdasumSum {
@@ -59,7 +59,7 @@ struct AdasumSum {
 struct AdasumFoldArguments {
   unsigned long long from, to;
   unsigned lanes_in, lanes_out;
-  AdasumSum sum[kMostAdasumSums];
+  AdasumSum sum[kMaxAdasumSums];
 };
 
 static_assert(sizeof(PackArguments) <= 4096 && sizeof(ReduceArguments) <= 4096, "what every GPU takes");

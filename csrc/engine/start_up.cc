@@ -43,9 +43,9 @@ Status parse_selection(const std::string& text, double* flat_bytes) {
   const char* digits = text.c_str() + std::min(text.size(), head.size());
   char* end = nullptr;
   const unsigned long long value = std::strtoull(digits, &end, 10);
-  if (!text.starts_with(head) || end == digits || *end != 0 || value > kMostFlatBytes)
+  if (!text.starts_with(head) || end == digits || *end != 0 || value > kMaxFlatBytes)
     return error(Code::kInvalidArgument, "HOROCLONE_SELECTION='", text,
-                 "' is not valid: accepted is nothing, fixed, or flat_bytes=N with N from 0 to ", kMostFlatBytes, ".");
+                 "' is not valid: accepted is nothing, fixed, or flat_bytes=N with N from 0 to ", kMaxFlatBytes, ".");
   *flat_bytes = static_cast<double>(value);
   return Status::ok();
 }

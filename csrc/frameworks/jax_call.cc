@@ -15,65 +15,66 @@ void copy_scalar(const void* attribute, T* to) {
   std::memcpy(to, static_cast<const xla::Scalar*>(attribute)->value, sizeof *to);
 }
 
-struct Dtype {
-  int32_t number;  // -1: the core has none
-  size_t bytes;    // of an element
-};
-
-Dtype dtype_of(DataType dtype) {
+// The core's number; -1: it has none.
+int32_t dtype_of(DataType dtype) {
   switch (dtype) {
     case DataType::kPred:
-      return {HC_BOOL, 1};
+      return HC_BOOL;
     case DataType::kU8:
-      return {HC_UINT8, 1};
+      return HC_UINT8;
     case DataType::kS8:
-      return {HC_INT8, 1};
+      return HC_INT8;
     case DataType::kU16:
-      return {HC_UINT16, 2};
+      return HC_UINT16;
     case DataType::kS16:
-      return {HC_INT16, 2};
+      return HC_INT16;
     case DataType::kS32:
-      return {HC_INT32, 4};
+      return HC_INT32;
     case DataType::kS64:
-      return {HC_INT64, 8};
+      return HC_INT64;
     case DataType::kF16:
-      return {HC_FLOAT16, 2};
+      return HC_FLOAT16;
     case DataType::kBF16:
-      return {HC_BFLOAT16, 2};
+      return HC_BFLOAT16;
     case DataType::kF32:
-      return {HC_FLOAT32, 4};
+      return HC_FLOAT32;
     case DataType::kF64:
-      return {HC_FLOAT64, 8};
+      return HC_FLOAT64;
     case DataType::kU32:
-      return {HC_UINT32, 4};
+      return HC_UINT32;
     case DataType::kU64:
-      return {HC_UINT64, 8};
+      return HC_UINT64;
     case DataType::kC64:
-      return {HC_COMPLEX64, 8};
+      return HC_COMPLEX64;
     case DataType::kC128:
-      return {HC_COMPLEX128, 16};
+      return HC_COMPLEX128;
     case DataType::kF8E5M2:
-      return {HC_FLOAT8_E5M2, 1};
+      return HC_FLOAT8_E5M2;
     case DataType::kF8E4M3FN:
-      return {HC_FLOAT8_E4M3FN, 1};
+      return HC_FLOAT8_E4M3FN;
     case DataType::kF8E4M3B11FNUZ:
-      return {HC_FLOAT8_E4M3B11FNUZ, 1};
+      return HC_FLOAT8_E4M3B11FNUZ;
     case DataType::kF8E5M2FNUZ:
-      return {HC_FLOAT8_E5M2FNUZ, 1};
+      return HC_FLOAT8_E5M2FNUZ;
     case DataType::kF8E4M3FNUZ:
-      return {HC_FLOAT8_E4M3FNUZ, 1};
+      return HC_FLOAT8_E4M3FNUZ;
     case DataType::kF8E4M3:
-      return {HC_FLOAT8_E4M3, 1};
+      return HC_FLOAT8_E4M3;
     case DataType::kF8E3M4:
-      return {HC_FLOAT8_E3M4, 1};
+      return HC_FLOAT8_E3M4;
     case DataType::kF8E8M0FNU:
-      return {HC_FLOAT8_E8M0FNU, 1};
+      return HC_FLOAT8_E8M0FNU;
   }
-  return {-1, 0};
+  return -1;
 }
 
-size_t bytes_of(const xla::Buffer& buffer, Dtype dtype) {
-  size_t bytes = dtype.bytes;
+size_t bytes_of(const xla::Buffer& buffer, int32_t dtype) {
+#define HC_REDUCED(name, enumerator, text, bytes, ...) bytes,
+#define HC_MOVED(name, text, bytes) bytes,
+  constexpr size_t kBytes[] = {HC_REDUCED_DTYPES(HC_REDUCED) HC_MOVED_DTYPES(HC_MOVED)};
+#undef HC_REDUCED
+#undef HC_MOVED
+  size_t bytes = kBytes[dtype];
   for (int64_t i = 0; i < buffer.rank; ++i) bytes *= static_cast<size_t>(buffer.dims[i]);
   return bytes;
 }
@@ -124,12 +125,12 @@ std::string read(const xla::CallFrame& frame, const Attributes& attributes, Tens
       return "argument " + std::to_string(i) + " is not a buffer";
     const auto& in = *static_cast<const xla::Buffer*>(frame.arguments.values[i]);
     const auto& out = *static_cast<const xla::Buffer*>(frame.results.values[i]);
-    const Dtype dtype = dtype_of(in.dtype);
-    if (dtype.number < 0 || out.dtype != in.dtype)
+    const int32_t dtype = dtype_of(in.dtype);
+    if (dtype < 0 || out.dtype != in.dtype)
       return "tensor " + std::to_string(i) + " has XLA's dtype " + std::to_string(static_cast<int32_t>(in.dtype)) +
              ", which this operation does not take";
     if (!owned && bytes_of(in, dtype) != bytes_of(out, dtype)) return "a result of another size than its argument";
-    to->list.push_back({in.data, owned ? nullptr : out.data, in.dims, static_cast<int32_t>(in.rank), dtype.number});
+    to->list.push_back({in.data, owned ? nullptr : out.data, in.dims, static_cast<int32_t>(in.rank), dtype});
     to->bytes.push_back(bytes_of(out, dtype));
     if (!owned) continue;
     to->copies_to.push_back(out.data);

@@ -12,6 +12,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "horoclone_dtypes.h"
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -35,17 +37,12 @@ typedef enum hc_code {
   HC_INTERNAL = 8
 } hc_code;
 
+/* HC_BOOL, HC_UINT8 and so on, as they stand in horoclone_dtypes.h; HC_DTYPES: how many there are. */
+#define HC_ENUMERATOR(name, ...) HC_##name,
+typedef enum hc_dtype { HC_REDUCED_DTYPES(HC_ENUMERATOR) HC_MOVED_DTYPES(HC_ENUMERATOR) HC_DTYPES } hc_dtype;
+#undef HC_ENUMERATOR
+
 /* clang-format off */
-typedef enum hc_dtype {
-  HC_BOOL, HC_UINT8, HC_INT8, HC_UINT16, HC_INT16, HC_INT32, HC_INT64,
-  HC_FLOAT16, HC_BFLOAT16, HC_FLOAT32, HC_FLOAT64,
-  /* Moved and never reduced; those of less than 8 bits have a byte each, but for FLOAT4_E2M1FN_X2, a pair in a byte. */
-  HC_UINT32, HC_UINT64, HC_COMPLEX32, HC_COMPLEX64, HC_COMPLEX128,
-  HC_FLOAT8_E4M3FN, HC_FLOAT8_E4M3FNUZ, HC_FLOAT8_E5M2, HC_FLOAT8_E5M2FNUZ, HC_FLOAT8_E8M0FNU,
-  HC_FLOAT8_E4M3, HC_FLOAT8_E3M4, HC_FLOAT8_E4M3B11FNUZ, HC_FLOAT6_E2M3FN, HC_FLOAT6_E3M2FN,
-  HC_FLOAT4_E2M1FN, HC_FLOAT4_E2M1FN_X2, HC_INT4, HC_UINT4, HC_INT2, HC_UINT2,
-  HC_DTYPES
-} hc_dtype;
 /* AND, OR, XOR: of the bits of integers, of the truth of bools; floats have none. HC_REDUCTIONS: how many there are. */
 typedef enum hc_reduce {
   HC_AVERAGE, HC_SUM, HC_ADASUM, HC_MIN, HC_MAX, HC_PRODUCT, HC_AND, HC_OR, HC_XOR, HC_REDUCTIONS

@@ -1,4 +1,4 @@
-// hc_connect for Python: it waits without Python's lock, and looks now and then for Ctrl-C and for news of the other
+// hc_connect for Python: it waits without the GIL, and looks now and then for Ctrl-C and for news of the other
 // ranks. Thread: the one that calls init.
 #pragma once
 

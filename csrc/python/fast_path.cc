@@ -42,7 +42,7 @@ struct FastPath {
   const DlExchange* exchange;
   PyObject* everybody;  // the process set whose number is 0
   PyObject* pending;    // dict: handle -> output, or (output, what must live, None); the caller's own
-  // The last outputs that finish() gave, and to which threads. Guarded by Python's lock.
+  // The last outputs that finish() gave, and to which threads. Guarded by the GIL.
   Given given[kGivenKept];
   size_t given_count;
 };

@@ -3,13 +3,13 @@
 namespace hc_python {
 namespace {
 
-constexpr Py_ssize_t kMostCharacters = 400;
+constexpr Py_ssize_t kMaxCharacters = 400;
 
 // The first line of str(value); empty where it has none.
 std::string first_line(PyObject* value) {
   std::string line;
   PyObject* text = value && value != Py_None ? PyObject_Str(value) : nullptr;
-  PyObject* start = text ? PyUnicode_Substring(text, 0, kMostCharacters) : nullptr;
+  PyObject* start = text ? PyUnicode_Substring(text, 0, kMaxCharacters) : nullptr;
   Py_ssize_t bytes = 0;
   if (const char* data = start ? PyUnicode_AsUTF8AndSize(start, &bytes) : nullptr)
     line.assign(data, static_cast<size_t>(bytes));

@@ -1,4 +1,4 @@
-// Memory of the core as Python objects: results, shared blocks, blocks on a GPU. Thread: with Python's lock.
+// Memory of the core as Python objects: results, shared blocks, blocks on a GPU. Thread: with the GIL.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -1,5 +1,6 @@
 #include "plain_tensors.h"
 
+#include <array>
 #include <cstring>
 
 namespace hc_python {
@@ -9,65 +10,38 @@ namespace {
 constexpr int32_t kDlCpu = 1;
 constexpr int kMaxDimensions = 64;
 
-// hc_dtype of what DLPack calls a kind and a number of bits; -1: the core has no such numbers.
+// hc_dtype of what DLPack calls a kind and a number of bits; -1: the core does not reduce such numbers.
 int32_t dtype_of(const DlTensor& t) {
-  enum : uint8_t { kInt = 0, kUnsigned = 1, kFloat = 2, kBrainFloat = 4, kBool = 6 };
   if (t.dtype_lanes != 1) return -1;
+#define HC_CASE(name, enumerator, text, bytes, kind, element, dlpack, ...) \
+  case dlpack << 8 | bytes * 8:                                            \
+    return HC_##name;
   switch (t.dtype_code << 8 | t.dtype_bits) {
-    case kBool << 8 | 8:
-      return HC_BOOL;
-    case kUnsigned << 8 | 8:
-      return HC_UINT8;
-    case kInt << 8 | 8:
-      return HC_INT8;
-    case kUnsigned << 8 | 16:
-      return HC_UINT16;
-    case kInt << 8 | 16:
-      return HC_INT16;
-    case kInt << 8 | 32:
-      return HC_INT32;
-    case kInt << 8 | 64:
-      return HC_INT64;
-    case kFloat << 8 | 16:
-      return HC_FLOAT16;
-    case kBrainFloat << 8 | 16:
-      return HC_BFLOAT16;
-    case kFloat << 8 | 32:
-      return HC_FLOAT32;
-    case kFloat << 8 | 64:
-      return HC_FLOAT64;
+    HC_REDUCED_DTYPES(HC_CASE)
     default:
       return -1;
   }
+#undef HC_CASE
 }
 
-// hc_dtype of a format of Python's module struct, in native byte order.
+// [format of Python's module struct][bytes of an element]
+using FormatTable = std::array<std::array<int8_t, 9>, 128>;
+constexpr FormatTable kDTypeOfFormat = [] {
+  FormatTable table{};
+  for (auto& row : table) row.fill(-1);
+  const auto add = [&](int dtype, size_t bytes, const char* formats) {
+    for (; *formats; ++formats) table[static_cast<size_t>(*formats)][bytes] = static_cast<int8_t>(dtype);
+  };
+#define HC_ADD(name, enumerator, text, bytes, kind, element, dlpack, formats) add(HC_##name, bytes, formats);
+  HC_REDUCED_DTYPES(HC_ADD)
+#undef HC_ADD
+  return table;
+}();
+
+// The same of a buffer, in native byte order.
 int32_t dtype_of(const Py_buffer& b) {
-  if (!b.format || !b.format[0] || b.format[1]) return -1;
-  switch (b.format[0]) {
-    case '?':
-      return HC_BOOL;
-    case 'B':
-      return HC_UINT8;
-    case 'b':
-      return HC_INT8;
-    case 'H':
-      return HC_UINT16;
-    case 'h':
-      return HC_INT16;
-    case 'i':
-    case 'l':
-    case 'q':
-      return b.itemsize == 4 ? HC_INT32 : b.itemsize == 8 ? HC_INT64 : -1;
-    case 'e':
-      return HC_FLOAT16;
-    case 'f':
-      return HC_FLOAT32;
-    case 'd':
-      return b.itemsize == 8 ? HC_FLOAT64 : -1;
-    default:
-      return -1;
-  }
+  if (!b.format || b.format[0] <= 0 || b.format[1] || b.itemsize < 0 || b.itemsize > 8) return -1;
+  return kDTypeOfFormat[static_cast<size_t>(b.format[0])][static_cast<size_t>(b.itemsize)];
 }
 
 // Row after row, without gaps, and not empty: what is empty has no address.

@@ -1,6 +1,6 @@
 // Reads tensors from Python objects without calling back into Python: by DLPack's table of C functions where a
 // framework's tensors have one (torch from 2.10 on), by the buffer protocol for NumPy's arrays. Only plain ones are
-// read: dense and in host memory. Thread: with Python's lock.
+// read: dense and in host memory. Thread: with the GIL.
 #pragma once
 
 #include <Python.h>

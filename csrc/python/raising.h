@@ -1,4 +1,4 @@
-// Turns a status of the core into an exception of horoclone.errors. Thread: any that holds Python's lock.
+// Turns a status of the core into an exception of horoclone.errors. Thread: any that holds the GIL.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -1,4 +1,4 @@
-// Tables, servers and clients of a parameter server, on addresses whose memory the caller keeps. Python's lock is
+// Tables, servers and clients of a parameter server, on addresses whose memory the caller keeps. The GIL is
 // released wherever the core works or waits; no thread of a server ever takes it.
 #include "servers.h"
 

@@ -1,4 +1,4 @@
-// Releases Python's lock while it lives, as pybind11's gil_scoped_release does. The difference: a thread that asks for
+// Releases the GIL while it lives, as pybind11's gil_scoped_release does. The difference: a thread that asks for
 // the lock while the interpreter ends is stopped for good, as Python 3.14 does. Older versions end such a thread with
 // pthread_exit, which unwinds through the destructor here and ends the whole process ("terminate called without an
 // active exception", exit code 134) after a run that went well. Thread: any that holds the lock.

@@ -68,7 +68,7 @@ hc_status* hc_dequantize(const hc_blocks* blocks, const void* message, float* ou
   });
 }
 
-const char* hc_knobs(void) { return keep(hc::knobs_json()); }
+const char* hc_knobs(void) { return keep(hc::settings_json()); }
 const char* hc_build_info(void) {
   return keep(hc::text_of("{\"version\":\"", HC_VERSION_TEXT, "\",\"build\":\"", hc::build_name(),
                           "\",\"protocol\":", hc::kProtocolVersion, ",\"compiler\":\"", __VERSION__, "\",\"simd\":\"",

@@ -46,7 +46,7 @@ SETTINGS = (
     Setting("fusion-threshold-mb", "HOROVOD_FUSION_THRESHOLD", "params.fusion_threshold_mb", _count,
             "largest buffer that one collective may fuse, in MiB", scale=1 << 20),
     Setting("cycle-time-ms", "HOROVOD_CYCLE_TIME", "params.cycle_time_ms", _amount,
-            "upper bound of the gathering window, in ms"),
+            "upper bound of the batching delay, in ms"),
     Setting("cache-capacity", "HOROVOD_CACHE_CAPACITY", "params.cache_capacity", _count,
             "agreements remembered; 0 turns the plan cache off"),
     Setting("hierarchical-allreduce", "HOROVOD_HIERARCHICAL_ALLREDUCE", "params.hierarchical_allreduce", bool,

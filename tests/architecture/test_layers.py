@@ -14,9 +14,9 @@ ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 PACKAGE = ROOT / "horoclone"
 
-# A layer may include itself and the layers named here; `door` is include/horoclone.h.
+# A layer may include itself and the layers named here; `door` is include/horoclone.h, `dtypes` the list of element types.
 MAY_INCLUDE = {
-    "base": {"base"},
+    "base": {"base", "dtypes"},
     "net": {"net", "base"},
     "device": {"device", "base"},
     "arithmetic": {"arithmetic", "base"},
@@ -32,7 +32,7 @@ MAY_INCLUDE = {
     "python": {"python", "tools/python", "door"},
     "tools/python": {"tools/python", "python", "door"},
     "frameworks": {"frameworks", "door"},
-    "include": {"door"},  # the other headers add to horoclone.h
+    "include": {"door", "dtypes"},  # the other headers add to horoclone.h
 }
 # Inside a layer, the levels from below: a folder may include itself and the folders of lower levels. "." is what lies in
 # the layer's own folder, without the files that a level names.
@@ -114,7 +114,9 @@ def layer_of(path: Path) -> str:
 def included_layers(path: Path) -> Iterator[tuple[str, str]]:
     """(layer, text of the include) for every include of our own."""
     for text in re.findall(r'^\s*#\s*include\s*"([^"]+)"', path.read_text(), re.MULTILINE):
-        if Path(text).name in ("horoclone.h", "horoclone_tools.h", "horoclone_server.h"):
+        if text == "horoclone_dtypes.h":
+            yield "dtypes", text
+        elif Path(text).name in ("horoclone.h", "horoclone_tools.h", "horoclone_server.h"):
             yield "door", text
         elif "/" in text:
             yield "tools/python" if text.startswith("tools/python/") else text.split("/", 1)[0], text

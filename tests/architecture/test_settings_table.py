@@ -13,10 +13,10 @@ from horoclone import settings
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 TABLE = CSRC / "base" / "settings_table.h"
+ROWS = TABLE.with_suffix(".cc")
 # How fields of other structures call a setting.
 OTHER_NAMES = {
     "ring_threshold_bytes": "ring_from_bytes",
-    "gathering_window_ms": "window_ms",
     "init_report_s": "report_after_s",
     "gpu_peer_bytes": "peer_bytes",
     "control_fanout": "fanout",
@@ -33,7 +33,7 @@ OTHER_MEANINGS = {"csrc/engine/engine.h: double ahead_s = 0, error_s = 1e9;"}
 
 def fields() -> list[tuple[str, str]]:
     """(field, name of the variable)"""
-    found = re.findall(r"^\s*X\([\w:]+, (\w+), [^,]+, \"(\w+)\"", TABLE.read_text(), re.MULTILINE)
+    found = re.findall(r"{&Config::(\w+), \"(\w+)\"", ROWS.read_text())
     assert len(found) > 40 and len(found) == len(set(found))
     return found
 
@@ -42,7 +42,7 @@ def sources() -> dict[str, str]:
     return {
         path.relative_to(ROOT).as_posix(): path.read_text()
         for path in sorted(CSRC.rglob("*"))
-        if path.suffix in (".h", ".cc") and "tests" not in path.parts and path != TABLE
+        if path.suffix in (".h", ".cc") and "tests" not in path.parts and path not in (TABLE, ROWS)
     }
 
 

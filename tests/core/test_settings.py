@@ -79,7 +79,7 @@ def test_rank_0_mentions_them_once(launch):
     )
 
 
-# --- fusion: with a gathering window everything that is submitted at once meets in one decision
+# --- fusion: with a batching delay everything that is submitted at once meets in one decision
 
 
 def batches() -> int:

@@ -55,7 +55,7 @@ def test_every_variable_that_the_sources_name_is_in_the_table(knobs: list[dict[s
         if "tests" not in path.relative_to(ROOT).parts:
             used.update({name: str(path.relative_to(ROOT)) for name in quoted.findall(path.read_text())})
     unknown = {name: path for name, path in used.items() if name not in known | INTERNAL | NOT_READ}
-    assert not unknown, f"not in the table of csrc/base/settings_table.h: {unknown}"
+    assert not unknown, f"not in the table of csrc/base/settings_table.cc: {unknown}"
     assert not known & NOT_READ - {"HOROVOD_CPU_OPERATIONS"}, (
         "read after all: take it out of horoclone/settings.py"
     )
@@ -84,13 +84,10 @@ def test_the_page_has_every_variable_of_horovod() -> None:
 def test_a_setting_that_nothing_reads_says_so_and_one_that_is_read_does_not(
     knobs: list[dict[str, str]],
 ) -> None:
-    table = (ROOT / "csrc/base/settings_table.h").read_text()
-    entries = [entry.split(",", 2) for entry in table.split("\n  X(")[1:]]  # type, field, the rest
-    field_of = {}
-    for _, field, rest in (entry for entry in entries if len(entry) == 3):
-        name = re.search(r'"([A-Z0-9_]+)",\s*"[A-Z0-9_]*",\s*\\?\s*KnobRule', rest)
-        if name is not None:
-            field_of[f"HOROCLONE_{name.group(1)}"] = field.strip()
+    table = (ROOT / "csrc/base/settings_table.cc").read_text()
+    field_of = {
+        f"HOROCLONE_{name}": field for field, name in re.findall(r"{&Config::(\w+), \"(\w+)\"", table)
+    }
     native = [p for p in ROOT.glob("csrc/**/*") if p.suffix in (".h", ".cc")]
     core = "".join(
         p.read_text() for p in native if "tests" not in p.parts and p.stem not in ("config", "settings_table")

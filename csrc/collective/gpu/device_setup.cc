@@ -64,7 +64,7 @@ std::pair<int, int> sharing_a_gpu(const Table& table, const Group& group) {
 
 // Empty: peers can be tried.
 std::string why_no_peers(const Table& table, const Group& group) {
-  if (table.size() > kMostPeers) return text_of("more than ", kMostPeers, " ranks");
+  if (table.size() > kMaxPeers) return text_of("more than ", kMaxPeers, " ranks");
   for (size_t r = 0; r < table.size(); ++r) {
     if (!table[r].has_shared_segment)
       return text_of(name_in(group, r), " does not share memory with all others: they are not on one machine");

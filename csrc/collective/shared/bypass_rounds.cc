@@ -68,7 +68,8 @@ class BypassRound final : public ArrivalCollective {
 
   BypassCell& cell(int member) const { return shared_.bypass_cell(member, place_); }
   std::byte* payload_of(int member) const {
-    return bytes_ <= sizeof(BypassCell::few) ? cell(member).few : shared_.bypass_ring(member) + at_;
+    return bytes_ <= sizeof(BypassCell::inline_payload) ? cell(member).inline_payload
+                                                        : shared_.bypass_ring(member) + at_;
   }
 
   View look() {
@@ -150,7 +151,7 @@ void BypassRounds::leave_round(bool succeeded, size_t bytes) {
   ++round_;
   if (succeeded) {
     place_ ^= 1;
-    if (bytes > sizeof(BypassCell::few))
+    if (bytes > sizeof(BypassCell::inline_payload))
       ring_end_ = (place_for(bytes) + bytes + kCacheLine - 1) / kCacheLine * kCacheLine;
     ++successes_;
   } else {

@@ -56,7 +56,8 @@ struct BypassCell {
   alignas(kCacheLine) std::atomic<uint64_t> round;  // in which the rest holds; 0: it is being written
   std::atomic<uint64_t> cache_id, sequence, signature;
   std::atomic<uint64_t> last;  // the round in which this member found that it was the last to come
-  std::byte few[kCacheLine - 5 * sizeof(uint64_t)];  // a payload that fits: its reader misses one cache line, not two
+  std::byte inline_payload[kCacheLine -
+                           5 * sizeof(uint64_t)];  // a payload that fits: its reader misses one cache line, not two
 };
 static_assert(sizeof(BypassCell) == kCacheLine);
 
@@ -65,7 +66,7 @@ static_assert(sizeof(BypassCell) == kCacheLine);
 inline constexpr size_t kBypassBytes = 64u << 10;
 inline constexpr size_t kBypassRingBytes = 20 * kBypassBytes;
 
-inline constexpr size_t kFlatBufferBytes = kMostFlatBytes;  // two of them, used alternately
+inline constexpr size_t kFlatBufferBytes = kMaxFlatBytes;  // two of them, used alternately
 inline constexpr int kBlockBuffers = 4;
 inline constexpr size_t kBlockBufferBytes = 512u << 10;
 inline constexpr size_t kBypassOffset = kPage + 2 * kFlatBufferBytes + kBlockBuffers * kBlockBufferBytes;

@@ -6,7 +6,7 @@ namespace hc {
 
 namespace {
 
-constexpr uint32_t kMostTickets = 1u << 16;  // in one frame
+constexpr uint32_t kMaxTickets = 1u << 16;  // in one frame
 
 uint32_t device_batches_in(const Plan& plan) {
   return static_cast<uint32_t>(std::count_if(plan.batches.begin(), plan.batches.end(), [](const PlanBatch& batch) {
@@ -104,7 +104,7 @@ Status LaunchOrder::take_request(FrameKind kind, int from, Reader* in) {
   }
   const auto id = in->get<uint16_t>();
   const auto count = in->get<uint32_t>();
-  if (!in->ok() || count > kMostTickets) return error(Code::kInternal, "a broken frame about launch tickets");
+  if (!in->ok() || count > kMaxTickets) return error(Code::kInternal, "a broken frame about launch tickets");
   const auto set = intake_.find(id);
   if (context_.rank() == 0 && set && set->members.coordinator_rank() == from) return grant(id, count);
   return Status::ok();
@@ -114,7 +114,7 @@ Status LaunchOrder::read_ticket(int from, Reader* in, Given* given) const {
   given->ticket = ticket_of(in->get<uint64_t>());
   given->count = in->get<uint32_t>();
   given->after = in->get<uint32_t>();
-  if (!in->ok() || given->count > kMostTickets || from != 0)
+  if (!in->ok() || given->count > kMaxTickets || from != 0)
     return error(Code::kInternal, "a broken frame about launch tickets");
   return Status::ok();
 }

@@ -56,7 +56,7 @@ Operation* Handles::acquire() {
     free_.pop_back();
   } else {
     place = static_cast<uint32_t>(pool_.size());
-    if (place >= kMostPooled) return nullptr;
+    if (place >= kMaxPooled) return nullptr;
     pool_.push_back(std::make_unique<Operation>());
     pooled_.store(pool_.size(), std::memory_order_relaxed);
   }

@@ -125,7 +125,7 @@ class Handles {
   void release(int64_t handle);               // recycled at once when done, else when it gets done
   bool release_if_succeeded(int64_t handle);  // false: it is not done, has failed, or is unknown
   // Some hundred thousand operations have been live at once: acquire() may soon find nothing.
-  bool may_run_out() const { return pooled_.load(std::memory_order_relaxed) > kMostPooled / 2; }
+  bool may_run_out() const { return pooled_.load(std::memory_order_relaxed) > kMaxPooled / 2; }
   // The thread that makes progress: sets `done`; the operation may be recycled at once.
   void finished(Operation* op) {
     std::lock_guard lock(mu_);
@@ -136,7 +136,7 @@ class Handles {
 
  private:
   static constexpr int kPlaceBits = 20;
-  static constexpr size_t kMostPooled = size_t{1} << kPlaceBits;
+  static constexpr size_t kMaxPooled = size_t{1} << kPlaceBits;
   static constexpr int64_t kPlaceMask = (int64_t{1} << kPlaceBits) - 1;
   void recycle(Operation* op);
   std::atomic<size_t> pooled_{0};  // pool_.size()

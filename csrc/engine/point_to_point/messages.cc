@@ -17,7 +17,7 @@ size_t bytes_of(const TensorMeta& meta) { return static_cast<size_t>(meta.count(
 
 bool read_meta(Reader* in, TensorMeta* meta) {
   const auto dtype = in->get<uint8_t>(), dimensions = in->get<uint8_t>();
-  if (dtype >= kMovableCount || dimensions > kMaxDimensions) return false;
+  if (dtype >= kDTypeCount || dimensions > kMaxDimensions) return false;
   meta->dtype = static_cast<DType>(dtype);
   meta->shape.resize(dimensions);
   auto bytes = static_cast<int64_t>(size_of(meta->dtype));

@@ -17,9 +17,9 @@ void Loop::start() {
 
 // ---- one iteration
 
-bool Loop::step(bool may_fill) {
+bool Loop::step(bool may_coalesce) {
   last_ = Iteration{};
-  last_.may_fill = may_fill;
+  last_.may_coalesce = may_coalesce;
   last_.looks_soon =
       parts_.gpu.has_failed() || (watches_flights_.load(std::memory_order_relaxed) && device_in_flight());
   try {
@@ -102,8 +102,8 @@ Status Loop::handle_frame(int from, std::span<const uint8_t> frame) {
       return checked(take_requests(from, &in));
     case FrameKind::kPlan:
       return checked(take_plan(from, &in, frame));
-    case FrameKind::kShow:
-      return checked(take_show_frame(from, &in));
+    case FrameKind::kFlushHeld:
+      return checked(take_flush_frame(from, &in));
     case FrameKind::kMessage:
     case FrameKind::kMessageWanted:
     case FrameKind::kMessageTaken:
@@ -116,8 +116,8 @@ Status Loop::handle_frame(int from, std::span<const uint8_t> frame) {
     case FrameKind::kEnding:
       parts_.link.note_ending(from);
       return Status::ok();
-    case FrameKind::kAboveLeft:
-      return checked(take_above_left(&in));
+    case FrameKind::kParentLeft:
+      return checked(take_parent_left(&in));
     case FrameKind::kAbort: {
       const auto code = in.get<Code>();
       const auto culprit = in.get<int32_t>();
@@ -171,19 +171,19 @@ Status Loop::take_plan(int from, Reader* in, std::span<const uint8_t> frame) {
   return set->take_plan(from, std::move(plan), frame);
 }
 
-Status Loop::take_show_frame(int from, Reader* in) {
+Status Loop::take_flush_frame(int from, Reader* in) {
   ProcessSet* set = parts_.sets.find(in->get<uint16_t>());
   const auto how = in->get<uint8_t>();
-  if (!in->ok()) return error(Code::kInternal, "a frame about what to show is broken");
-  return set && set->members().has_me() ? set->take_show_frame(from, how) : Status::ok();
+  if (!in->ok()) return error(Code::kInternal, "a frame about held requests is broken");
+  return set && set->members().has_me() ? set->take_flush_frame(from, how) : Status::ok();
 }
 
-Status Loop::take_above_left(Reader* in) {
+Status Loop::take_parent_left(Reader* in) {
   ProcessSet* set = parts_.sets.find(in->get<uint16_t>());
   const auto rank = in->get<int32_t>();
   const std::string text = in->get_text();
   if (!in->ok()) return error(Code::kInternal, "a frame about who has left is broken");
-  return set && set->members().has_me() ? set->above_left(rank, text) : Status::ok();
+  return set && set->members().has_me() ? set->parent_left(rank, text) : Status::ok();
 }
 
 // ---- sockets and peers
@@ -268,7 +268,7 @@ Status Loop::check_late(TimePoint now) {
                                     [&](int peer) { waits[static_cast<size_t>(peer)] = true; });
   HC_TRY(parts_.peers.check(now, std::move(waits)));
   if (config.stall_check_disable) return Status::ok();
-  for (ProcessSet* set : parts_.sets.mine()) HC_TRY(set->reveal_late(now));
+  for (ProcessSet* set : parts_.sets.mine()) HC_TRY(set->flush_held_requests_if_late(now));
   measure_stall(now);
   HC_TRY(check_deadlock(now));
   return parts_.stalls.is_due(now) ? report_stalls(now) : Status::ok();
@@ -301,7 +301,7 @@ Status Loop::follow_deadlock() {
   while (const auto notice = parts_.deadlocks.next_notice()) {
     const bool is_stuck = notice->stuck.contains(parts_.context.rank());
     for (ProcessSet* set : parts_.sets.mine()) {
-      HC_TRY(set->show_what_waits(is_stuck));
+      HC_TRY(set->flush_held_requests(is_stuck));
       if (!notice->text.empty()) set->end_deadlock(notice->stuck, notice->text);
     }
     if (is_stuck) HC_TRY(parts_.deadlocks.look(Clock::now(), pending(), members_of_set()));

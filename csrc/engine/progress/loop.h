@@ -47,8 +47,9 @@ class Loop {
   // The mesh is connected and the world's set is made.
   void start();
 
-  // True when something has moved. may_fill: no thread waits and none is about to sleep, so requests may be held back.
-  bool step(bool may_fill = false);
+  // True when something has moved. may_coalesce: no thread waits and none is about to sleep, so requests may be held
+  // back.
+  bool step(bool may_coalesce = false);
   // What the last step has found.
   const Iteration& last() const { return last_; }
   size_t outstanding() const {
@@ -103,7 +104,7 @@ class Loop {
   Status handle_frame(int from, std::span<const uint8_t> frame);
   Status take_requests(int from, Reader* in);
   Status take_plan(int from, Reader* in, std::span<const uint8_t> frame);
-  Status take_show_frame(int from, Reader* in);
+  Status take_flush_frame(int from, Reader* in);
   Status poll();
   Status check_late(TimePoint now);
   Status check_devices();
@@ -112,7 +113,7 @@ class Loop {
   Status check_deadlock(TimePoint now);
   Status follow_deadlock();
   Status peer_left(int rank, const std::string& text);
-  Status take_above_left(Reader* in);
+  Status take_parent_left(Reader* in);
   void pass_tickets_on();
   bool has_part_in(const LaunchTicket& ticket) const;
   std::vector<const Operation*> pending() const;

@@ -108,7 +108,7 @@ void ProgressThreads::rest() {
   // What a peer has said since the last step rang no doorbell, and nothing of this rank need wait for it.
   const bool news = mesh.progress_shared() || mesh.has_frames();
   if (!waiting && !news && !loop_.has_news()) return;
-  if (loop_.step() || untimed_sleep_.load() || loop_.last().next_gathered != TimePoint::max()) mesh.wake_self();
+  if (loop_.step() || untimed_sleep_.load() || loop_.last().next_batch_due != TimePoint::max()) mesh.wake_self();
 }
 
 // ---- hc-engine
@@ -161,7 +161,7 @@ int64_t ProgressThreads::work_until_idle() {
     if (loop_.step(true)) {
       idle.reset();
       device_looks_ = 0;
-    } else if (loop_.last().fills) {
+    } else if (loop_.last().coalesces) {
       ++looks % 8 == 0 ? static_cast<void>(::sched_yield()) : pause_cpu();  // who submits may be without a core
     } else if (loop_.outstanding() == 0 || !idle.pause()) {
       break;
@@ -186,14 +186,14 @@ void ProgressThreads::sleep(int64_t us) {
   (void)::ppoll(&watched, 1, us < 0 ? nullptr : &limit, nullptr);
 }
 
-// limit_ms, or less when a gathering window closes before or something moves that rings no doorbell.
+// limit_ms, or less when a batching delay ends before or something moves that rings no doorbell.
 int64_t ProgressThreads::longest_sleep_us(int limit_ms) {
   if (context_.mesh->moves_silently()) return kSilentLookUs;
   const Iteration& last = loop_.last();
   if (last.looks_soon)
     return std::min({int64_t{1000} * limit_ms, kDeviceLookUs << std::min(device_looks_++, 8), kRareDeviceLookUs});
-  if (last.next_gathered == TimePoint::max()) return int64_t{1000} * limit_ms;
-  const double left_ms = seconds_between(Clock::now(), last.next_gathered) * 1000;
+  if (last.next_batch_due == TimePoint::max()) return int64_t{1000} * limit_ms;
+  const double left_ms = seconds_between(Clock::now(), last.next_batch_due) * 1000;
   return int64_t{1000} * std::clamp(static_cast<int>(left_ms) + 1, 1, std::max(1, limit_ms));
 }
 

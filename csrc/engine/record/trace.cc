@@ -11,7 +11,7 @@ namespace hc {
 
 namespace {
 
-constexpr size_t kMostTracks = 50000;  // tensors shown by name; names without end must not fill the memory
+constexpr size_t kMaxTracks = 50000;  // tensors shown by name; names without end must not fill the memory
 
 std::string constant_case(std::string text) {
   for (char& c : text) c = c == ' ' ? '_' : static_cast<char>(std::toupper(c));
@@ -100,7 +100,7 @@ void Trace::open(std::string* out) {
 Trace::Track& Trace::track_of(const TraceKey& key, std::string* out) {
   std::string name = name_of_track(key, origin_.operation_names);
   if (key.process_set) name += text_of(" [process set ", key.process_set, "]");
-  if (tracks_.size() >= kMostTracks && !tracks_.contains(name)) name = "(more tensors)";
+  if (tracks_.size() >= kMaxTracks && !tracks_.contains(name)) name = "(more tensors)";
   auto [at, fresh] = tracks_.try_emplace(name);
   Track& track = at->second;
   if (!fresh) return track;

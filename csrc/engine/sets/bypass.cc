@@ -10,7 +10,7 @@ namespace {
 
 // A session with fewer rounds was a mistake: the next one takes twice as many plans to open.
 constexpr uint64_t kRoundsThatPay = 64;
-constexpr int kMostWanted = 4096;
+constexpr int kMaxWanted = 4096;
 
 // Whether every rank has as many rows for everybody as the others: a round takes only what is the same on all.
 bool rows_are_alike(const PlanBatch& batch, size_t size) {
@@ -53,7 +53,7 @@ bool Bypass::suits(const Plan& plan, const Pending& pending, size_t coordinator_
   trial_.alike = suits ? trial_.alike + 1 : 0;
   if (trial_.alike < trial_.wanted) return false;
   const bool paid = rounds_.successes() - trial_.successes_before >= kRoundsThatPay;
-  trial_ = {0, paid ? Trial::kFirstWanted : std::min(2 * trial_.wanted, kMostWanted), rounds_.successes()};
+  trial_ = {0, paid ? Trial::kFirstWanted : std::min(2 * trial_.wanted, kMaxWanted), rounds_.successes()};
   return true;
 }
 

@@ -6,11 +6,11 @@
 namespace hc {
 
 namespace {
-constexpr size_t kMostDropped = 62;  // sets of buckets that the ranks agree on at a time
+constexpr size_t kMaxDropped = 62;   // sets of buckets that the ranks agree on at a time
 constexpr int kRoundsAlone = 3;      // steps of a set of buckets, with nothing else on GPUs among them
 constexpr double kTogetherS = 1e-4;  // buckets of the next step that are filled within this time share a group of NCCL
 constexpr double kMisfitS = 0.01;    // so long rank 0 waits behind a bucket to which it has given a ticket too early
-constexpr int kMostMisfits = 16;     // each doubles the steps until it goes ahead again
+constexpr int kMaxMisfits = 16;      // each doubles the steps until it goes ahead again
 }  // namespace
 
 void DeviceSide::put_on_device(BatchRunner& runner) {
@@ -94,7 +94,7 @@ void DeviceSide::drop_buckets(const BucketSet& buckets) {
 
 int64_t DeviceSide::dropped() const {
   int64_t bits = 0;
-  for (size_t i = 0; i < std::min(registered_.size(), kMostDropped); ++i)
+  for (size_t i = 0; i < std::min(registered_.size(), kMaxDropped); ++i)
     if (registered_[i].dropped) bits |= int64_t{1} << i;
   return device_->may_forget() ? bits : 0;
 }
@@ -102,7 +102,7 @@ int64_t DeviceSide::dropped() const {
 Status DeviceSide::forget_dropped(int64_t on_all_ranks) {
   std::vector<Registered> kept;
   for (size_t i = 0; i < registered_.size(); ++i) {
-    if (i >= kMostDropped || !(on_all_ranks >> i & 1)) {
+    if (i >= kMaxDropped || !(on_all_ranks >> i & 1)) {
       kept.push_back(std::move(registered_[i]));
       continue;
     }
@@ -187,9 +187,8 @@ void DeviceSide::note_withdrawal() {
 void DeviceSide::give_next_step() {
   for (auto& [set, rounds] : rounds_) {
     const PersistentBuckets::Declared* declared = buckets_.find(set);
-    if (rounds.filled != 0 || rounds.is_ahead ||
-        rounds.alone < kRoundsAlone << std::min(rounds.misfits, kMostMisfits) || !order_.may_go_ahead() || !declared ||
-        !declared->is_persistent || rounds.order.size() != declared->runs.size())
+    if (rounds.filled != 0 || rounds.is_ahead || rounds.alone < kRoundsAlone << std::min(rounds.misfits, kMaxMisfits) ||
+        !order_.may_go_ahead() || !declared || !declared->is_persistent || rounds.order.size() != declared->runs.size())
       continue;
     std::vector<bool> there(rounds.order.size());
     for (const LaunchTicket& ticket : rounds.order)

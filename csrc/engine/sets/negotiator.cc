@@ -43,7 +43,7 @@ Negotiator::Negotiator(Context& context, ControlLink& link, Timeline& timeline, 
   coordinator_ = std::make_unique<Coordinator>(options);
 }
 
-int Negotiator::above() const {
+int Negotiator::parent() const {
   return tree_ ? members_.ranks[static_cast<size_t>(tree_->parent(members_.group_rank))] : members_.coordinator_rank();
 }
 
@@ -53,7 +53,7 @@ void Negotiator::announce(Operation* op) {
     request_bytes_ += static_cast<size_t>(t.count()) * size_of(t.dtype);
 }
 
-bool Negotiator::fills() {
+bool Negotiator::should_coalesce() {
   if (requests_.joined || request_bytes_ > kFillBytes) return false;
   const size_t announced = requests_.cached.size() + requests_.fresh.size();
   looks_without_news_ = announced == requests_seen_ ? looks_without_news_ + 1 : 0;
@@ -105,9 +105,9 @@ Status Negotiator::pass_up(bool reachable) {
   std::vector<RequestList> requests = aggregator_->collect();
   if (!reachable) return Status::ok();
   if (!coordinator_) return send(requests);
-  if (shows_all_ != timeline_.on()) {
-    shows_all_ = timeline_.on();
-    HC_TRY(tell_to_show(shows_all_ ? 2 : 0));
+  if (holds_nothing_ != timeline_.on()) {
+    holds_nothing_ = timeline_.on();
+    HC_TRY(tell_to_flush(holds_nothing_ ? 2 : 0));
   }
   for (const RequestList& each : requests) HC_TRY(give_to_coordinator(each));
   return Status::ok();
@@ -118,7 +118,7 @@ Status Negotiator::send(std::span<RequestList> requests) {
   size_t in_frame = 0;
   const auto flush = [&] {
     Counters::add(context_.counters.request_lists_sent);
-    return link_.send(above(), link_.anybody_left());
+    return link_.send(parent(), link_.anybody_left());
   };
   Writer* frame = &link_.begin(FrameKind::kRequests);
   const auto add = [&](const RequestList& one, size_t bytes) {
@@ -144,21 +144,21 @@ Status Negotiator::send(std::span<RequestList> requests) {
 
 bool Negotiator::may_decide() { return news_ = coordinator_->anything_ready(); }
 
-bool Negotiator::gathers(double window_ms, TimePoint* next_gathered) {
-  if (window_ms <= 0) return false;
+bool Negotiator::should_batch(double delay_ms, TimePoint* next_batch_due) {
+  if (delay_ms <= 0) return false;
   const TimePoint now = Clock::now();
-  if (!gathering_) {
-    gathering_ = true;
-    gathered_at_ = now + std::chrono::microseconds(static_cast<int64_t>(window_ms * 1000));
+  if (!delays_batch_) {
+    delays_batch_ = true;
+    batch_due_ = now + std::chrono::microseconds(static_cast<int64_t>(delay_ms * 1000));
   }
-  if (now >= gathered_at_) return false;
-  *next_gathered = std::min(*next_gathered, gathered_at_);
+  if (now >= batch_due_) return false;
+  *next_batch_due = std::min(*next_batch_due, batch_due_);
   return true;
 }
 
 Plan Negotiator::decide(size_t room) {
   Plan plan = coordinator_->decide(room);
-  gathering_ = gathering_ && coordinator_->anything_ready();  // what there was no room for has waited already
+  delays_batch_ = delays_batch_ && coordinator_->anything_ready();  // what there was no room for has waited already
   return plan;
 }
 
@@ -198,9 +198,9 @@ void Negotiator::end_deadlock(const std::vector<int>& stuck, const std::string& 
   news_ = true;
 }
 
-Status Negotiator::tell_above_left(int rank, const std::string& text) {
+Status Negotiator::tell_parent_left(int rank, const std::string& text) {
   if (!tree_ || tree_->children(members_.group_rank).empty()) return Status::ok();
-  Writer& frame = link_.begin(FrameKind::kAboveLeft);
+  Writer& frame = link_.begin(FrameKind::kParentLeft);
   frame.put(members_.id);
   frame.put(static_cast<int32_t>(rank));
   frame.put_text(text);
@@ -211,13 +211,13 @@ Status Negotiator::tell_above_left(int rank, const std::string& text) {
   return Status::ok();
 }
 
-Status Negotiator::tell_to_show(uint8_t how) {
+Status Negotiator::tell_to_flush(uint8_t how) {
   const TimePoint now = Clock::now();
   if (how == 1)
-    aggregator_->reveal(now);
+    aggregator_->flush_held(now);
   else
-    aggregator_->show_all(how == 2, now);
-  Writer& frame = link_.begin(FrameKind::kShow);
+    aggregator_->hold_nothing(how == 2, now);
+  Writer& frame = link_.begin(FrameKind::kFlushHeld);
   frame.put(members_.id);
   frame.put(how);
   for (int position = 1; position < members_.size(); ++position) {
@@ -227,19 +227,19 @@ Status Negotiator::tell_to_show(uint8_t how) {
   return Status::ok();
 }
 
-Status Negotiator::take_show_frame(int from, uint8_t how) {
-  if (how > 2) return error(Code::kInternal, "a frame about what to show is broken");
+Status Negotiator::take_flush_frame(int from, uint8_t how) {
+  if (how > 2) return error(Code::kInternal, "a frame about held requests is broken");
   if (!aggregator_ || members_.coordinator_rank() != from) return Status::ok();
   if (how == 1)
-    aggregator_->reveal(Clock::now());
+    aggregator_->flush_held(Clock::now());
   else
-    aggregator_->show_all(how == 2, Clock::now());
+    aggregator_->hold_nothing(how == 2, Clock::now());
   return Status::ok();
 }
 
-Status Negotiator::reveal(TimePoint now, double patience_s) {
-  next_reveal_ = now + std::chrono::milliseconds(static_cast<int64_t>(patience_s * 1000));
-  return tell_to_show(1);
+Status Negotiator::flush_held(TimePoint now, double patience_s) {
+  next_flush_ = now + std::chrono::milliseconds(static_cast<int64_t>(patience_s * 1000));
+  return tell_to_flush(1);
 }
 
 }  // namespace hc

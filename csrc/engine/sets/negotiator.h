@@ -31,12 +31,12 @@ class Negotiator {
   bool is_coordinator() const { return coordinator_ != nullptr; }
   const Coordinator* coordinator() const { return coordinator_.get(); }  // null: another rank is
   // The rank (world rank) to which this rank sends its requests and from which it receives plans; not on group rank 0.
-  int above() const;
+  int parent() const;
   // Whether plans come to this rank directly from this member.
   bool follows(int position) const { return position == (tree_ ? tree_->parent(members_.group_rank) : 0); }
   // Plans no longer arrive, because this world rank has left: tells the ranks below, behind the plans that were sent to
   // them.
-  Status tell_above_left(int rank, const std::string& text);
+  Status tell_parent_left(int rank, const std::string& text);
 
   // Puts `op` into the next requests; sets Operation::cache_id.
   void announce(Operation* op);
@@ -45,7 +45,7 @@ class Negotiator {
   bool has_requests() const { return !requests_.cached.empty() || !requests_.fresh.empty() || requests_.joined; }
   // Whether sending should wait because small operations still come in quick succession: something new was there at
   // nearly every call. It counts calls, so it ends without a clock.
-  bool fills();
+  bool should_coalesce();
   // reachable: false drops the requests, as no rank is left to take them.
   Status send_requests(bool reachable);
 
@@ -57,9 +57,9 @@ class Negotiator {
   // Group rank 0: something has changed since may_decide() was last found false.
   bool has_news() const { return news_; }
   bool may_decide();
-  // Whether ready operations wait for others to join their batch. The window opens with the first operation that is
+  // Whether ready operations wait for others to join their batch. The delay begins with the first operation that is
   // ready.
-  bool gathers(double window_ms, TimePoint* next_gathered);
+  bool should_batch(double delay_ms, TimePoint* next_batch_due);
   Plan decide(size_t room);
   void set_sizes(const Tuning& tuning);
   // Whether a member that has an open session asked for one.
@@ -74,18 +74,18 @@ class Negotiator {
   // Group rank 0: what these members wait for from one another fails.
   void end_deadlock(const std::vector<int>& stuck, const std::string& text);
 
-  // Makes the request aggregators show what they hold, when somebody must know who is missing. how: 0 hold again, 1
-  // now, 2 from now on.
-  Status take_show_frame(int from, uint8_t how);
-  // Half-way to a stall report all aggregators show what they hold, so that the report knows who is missing and since
+  // Makes the request aggregators send what they hold, when somebody must know who is missing. how: 0 hold again, 1
+  // send it now, 2 hold nothing from now on.
+  Status take_flush_frame(int from, uint8_t how);
+  // Half-way to a stall report all aggregators send what they hold, so that the report knows who is missing and since
   // when.
-  bool may_reveal(TimePoint now) const { return aggregator_ && coordinator_ && now >= next_reveal_; }
-  Status reveal(TimePoint now, double patience_s);
+  bool may_flush_held(TimePoint now) const { return aggregator_ && coordinator_ && now >= next_flush_; }
+  Status flush_held(TimePoint now, double patience_s);
 
  private:
   Status give_to_coordinator(const RequestList& requests);
   Status send(std::span<RequestList> requests);
-  Status tell_to_show(uint8_t how);
+  Status tell_to_flush(uint8_t how);
 
   Context& context_;
   ControlLink& link_;
@@ -98,10 +98,10 @@ class Negotiator {
   std::unique_ptr<Coordinator> coordinator_;       // on group rank 0
   bool news_ = false;                              // for the coordinator
   bool bypass_news_ = false;
-  bool gathering_ = false;  // something is ready and held back until gathered_at_, so that more joins it
-  TimePoint gathered_at_{};
-  bool shows_all_ = false;  // group rank 0: the request aggregators were told to, for a timeline
-  TimePoint next_reveal_{};
+  bool delays_batch_ = false;  // something is ready and held back until batch_due_, so that more joins it
+  TimePoint batch_due_{};
+  bool holds_nothing_ = false;  // group rank 0: the request aggregators were told to, for a timeline
+  TimePoint next_flush_{};
   PlanCache cache_;
   RequestList requests_;      // what goes next
   size_t request_bytes_ = 0;  // of the tensors in them

@@ -10,7 +10,7 @@ namespace hc {
 
 namespace {
 
-constexpr size_t kPlansAhead = 2;  // batches decided but not finished: what is ready later gathers and gets fused
+constexpr size_t kPlansAhead = 2;  // batches decided but not finished: what is ready later waits and gets fused
 constexpr int kBatchesAtOnce = 16;
 
 }  // namespace
@@ -160,8 +160,8 @@ bool ProcessSet::enter_bypass(Operation* op) {
 
 Status ProcessSet::step(Iteration* now) {
   if (negotiator_->has_requests()) {
-    if (now->may_fill && negotiator_->fills()) {
-      now->fills = true;
+    if (now->may_coalesce && negotiator_->should_coalesce()) {
+      now->coalesces = true;
     } else {
       HC_TRY(negotiator_->send_requests(is_reachable()));
       now->moved = true;
@@ -185,8 +185,8 @@ Status ProcessSet::decide(Iteration* now) {
   const Tuning& newest = parts_.tuner.newest();
   const uint64_t revision = parts_.tuner.revision();
   const size_t busy = batches_.busy();
-  const bool may_run =
-      busy < kPlansAhead && negotiator_->may_decide() && !negotiator_->gathers(newest.window_ms, &now->next_gathered);
+  const bool may_run = busy < kPlansAhead && negotiator_->may_decide() &&
+                       !negotiator_->should_batch(newest.batching_delay_ms, &now->next_batch_due);
   // New settings ride with batches, for which every member knows the set; in the world, where coordinators of other
   // sets wait for them, also alone.
   const bool is_world = members().id == 0;
@@ -218,7 +218,7 @@ Status ProcessSet::decide(Iteration* now) {
 }
 
 Status ProcessSet::take_plan(int from, Plan plan, std::span<const uint8_t> frame) {
-  if (members().group_rank <= 0 || negotiator_->above() != from) return Status::ok();
+  if (members().group_rank <= 0 || negotiator_->parent() != from) return Status::ok();
   HC_TRY(negotiator_->pass_down(plan, frame));
   if (members().id == 0) HC_TRY(parts_.order.order(members(), plan));
   adopt(std::move(plan));
@@ -461,13 +461,13 @@ Status ProcessSet::capture(const Submission& s, BucketId bucket, std::unique_ptr
 Status ProcessSet::peer_left(int rank, const std::string& text) {
   const int position = members().position_of(rank);
   if (position < 0 || !members().has_me() || negotiator_->leave(position, text)) return Status::ok();
-  return above_left(rank, text);
+  return parent_left(rank, text);
 }
 
-Status ProcessSet::above_left(int rank, const std::string& text) {
+Status ProcessSet::parent_left(int rank, const std::string& text) {
   if (!closed_.is_ok()) return Status::ok();
   closed_ = Status(Code::kAborted, text, rank);
-  return negotiator_->tell_above_left(rank, text);
+  return negotiator_->tell_parent_left(rank, text);
 }
 
 void ProcessSet::leave_shared_rounds() {

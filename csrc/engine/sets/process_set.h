@@ -64,7 +64,7 @@ class ProcessSet {
   // Frames of other ranks: requests, a plan as it travels, what to show.
   Status take_requests(int from, const RequestList& requests) { return negotiator_->take(from, requests); }
   Status take_plan(int from, Plan plan, std::span<const uint8_t> frame);
-  Status take_show_frame(int from, uint8_t how) { return negotiator_->take_show_frame(from, how); }
+  Status take_flush_frame(int from, uint8_t how) { return negotiator_->take_flush_frame(from, how); }
   // Does what can be done now. An error ends the whole engine.
   Status step(Iteration* now);
 
@@ -99,7 +99,7 @@ class ProcessSet {
   // A rank has said goodbye; text: the error of what waits for it.
   Status peer_left(int rank, const std::string& text);
   // The same for a rank that sent plans indirectly, through others.
-  Status above_left(int rank, const std::string& text);
+  Status parent_left(int rank, const std::string& text);
   // From now on this rank enters no persistent plan and no round of the bypass, because it joins or leaves.
   void leave_shared_rounds();
   // Ends what the ranks have agreed to refuse, before everything fails because a rank has died of that error.
@@ -122,10 +122,10 @@ class ProcessSet {
 
   // process_set_reports.cc
   void find_stalls(TimePoint now, Stalls* stalls) const;
-  Status reveal_late(TimePoint now);
+  Status flush_held_requests_if_late(TimePoint now);
   // Ranks wait for one another for ever. So that coordinators know what is awaited, ranks in between pass on what they
   // hold, and a rank that is stuck itself (steps_back) enters nothing without a message any more.
-  Status show_what_waits(bool steps_back);
+  Status flush_held_requests(bool steps_back);
   // Coordinator: what these world ranks wait for from one another fails.
   void end_deadlock(const std::set<int>& stuck, const std::string& text);
   void mark_awaited(TimePoint now, std::vector<bool>* waits);

@@ -17,7 +17,7 @@ bool is_like(const Submission::Tensor& t, const TensorMeta& known) {
 }
 
 // For so long nobody looks at what peers say and, from Python, its lock is kept.
-constexpr int kMostPauses = 1000;
+constexpr int kMaxPauses = 1000;
 constexpr double kLongestUs = 80;
 
 // root: as a group rank.
@@ -89,7 +89,7 @@ bool ProcessSet::repeat(const Submission& s, ProgressLock& progress_lock, int sp
   lock.unlock();
   wake_readers();
   bool moved = false;
-  Idle idle(std::min(spin_pauses, kMostPauses), std::min(parts_.context.config.yield_us, kLongestUs));
+  Idle idle(std::min(spin_pauses, kMaxPauses), std::min(parts_.context.config.yield_us, kLongestUs));
   Progress progress = round->step(&moved);
   while (progress == Progress::kPending && !progress_lock.wanted() && idle.pause()) progress = round->step(&moved);
   if (progress == Progress::kDone && !round->withdrawn()) {

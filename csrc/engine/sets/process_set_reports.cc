@@ -11,7 +11,7 @@ namespace hc {
 namespace {
 
 constexpr size_t kShownPending = 20;  // pending operations in a description
-constexpr double kRevealsApartS = 1;
+constexpr double kFlushesApartS = 1;
 constexpr double kLeftBehindS = 5;  // until what was launched before a rank has left must have ended
 
 std::vector<int> world_ranks(const std::vector<int>& group_ranks, const Members& members) {
@@ -76,19 +76,19 @@ void ProcessSet::find_stalls(TimePoint now, Stalls* stalls) const {
   for (const DeviceSide::Late& one : device_.late(now, patience_s)) add_arrival(one.what, one.waited_s, one.missing);
 }
 
-Status ProcessSet::reveal_late(TimePoint now) {
-  if (!negotiator_ || !negotiator_->may_reveal(now)) return Status::ok();
+Status ProcessSet::flush_held_requests_if_late(TimePoint now) {
+  if (!negotiator_ || !negotiator_->may_flush_held(now)) return Status::ok();
   const double patience_s = parts_.context.config.stall_check_s / 2;
   const bool late = std::any_of(pending_.all().begin(), pending_.all().end(), [&](const Operation* op) {
     return op->batch == 0 && seconds_between(op->submitted, now) >= patience_s;
   });
-  return late ? negotiator_->reveal(now, patience_s) : Status::ok();
+  return late ? negotiator_->flush_held(now, patience_s) : Status::ok();
 }
 
-Status ProcessSet::show_what_waits(bool steps_back) {
+Status ProcessSet::flush_held_requests(bool steps_back) {
   if (steps_back && shared_ && device_.may_leave()) leave_shared_rounds();
   const TimePoint now = Clock::now();
-  return negotiator_->may_reveal(now) ? negotiator_->reveal(now, kRevealsApartS) : Status::ok();
+  return negotiator_->may_flush_held(now) ? negotiator_->flush_held(now, kFlushesApartS) : Status::ok();
 }
 
 void ProcessSet::end_deadlock(const std::set<int>& stuck, const std::string& text) {

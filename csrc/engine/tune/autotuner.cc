@@ -9,7 +9,7 @@ namespace {
 
 // Shorter steps count as one: the clock and the scheduler would be measured, not the settings.
 constexpr double kShortestStepS = 0.002;
-constexpr size_t kMostKeys = 1u << 16;  // a program that never repeats a name has no steps: then this many are one
+constexpr size_t kMaxKeys = 1u << 16;  // a program that never repeats a name has no steps: then this many are one
 
 std::vector<size_t> lengths_of(const std::vector<Ladder>& ladders) {
   std::vector<size_t> lengths;
@@ -47,7 +47,7 @@ bool Autotuner::completed(uint64_t key, size_t bytes, TimePoint now) {
     step_began_ = now;
   }
   bool changed = false;
-  if (seen_.contains(key) || seen_.size() >= kMostKeys) {
+  if (seen_.contains(key) || seen_.size() >= kMaxKeys) {
     seen_.clear();
     if (seconds_between(step_began_, now) >= kShortestStepS) changed = end_step(now);
   }
@@ -120,7 +120,7 @@ std::string tune_log_line(const TuneSample& s) {
   for (int k = 0; k < kKnobCount; ++k) {
     const Knob knob = static_cast<Knob>(k);
     const double value = value_of(s.settings, knob);
-    text += knob == Knob::kWindow ? text_of(",", value) : text_of(",", static_cast<uint64_t>(value));
+    text += knob == Knob::kBatchingDelay ? text_of(",", value) : text_of(",", static_cast<uint64_t>(value));
   }
   return text + "\n";
 }

@@ -11,9 +11,9 @@ constexpr double kAnswerS = 1;    // for ranks to say where they stand
 constexpr double kKnownS = 1;     // after which what they had begun without a message is known
 constexpr double kAwaitedS = 1;   // since a thread's last look: it waits in slices
 constexpr double kMessagesLaterS = 0.3;
-constexpr double kAgainS = 0.5;       // between two reports of a rank that is known to be stuck
-constexpr int kMostEnds = 5;          // a second apart; if calls still have not ended, the job does
-constexpr size_t kMostAwaited = 256;  // threads of one rank
+constexpr double kAgainS = 0.5;      // between two reports of a rank that is known to be stuck
+constexpr int kMaxEnds = 5;          // a second apart; if calls still have not ended, the job does
+constexpr size_t kMaxAwaited = 256;  // threads of one rank
 
 std::chrono::milliseconds in_ms(double s) { return std::chrono::milliseconds(static_cast<int64_t>(s * 1000)); }
 
@@ -99,7 +99,7 @@ WaitingRank DeadlockWatch::report(TimePoint now, const std::vector<const Operati
   std::sort(mine.submitted.begin(), mine.submitted.end());
   std::sort(awaited.begin(), awaited.end(),
             [](const Operation* a, const Operation* b) { return a->submitted < b->submitted; });
-  awaited.resize(std::min(awaited.size(), kMostAwaited));
+  awaited.resize(std::min(awaited.size(), kMaxAwaited));
   for (const Operation* op : awaited) {
     const Signature& s = op->signature();
     mine.awaited.push_back({s.op, op->process_set, key_of_call(op->process_set, op->request),
@@ -163,7 +163,7 @@ Status DeadlockWatch::evaluate(TimePoint now, const MembersOf& members_of) {
   // By now what they do without messages is known to the coordinators.
   const bool is_known = seconds_between(noticed_, now) >= kKnownS;
   if (limit_s <= 0 || quiet_s < limit_s || !is_known || now < next_end_) return Status::ok();
-  if (++ends_ > kMostEnds) return Status(Code::kAborted, text, context_.rank());
+  if (++ends_ > kMaxEnds) return Status(Code::kAborted, text, context_.rank());
   next_end_ = now + in_ms(1);
   return notify({stuck_, text});
 }

@@ -17,9 +17,9 @@ namespace hc {
 
 namespace {
 
-constexpr double kFirstByteS = 0.1;   // the thread has to be scheduled before it can answer
-constexpr int kQuietMs = 20;          // nothing for so long: that was all
-constexpr size_t kMostBytes = 12000;  // a deep recursion says the same again and again
+constexpr double kFirstByteS = 0.1;  // the thread has to be scheduled before it can answer
+constexpr int kQuietMs = 20;         // nothing for so long: that was all
+constexpr size_t kMaxBytes = 12000;  // a deep recursion says the same again and again
 
 void (*handler_of(int signal))(int) {
   struct sigaction action{};
@@ -146,7 +146,7 @@ std::string StackSource::take_of(int thread) {
 std::string StackSource::read_until_quiet() {
   std::string text;
   const Deadline deadline = Deadline::in(kFirstByteS);
-  while (text.size() < kMostBytes) {
+  while (text.size() < kMaxBytes) {
     pollfd watched{fd_, POLLIN, 0};
     const bool ready = ::poll(&watched, 1, text.empty() ? deadline.remaining_ms() : kQuietMs) > 0;
     char part[4096];

@@ -113,7 +113,7 @@ TEST_CASE("request aggregator: what is announced differently, or asked for, goes
 
   teach(&c);
   REQUIRE(c.take(cache_ids_of(3, {0}), now).is_ok());
-  c.reveal(now);
+  c.flush_held(now);
   up = c.collect();
   REQUIRE(up.size() == 1);
   CHECK(up[0].rank == 3);
@@ -126,7 +126,7 @@ TEST_CASE("request aggregator: a rank whose announcement a plan did not end is n
   teach(&c);
   // Both went up one by one; a plan fails what rank 2 said only.
   REQUIRE(c.take(cache_ids_of(2, {0}), {}).is_ok());
-  c.reveal({});
+  c.flush_held({});
   REQUIRE(c.take(cache_ids_of(3, {0}), {}).is_ok());
   (void)c.collect();
   PlanEntry failed;

@@ -28,9 +28,9 @@ RequestList request_list_of(int requests, size_t name_bytes) {
 }
 
 TEST_CASE("a request list in parts says the same in the same order, and each part fits") {
-  constexpr size_t kMost = 10000;
+  constexpr size_t kMax = 10000;
   const RequestList whole = request_list_of(40, 1500);
-  const std::vector<RequestList> parts = parts_of(whole, kMost);
+  const std::vector<RequestList> parts = parts_of(whole, kMax);
   CHECK(parts.size() > 5);
   size_t seen = 0;
   for (size_t i = 0; i < parts.size(); ++i) {
@@ -43,12 +43,12 @@ TEST_CASE("a request list in parts says the same in the same order, and each par
     Writer frame;
     encode(parts[i], &frame);
     CHECK(frame.size() <= encoded_bytes(parts[i]));
-    CHECK(frame.size() <= kMost);
+    CHECK(frame.size() <= kMax);
     for (const Request& r : parts[i].fresh) CHECK(r.name == whole.fresh[seen++].name);
   }
   CHECK(seen == whole.fresh.size());
-  CHECK(parts_of(request_list_of(3, 10), kMost).size() == 1);
-  CHECK(parts_of(request_list_of(2, 2 * kMost), kMost).size() == 3);  // one request is never cut; the cached go before
+  CHECK(parts_of(request_list_of(3, 10), kMax).size() == 1);
+  CHECK(parts_of(request_list_of(2, 2 * kMax), kMax).size() == 3);  // one request is never cut; the cached go before
 }
 
 // 20 MB of names: more than a frame takes, on the way up, along a tree as well, and on the way down.

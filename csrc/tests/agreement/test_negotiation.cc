@@ -43,7 +43,7 @@ Signature random_signature(Random& random) {
   if (pick(random, 3) == 0) s.postscale = 1.0 / (1 + pick(random, 50));
   s.tensors.resize(static_cast<size_t>(pick(random, 4)));
   for (TensorMeta& t : s.tensors) {
-    t.dtype = static_cast<DType>(pick(random, kMovableCount));
+    t.dtype = static_cast<DType>(pick(random, kDTypeCount));
     t.shape.resize(static_cast<size_t>(pick(random, 5)));
     for (int64_t& d : t.shape) d = pick(random, 1 << (1 + pick(random, 12)));
   }

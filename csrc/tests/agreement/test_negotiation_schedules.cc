@@ -67,7 +67,7 @@ class ScheduledWorld {
         ended_(script_.operations.size(), std::vector<int>(static_cast<size_t>(size), 0)),
         place_(script_.operations.size(), -1),
         words_(script_.operations.size()),
-        reveals_(chance(random, 30)) {
+        flushes_(chance(random, 30)) {
     for (int r = 0; tree_ && r < size; r++)
       if (!tree_->children(r).empty())
         rank(r).aggregator = std::make_unique<RequestAggregator>(RequestAggregatorOptions{tree_, r, 0, 0});
@@ -173,8 +173,8 @@ class ScheduledWorld {
       me.goodbyes--;
       me.aggregator->leave(now_);
     }
-    if (reveals_ && chance(random_, 3)) me.aggregator->reveal(now_);
-    if (reveals_ && chance(random_, 2)) me.aggregator->show_all(chance(random_, 50), now_);
+    if (flushes_ && chance(random_, 3)) me.aggregator->flush_held(now_);
+    if (flushes_ && chance(random_, 2)) me.aggregator->hold_nothing(chance(random_, 50), now_);
     if (!me.aggregator->has_news()) return;
     Bytes frame;
     for (const RequestList& b : me.aggregator->collect()) {
@@ -381,7 +381,7 @@ class ScheduledWorld {
   std::vector<std::vector<int>> ended_;  // [operation][rank]
   std::vector<int64_t> place_;           // [operation] batch
   std::vector<std::string> words_;
-  const bool reveals_;  // now and then, for no reason; it could hide what is held too long
+  const bool flushes_;  // now and then, for no reason; it could hide what is held too long
 };
 
 std::shared_ptr<const ControlTree> random_tree(Random& random, int size) {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/config.h"
+#include "base/setting_rows.h"
 
 namespace {
 
@@ -33,7 +34,7 @@ bool contains(const std::string& text, const std::string& part) { return text.fi
 TEST_CASE("without settings every value is the default of the table") {
   const Config c = good({});
   CHECK(c.fusion_bytes == 134217728);
-  CHECK(c.gathering_window_ms == 0);
+  CHECK(c.batching_delay_ms == 0);
   CHECK(c.cache_capacity == 8192);
   CHECK(c.shared_memory);
   CHECK(c.arena_bytes == size_t{64} << 30);
@@ -48,7 +49,7 @@ TEST_CASE("HOROCLONE_ wins over HOROVOD_, which is read where the meaning is the
   CHECK(good({{"HOROVOD_FUSION_THRESHOLD", "1000"}}).fusion_bytes == 1000);
   CHECK(good({{"HOROVOD_FUSION_THRESHOLD", "1000"}, {"HOROCLONE_FUSION_THRESHOLD", "2000"}}).fusion_bytes == 2000);
   CHECK(good({{"HOROVOD_GLOO_IFACE", "eth0,eth1"}}).interfaces == "eth0,eth1");
-  CHECK(good({{"HOROVOD_CYCLE_TIME", "3.5"}}).gathering_window_ms == 3.5);
+  CHECK(good({{"HOROVOD_CYCLE_TIME", "3.5"}}).batching_delay_ms == 3.5);
   CHECK(good({{"HOROVOD_SEGMENT_BYTES", "64"}}).segment_bytes == 256 * kKiB);  // no such variable
   CHECK(good({{"HOROVOD_NO_SUCH_THING", "x"}}).cache_capacity == 8192);
 }
@@ -107,22 +108,12 @@ TEST_CASE("a warning after the error it warns of is refused") {
 }
 
 TEST_CASE("the list of settings has every row of the table once") {
-  const std::string json = knobs_json();
+  const std::string json = settings_json();
   std::set<std::string> names;
-  int rows = 0;
-#define HC_ONE(type, field, default_value, name, ...)         \
-  CHECK(contains(json, "{\"name\": \"HOROCLONE_" name "\"")); \
-  names.insert(name);                                         \
-  ++rows;
-  HC_KNOBS(HC_ONE)
-#undef HC_ONE
-#define HC_ONE(name, ...)                                     \
-  CHECK(contains(json, "{\"name\": \"HOROCLONE_" name "\"")); \
-  names.insert(name);                                         \
-  ++rows;
-  HC_LAUNCHER_KNOBS(HC_ONE)
-#undef HC_ONE
-  CHECK(static_cast<int>(names.size()) == rows);
+  for (const SettingRow& row : setting_rows()) names.insert(row.name);
+  for (const LauncherSettingRow& row : launcher_setting_rows()) names.insert(row.name);
+  CHECK(names.size() == setting_rows().size() + launcher_setting_rows().size());
+  for (const std::string& name : names) CHECK(contains(json, "{\"name\": \"HOROCLONE_" + name + "\""));
   CHECK(json.front() == '[');
   CHECK(json.back() == ']');
   CHECK(contains(json, "\"horovod\": \"HOROVOD_GLOO_IFACE\""));
@@ -130,6 +121,6 @@ TEST_CASE("the list of settings has every row of the table once") {
 }
 
 TEST_CASE("the secret is documented and never kept in a Config") {
-  CHECK(contains(knobs_json(), "HOROCLONE_SECRET_FILE"));
+  CHECK(contains(settings_json(), "HOROCLONE_SECRET_FILE"));
   good({{"HOROCLONE_SECRET", "0123456789abcdef"}});  // known to the launcher, ignored here
 }

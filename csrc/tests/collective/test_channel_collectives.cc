@@ -104,7 +104,7 @@ struct ChannelWorld {
 const std::vector<DType>& all_dtypes() {
   static const std::vector<DType> all = [] {
     std::vector<DType> v;
-    for (int i = 0; i < kDTypeCount; ++i) v.push_back(static_cast<DType>(i));
+    for (int i = 0; i < kReducedDTypeCount; ++i) v.push_back(static_cast<DType>(i));
     return v;
   }();
   return all;

@@ -130,7 +130,7 @@ TEST_CASE("ladders hold the value in force, and nothing that is fixed or means n
   CHECK(ladders_for({false, true}, start, none).size() == 5);
   CHECK(ladders_for({false, false}, start, none).size() == 4);  // no two-level algorithm
   for (const Ladder& ladder : ladders_for({false, true}, start, [](std::string_view s) { return s == "CYCLE_TIME"; }))
-    CHECK(ladder.knob != Knob::kWindow);
+    CHECK(ladder.knob != Knob::kBatchingDelay);
   CHECK(ladders_for({true, false}, start, [](std::string_view) { return true; }).empty());
   for (int k = 0; k < kKnobCount; ++k) {
     Tuning other = start;
@@ -198,7 +198,7 @@ TEST_CASE("settings in a plan survive the wire, and broken ones are refused") {
   Tuning t;
   t.version = 9;
   t.searching = true;
-  t.window_ms = 2.5;
+  t.batching_delay_ms = 2.5;
   t.two_level = false;
   t.adasum_by_node = true;
   t.fusion_bytes = 3 * kMiB;
@@ -216,9 +216,10 @@ TEST_CASE("settings in a plan survive the wire, and broken ones are refused") {
     Reader cut(out.bytes().subspan(0, n));
     CHECK(!decode(&cut, &read).is_ok());
   }
-  for (auto spoil : {+[](Tuning* bad) { bad->block_bytes = 0; }, +[](Tuning* bad) { bad->segment_bytes = 0; },
-                     +[](Tuning* bad) { bad->window_ms = -1; }, +[](Tuning* bad) { bad->window_ms = NAN; },
-                     +[](Tuning* bad) { bad->fusion_bytes = size_t{1} << 50; }}) {
+  for (auto spoil :
+       {+[](Tuning* bad) { bad->block_bytes = 0; }, +[](Tuning* bad) { bad->segment_bytes = 0; },
+        +[](Tuning* bad) { bad->batching_delay_ms = -1; }, +[](Tuning* bad) { bad->batching_delay_ms = NAN; },
+        +[](Tuning* bad) { bad->fusion_bytes = size_t{1} << 50; }}) {
     plan.tuning = t;
     spoil(&*plan.tuning);
     Writer bad;
