@@ -106,7 +106,7 @@ bench: $(VENV)/.ready-test $(VENV)/.ready-package ## every benchmark against its
 	  && $(PIP) --ignore-installed --no-deps --prefix $(VENV)/oneccl oneccl-cpu; } || echo "SKIPPED oneCCL: it cannot be installed"
 	python benchmarks/all.py $(ARGS)
 
-lint: $(VENV)/.ready-package $(VENV)/.ready-linters ## ruff, mypy, clang-format
+lint: $(VENV)/.ready-package $(VENV)/.ready-linters ## ruff, mypy, clang-format, lock annotations
 	ruff check .
 	ruff format --check .
 	mypy
@@ -114,6 +114,7 @@ lint: $(VENV)/.ready-package $(VENV)/.ready-linters ## ruff, mypy, clang-format
 	@if command -v clang-format >/dev/null; then \
 	  find csrc -name '*.cc' -o -name '*.h' | xargs clang-format --dry-run --Werror; \
 	else echo "SKIPPED clang-format: it is not installed"; fi
+	@JOBS=$(JOBS) .ci/locks
 
 format: $(VENV)/.ready-linters ## rewrite the sources in the project's format
 	ruff check --fix-only .

@@ -1,4 +1,7 @@
-"""The numbers of operations, reductions and dtypes: those of csrc/include/horoclone.h. Standard library only."""
+"""The numbers of operations, reductions and dtypes: those of csrc/include/horoclone.h. Standard library only.
+
+The list of dtypes is csrc/include/horoclone_dtypes.h, which tells how to add one.
+"""
 
 from __future__ import annotations
 

@@ -3,17 +3,17 @@
 #include <dlfcn.h>
 #include <link.h>
 
-#include <mutex>
+#include "base/mutex.h"
 
 namespace hc {
 
 namespace {
 // The loader has a lock of its own. ThreadSanitizer does not see that one, and takes what the loader wrote for a race.
-std::mutex loader_mu;
+Mutex loader_mu;
 }  // namespace
 
 Result<std::shared_ptr<Library>> Library::open(const std::string& name) {
-  std::lock_guard lock(loader_mu);
+  MutexLock lock(loader_mu);
   (void)::dlerror();
   if (void* handle = ::dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE))
     return std::shared_ptr<Library>(new Library(handle, name));
@@ -22,7 +22,7 @@ Result<std::shared_ptr<Library>> Library::open(const std::string& name) {
 }
 
 std::shared_ptr<Library> Library::loaded(const std::string& name) {
-  std::lock_guard lock(loader_mu);
+  MutexLock lock(loader_mu);
   void* handle = ::dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
   return handle ? std::shared_ptr<Library>(new Library(handle, name)) : nullptr;
 }
@@ -32,7 +32,7 @@ Library::~Library() { ::dlclose(handle_); }
 void* Library::symbol(const char* name) const { return ::dlsym(handle_, name); }
 
 std::string Library::file() const {
-  std::lock_guard lock(loader_mu);
+  MutexLock lock(loader_mu);
   link_map* map = nullptr;
   if (::dlinfo(handle_, RTLD_DI_LINKMAP, &map) == 0 && map && map->l_name && *map->l_name) return map->l_name;
   return name_;

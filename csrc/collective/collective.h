@@ -52,12 +52,12 @@ struct Task {
   size_t longest_part = 0;              // alltoall: most elements any rank sends to any other; the same on every rank
   Algorithm algorithm = Algorithm::kAuto;
   size_t segment_bytes = defaults::segment_bytes;  // one transfer; tests make it tiny
-  size_t flat_bytes =
-      defaults::flat_bytes;  // shared memory, kAuto: up to this many take the flat path, at most kFlatBufferBytes
-  size_t ring_from_bytes =
-      defaults::ring_threshold_bytes;  // channels, kAuto: an allreduce of fewer is done by recursive doubling
-  bool adasum_by_node = false;         // Adasum: of the averages of each node's ranks
-  Tag tag;                             // generation, process set, batch
+  // Shared memory, kAuto: up to this many take the flat path, at most kFlatBufferBytes.
+  size_t flat_bytes = defaults::flat_bytes;
+  // Channels, kAuto: an allreduce of fewer is done by recursive doubling.
+  size_t ring_from_bytes = defaults::ring_threshold_bytes;
+  bool adasum_by_node = false;  // Adasum: of the averages of each node's ranks
+  Tag tag;                      // generation, process set, batch
   // Allreduce between nodes: only part `part` of `parts` of the work is done. All parts together, in order and whatever
   // runs in between, give the same bits as the whole.
   uint32_t part = 0, parts = 1;

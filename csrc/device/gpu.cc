@@ -75,7 +75,7 @@ void Gpu::own_this_thread() { here.is_ours = true; }
 GpuEvent::~GpuEvent() { gpu_->give_back(event_); }
 
 void Gpu::give_back(CuEvent event) {
-  std::lock_guard lock(mu_);
+  MutexLock lock(mu_);
   events_.push_back(event);
 }
 
@@ -108,7 +108,7 @@ Gpu::~Gpu() {
 }
 
 Result<GpuKernels*> Gpu::kernels(const KernelOptions& options) {
-  std::lock_guard lock(kernels_mu_);
+  MutexLock lock(kernels_mu_);
   if (!kernels_sought_) {
     kernels_sought_ = true;
     auto loaded = GpuKernels::load(this, options);
@@ -138,7 +138,7 @@ Result<GpuEventPtr> Gpu::record(CuStream stream) {
   const Current current(*this, Current::For::kStreams);
   CuEvent event = nullptr;
   {
-    std::lock_guard lock(mu_);
+    MutexLock lock(mu_);
     if (!events_.empty()) {
       event = events_.back();
       events_.pop_back();
@@ -194,7 +194,7 @@ Result<Gpu::Block> Gpu::take(GpuMemory::Kind kind, size_t bytes) {
   const size_t wanted = rounded(bytes);
   {
     const Current current(*this);
-    std::lock_guard lock(mu_);
+    MutexLock lock(mu_);
     auto& stock = stock_[static_cast<int>(kind)];
     const auto at = std::find_if(stock.begin(), stock.end(), [&](const Block& b) {
       if (!fits(b.bytes, wanted)) return false;
@@ -255,7 +255,7 @@ bool Gpu::is_idle(const Block& block, const Deadline& deadline) {
 void Gpu::drop_stock(GpuMemory::Kind kind, double limit_s) {
   std::vector<Block> dropped, kept;
   {
-    std::lock_guard lock(mu_);
+    MutexLock lock(mu_);
     dropped.swap(stock_[static_cast<int>(kind)]);
   }
   const Deadline deadline = Deadline::in(limit_s);
@@ -265,14 +265,14 @@ void Gpu::drop_stock(GpuMemory::Kind kind, double limit_s) {
     else if (!closed_)
       kept.push_back(std::move(block));
   }
-  std::lock_guard lock(mu_);
+  MutexLock lock(mu_);
   auto& stock = stock_[static_cast<int>(kind)];
   std::move(kept.begin(), kept.end(), std::back_inserter(stock));
 }
 
 void Gpu::give_back(GpuMemory::Kind kind, Block block) {
   {
-    std::lock_guard lock(mu_);
+    MutexLock lock(mu_);
     if (!closed_) {
       stock_[static_cast<int>(kind)].push_back(std::move(block));
       return;
@@ -283,7 +283,7 @@ void Gpu::give_back(GpuMemory::Kind kind, Block block) {
 
 void Gpu::close() {
   {
-    std::lock_guard lock(mu_);
+    MutexLock lock(mu_);
     closed_ = true;
   }
   drop_stock(GpuMemory::Kind::kDevice, kCloseLimitS);

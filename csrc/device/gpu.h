@@ -4,11 +4,11 @@
 
 #include <atomic>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "base/clock.h"
+#include "base/mutex.h"
 #include "device/cuda_api.h"
 #include "device/gpu_kernels.h"
 
@@ -132,13 +132,13 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   CuContext context_ = nullptr;
   CuUuid uuid_{};
   std::atomic<bool> closed_{false}, was_full_{false};
-  std::mutex kernels_mu_;  // guards the three below, while they are loaded
-  bool kernels_sought_ = false;
-  Status no_kernels_;
-  std::unique_ptr<GpuKernels> kernels_;
-  std::mutex mu_;  // guards all below
-  std::vector<CuEvent> events_;
-  std::vector<Block> stock_[2];
+  Mutex kernels_mu_;
+  bool kernels_sought_ HC_GUARDED_BY(kernels_mu_) = false;
+  Status no_kernels_ HC_GUARDED_BY(kernels_mu_);
+  std::unique_ptr<GpuKernels> kernels_ HC_GUARDED_BY(kernels_mu_);
+  Mutex mu_;
+  std::vector<CuEvent> events_ HC_GUARDED_BY(mu_);
+  std::vector<Block> stock_[2] HC_GUARDED_BY(mu_);
 };
 
 }  // namespace hc

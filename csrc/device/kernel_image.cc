@@ -6,8 +6,8 @@
 
 #include <cstdlib>
 #include <map>
-#include <mutex>
 
+#include "base/mutex.h"
 #include "base/sha256.h"
 
 // Made by the build (CMakeLists.txt).
@@ -27,8 +27,8 @@ constexpr size_t kDigestText = 64;
 constexpr size_t kLargestImage = 64u << 20;
 
 // What this process has compiled or read before; the same for every engine of it, as it changes no result.
-std::mutex made_mu;
-std::map<std::string, KernelImage>& made() {
+Mutex made_mu;
+std::map<std::string, KernelImage>& made() HC_REQUIRES(made_mu) {
   static std::map<std::string, KernelImage> images;
   return images;
 }
@@ -119,7 +119,7 @@ Result<KernelImage> compiled_kernels(const KernelOptions& options, int capabilit
   // The file as well: another build of one version may differ, and the tests' double does.
   hash.update(bytes_of(api.file));
   const std::string key = text_of("kernels-sm_", capability, "-nvrtc-", version, "-", hex(hash.finish()));
-  std::lock_guard lock(made_mu);  // whoever comes second waits for the first's result
+  MutexLock lock(made_mu);  // whoever comes second waits for the first's result
   if (const auto at = made().find(key); at != made().end()) return at->second;
   const std::string folder = cache_folder(options.cache), path = folder + "/" + key;
   KernelImage image{folder.empty() ? "" : read_cached(path), text_of("NVRTC ", version, " for sm_", capability)};

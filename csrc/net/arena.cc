@@ -24,8 +24,8 @@ namespace hc {
 namespace {
 
 constexpr size_t kHugePage = 2u << 20;
-constexpr size_t kPunchBytes =
-    4u << 20;  // a freed block from this size on gives its pages back, a smaller one is cleared
+// A freed block from this size on gives its pages back, a smaller one is cleared.
+constexpr size_t kPunchBytes = 4u << 20;
 constexpr size_t kReserveStep = 16u << 20;       // a signal makes the kernel undo one step at most
 constexpr size_t kCheckMemoryBytes = 64u << 20;  // from here on memory is looked at before it is taken
 
@@ -88,8 +88,8 @@ Status out_of_memory(size_t bytes, int error_number) {
 struct Arena::Mapping {
   using Key = std::pair<dev_t, ino_t>;
   struct Registry {
-    std::mutex mu;
-    std::map<Key, std::weak_ptr<Mapping>> maps;
+    Mutex mu;
+    std::map<Key, std::weak_ptr<Mapping>> maps HC_GUARDED_BY(mu);
   };
   // Never destroyed: a view may outlive every other object of the process.
   static Registry& registry() {
@@ -101,7 +101,7 @@ struct Arena::Mapping {
     if (base) munmap(base, bytes);
     if (is_private) return;  // a forked child must not touch a lock that another thread may have held
     Registry& all = registry();
-    std::lock_guard lock(all.mu);
+    MutexLock lock(all.mu);
     auto at = all.maps.find(key);
     if (at != all.maps.end() && at->second.expired()) all.maps.erase(at);
   }
@@ -118,7 +118,7 @@ Result<std::shared_ptr<Arena::Mapping>> Arena::map(int fd, size_t bytes) {
   if (fstat(fd, &about) != 0) return error(Code::kInternal, "shared memory: fstat: ", std::strerror(errno));
   const Mapping::Key key{about.st_dev, about.st_ino};
   Mapping::Registry& all = Mapping::registry();
-  std::lock_guard lock(all.mu);
+  MutexLock lock(all.mu);
   if (auto at = all.maps.find(key); at != all.maps.end()) {
     if (auto mapping = at->second.lock(); mapping && mapping->bytes >= bytes) return mapping;
   }
@@ -241,7 +241,7 @@ Result<std::byte*> Arena::allocate(size_t bytes) {
   if (bytes > bytes_)
     return error(Code::kInvalidArgument, mib(bytes), " of shared memory: the arena has ", mib(bytes_));
   bytes = std::max(round_up(bytes, kPage), kPage);
-  std::lock_guard lock(mu_);
+  MutexLock lock(mu_);
   auto best = free_.end();
   for (auto at = free_.begin(); at != free_.end(); ++at) {
     if (at->second >= bytes && (best == free_.end() || at->second < best->second)) best = at;
@@ -274,7 +274,7 @@ void Arena::zero(size_t offset, size_t bytes) {
 
 void Arena::free(std::byte* block) {
   if (!block) return;
-  std::lock_guard lock(mu_);
+  MutexLock lock(mu_);
   auto at = used_.find(offset_of(block));
   if (at == used_.end()) return;
   size_t offset = at->first, bytes = at->second;
@@ -301,7 +301,7 @@ void Arena::free(std::byte* block) {
 }
 
 size_t Arena::allocated_bytes() const {
-  std::lock_guard lock(mu_);
+  MutexLock lock(mu_);
   size_t total = 0;
   for (const auto& [offset, bytes] : used_) total += bytes;
   return total;
@@ -310,7 +310,7 @@ size_t Arena::allocated_bytes() const {
 // The child has one thread; another thread of the parent may have held mu_, so it is made anew and no lock is taken.
 void Arena::remap_private() {
   if (fd_ < 0) return;
-  new (&mu_) std::mutex;
+  new (&mu_) Mutex;
   if (!mapping_->is_private) {
     mapping_->is_private = true;
     const int copy_on_write = MAP_PRIVATE | MAP_NORESERVE | MAP_FIXED;

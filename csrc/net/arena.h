@@ -14,9 +14,9 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 
+#include "base/mutex.h"
 #include "base/status.h"
 
 namespace hc {
@@ -29,8 +29,8 @@ inline constexpr size_t kRingBytes = 256u << 10;  // one ring, header included
 inline constexpr size_t kSharedSegmentsOffset = kRingsOffset + kMaxLocalRanks * kRingBytes;
 inline constexpr size_t kSharedSegmentBytes = 4608u << 10;
 inline constexpr int kMaxSharedSegments = 128;  // process sets alive at once
-inline constexpr size_t kHeapOffset =
-    kSharedSegmentsOffset + kMaxSharedSegments * kSharedSegmentBytes;  // 641 MiB, sparse
+// 641 MiB, sparse.
+inline constexpr size_t kHeapOffset = kSharedSegmentsOffset + kMaxSharedSegments * kSharedSegmentBytes;
 inline constexpr size_t kMinArenaBytes = kHeapOffset + (64u << 20);
 
 inline constexpr uint64_t kArenaMagic = 0x414e455241434cULL;  // RankBlock::magic
@@ -92,10 +92,10 @@ class Arena {
   std::byte* base_ = nullptr;
   size_t bytes_ = 0;
   int fd_ = -1;
-  mutable std::mutex mu_;          // guards the three below
-  std::map<size_t, size_t> free_;  // offset -> bytes, coalesced; free ranges read as zero
-  std::map<size_t, size_t> used_;
-  size_t heap_end_ = kHeapOffset;  // handed out up to here
+  mutable Mutex mu_;
+  std::map<size_t, size_t> free_ HC_GUARDED_BY(mu_);  // offset -> bytes, coalesced; free ranges read as zero
+  std::map<size_t, size_t> used_ HC_GUARDED_BY(mu_);
+  size_t heap_end_ HC_GUARDED_BY(mu_) = kHeapOffset;  // handed out up to here
 };
 
 }  // namespace hc

@@ -16,14 +16,14 @@ Status BackupLink::start() {
 
 void BackupLink::close() {
   connection_->shut();
-  const std::lock_guard<std::mutex> lock(closing_);
+  MutexLock lock(closing_);
   reader_.join();
 }
 
 void BackupLink::give_up(const std::string& why) {
   if (lost_.exchange(true)) return;
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    MutexLock lock(mutex_);
     why_ = why;
   }
   connection_->shut();
@@ -32,12 +32,12 @@ void BackupLink::give_up(const std::string& why) {
 }
 
 std::string BackupLink::why() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   return why_;
 }
 
 uint64_t BackupLink::send(const FrameHeader& header, std::span<const uint8_t> payload) {
-  const std::lock_guard<std::mutex> lock(numbering_);
+  MutexLock lock(numbering_);
   const uint64_t number = ++sent_;
   if (is_lost()) return number;
   if (Status status = connection_->send(header, payload, {}, silence_s_); !status.is_ok()) give_up(status.text());
@@ -51,8 +51,11 @@ void BackupLink::ping() {
 }
 
 bool BackupLink::wait_for(uint64_t frame, double wait_s) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  changed_.wait_for(lock, std::chrono::duration<double>(wait_s), [&] { return done_ >= frame || lost_.load(); });
+  MutexLock lock(mutex_);
+  changed_.wait_for(mutex_, std::chrono::duration<double>(wait_s), [&] {
+    mutex_.assume_held();
+    return done_ >= frame || lost_.load();
+  });
   return done_ >= frame;
 }
 
@@ -66,7 +69,7 @@ void BackupLink::read() {
       give_up(connection_->peer() +
               " could not follow: " + std::string(payload.bytes().begin(), payload.bytes().end()));
     } else {
-      const std::lock_guard<std::mutex> lock(mutex_);
+      MutexLock lock(mutex_);
       done_ = header.sequence;
       changed_.notify_all();
     }

@@ -6,12 +6,11 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 
+#include "base/mutex.h"
 #include "base/thread.h"
 #include "server/connection.h"
 
@@ -46,12 +45,12 @@ class BackupLink {
   const std::function<void()> on_lost_;
   std::atomic<uint64_t> sent_{0};
   std::atomic<bool> lost_{false};
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
-  uint64_t done_ = 0;  // frames; guarded by mutex_
-  std::string why_;
-  std::mutex numbering_;  // a ping between two frames of the partition
-  std::mutex closing_;
+  mutable Mutex mutex_;
+  CondVar changed_;
+  uint64_t done_ HC_GUARDED_BY(mutex_) = 0;  // frames
+  std::string why_ HC_GUARDED_BY(mutex_);
+  Mutex numbering_;  // a ping between two frames of the partition
+  Mutex closing_;    // one joins the thread
   NamedThread reader_;
 };
 

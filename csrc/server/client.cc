@@ -21,13 +21,13 @@ Status Client::connect(const Connection::Target& target, double timeout_s) {
   HC_TRY(connection->send(header, {}, {}, options_.silence_s));
   Buffer none;
   HC_TRY(connection->receive(&header, &none, options_.silence_s));
-  const std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   links_[target.index] = std::move(connection);
   return Status::ok();
 }
 
 std::shared_ptr<Connection> Client::link(int32_t server) const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   auto at = links_.find(server);
   return at == links_.end() ? nullptr : at->second;
 }
@@ -36,7 +36,7 @@ bool Client::is_connected(int32_t server) const { return link(server) != nullptr
 
 void Client::drop(int32_t server, const std::shared_ptr<Connection>& connection) {
   connection->shut();
-  const std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   auto at = links_.find(server);
   if (at != links_.end() && at->second == connection) links_.erase(at);
 }
@@ -171,7 +171,7 @@ std::vector<Failure> Client::run(Call& call, double limit_s, const std::function
 }
 
 void Client::close() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   for (auto& [server, connection] : links_) {
     FrameHeader header;
     header.verb = Verb::kGoodbye;

@@ -7,11 +7,11 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "base/clock.h"
+#include "base/mutex.h"
 #include "server/call.h"
 #include "server/connection.h"
 
@@ -74,8 +74,8 @@ class Client {
   std::vector<int32_t> place_;  // by partition: its primary
   uint64_t sequence_ = 0;
   Buffer scratch_, payload_;
-  mutable std::mutex mutex_;
-  std::map<int32_t, std::shared_ptr<Connection>> links_;  // by server; guarded by mutex_
+  mutable Mutex mutex_;
+  std::map<int32_t, std::shared_ptr<Connection>> links_ HC_GUARDED_BY(mutex_);  // by server
 };
 
 }  // namespace hc

@@ -80,7 +80,7 @@ Status Connection::wait(short events, double silence_s) const {
 
 Status Connection::send(const FrameHeader& header, std::span<const uint8_t> first, std::span<const uint8_t> second,
                         double silence_s) {
-  const std::lock_guard<std::mutex> lock(sending_);
+  MutexLock lock(sending_);
   FrameHeader head = header;
   head.bytes = first.size() + second.size();
   iovec parts[3] = {{&head, sizeof(head)},

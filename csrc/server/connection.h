@@ -4,10 +4,10 @@
 #pragma once
 
 #include <memory>
-#include <mutex>
 #include <span>
 #include <string>
 
+#include "base/mutex.h"
 #include "net/endpoint.h"
 #include "net/handshake.h"
 #include "net/socket.h"
@@ -50,7 +50,7 @@ class Connection {
 
   Fd fd_;
   const std::string peer_;
-  std::mutex sending_;  // signs of life and replies do not mix
+  Mutex sending_;  // signs of life and replies do not mix
 };
 
 }  // namespace hc

@@ -5,20 +5,20 @@
 namespace hc {
 
 void Events::add(EventKind kind, uint32_t partition, std::string text) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   waiting_.push_back({0, kind, partition, std::move(text)});
   changed_.notify_all();
 }
 
 Status Events::ask(std::string question, double wait_s, const std::function<Status()>& look, std::string* answer) {
-  std::unique_lock<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   const uint64_t number = ++last_;
   waiting_.push_back({number, EventKind::kAsked, 0, std::move(question)});
   asked_[number] = true;
   changed_.notify_all();
   Status status;
   while (status.is_ok() && !answers_.contains(number)) {
-    if (changed_.wait_for(lock, std::chrono::duration<double>(wait_s)) != std::cv_status::timeout) continue;
+    if (changed_.wait_for(mutex_, std::chrono::duration<double>(wait_s))) continue;
     lock.unlock();
     status = look();
     lock.lock();
@@ -33,8 +33,11 @@ Status Events::ask(std::string question, double wait_s, const std::function<Stat
 }
 
 bool Events::next(double timeout_s, Event* event) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  changed_.wait_for(lock, std::chrono::duration<double>(timeout_s), [&] { return !waiting_.empty() || stopped_; });
+  MutexLock lock(mutex_);
+  changed_.wait_for(mutex_, std::chrono::duration<double>(timeout_s), [&] {
+    mutex_.assume_held();
+    return !waiting_.empty() || stopped_;
+  });
   if (waiting_.empty() || stopped_) return false;
   *event = std::move(waiting_.front());
   waiting_.pop_front();
@@ -42,14 +45,14 @@ bool Events::next(double timeout_s, Event* event) {
 }
 
 void Events::answer(uint64_t number, const Status& status, std::string text) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   if (!asked_.contains(number)) return;
   answers_[number] = {status, std::move(text)};
   changed_.notify_all();
 }
 
 void Events::stop() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   stopped_ = true;
   changed_.notify_all();
 }

@@ -5,14 +5,13 @@
 #pragma once
 
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <map>
-#include <mutex>
 #include <string>
 
+#include "base/mutex.h"
 #include "base/status.h"
 
 namespace hc {
@@ -31,20 +30,23 @@ struct Event {
 class Alarm {
  public:
   void ring() {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    MutexLock lock(mutex_);
     rung_ = true;
     changed_.notify_all();
   }
   void wait(double timeout_s) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait_for(lock, std::chrono::duration<double>(timeout_s), [&] { return rung_; });
+    MutexLock lock(mutex_);
+    changed_.wait_for(mutex_, std::chrono::duration<double>(timeout_s), [&] {
+      mutex_.assume_held();
+      return rung_;
+    });
     rung_ = false;
   }
 
  private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool rung_ = false;
+  Mutex mutex_;
+  CondVar changed_;
+  bool rung_ HC_GUARDED_BY(mutex_) = false;
 };
 
 class Events {
@@ -62,13 +64,13 @@ class Events {
     Status status;
     std::string text;
   };
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<Event> waiting_;
-  std::map<uint64_t, Answer> answers_;
-  std::map<uint64_t, bool> asked_;  // nobody waits for the answer to others any more
-  uint64_t last_ = 0;
-  bool stopped_ = false;
+  Mutex mutex_;
+  CondVar changed_;
+  std::deque<Event> waiting_ HC_GUARDED_BY(mutex_);
+  std::map<uint64_t, Answer> answers_ HC_GUARDED_BY(mutex_);
+  std::map<uint64_t, bool> asked_ HC_GUARDED_BY(mutex_);  // nobody waits for the answer to others any more
+  uint64_t last_ HC_GUARDED_BY(mutex_) = 0;
+  bool stopped_ HC_GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace hc

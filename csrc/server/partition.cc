@@ -41,25 +41,24 @@ Status with_memory(const char* what, Call&& call) {
 Partition::Partition(uint32_t number, MemoryBudget* budget, Events* events, Alarm* watch, double silence_s)
     : number_(number), budget_(budget), events_(events), watch_(watch), silence_s_(silence_s) {}
 
-Status Partition::pause(std::unique_lock<std::mutex>& lock, const Patience& patience) {
+Status Partition::pause(const Patience& patience) {
   if (stopping_) return error(Code::kAborted, "the server stops");  // a worker hears "elsewhere" instead
-  if (changed_.wait_for(lock, seconds(std::min(patience.sign_s, std::max(0.0, patience.deadline.remaining_s())))) !=
-      std::cv_status::timeout)
+  if (changed_.wait_for(mutex_, seconds(std::min(patience.sign_s, std::max(0.0, patience.deadline.remaining_s())))))
     return Status::ok();
-  lock.unlock();
+  mutex_.unlock();
   Status wanted = patience.still_wanted();
-  lock.lock();
+  mutex_.lock();
   return wanted;
 }
 
-Status Partition::wait_until_decided(std::unique_lock<std::mutex>& lock, const Patience& patience, bool* elsewhere) {
+Status Partition::wait_until_decided(const Patience& patience, bool* elsewhere) {
   while (role_ == Role::kUndecided) {
     if (patience.deadline.passed()) {
       return error(
           Code::kTimeout, "partition ", number_,
           ": this server has lost the other copy and cannot reach the register that decides which one goes on");
     }
-    HC_TRY(pause(lock, patience));
+    HC_TRY(pause(patience));
   }
   // One that stops lets its backup go: what it did alone would be lost, and somebody may go on elsewhere already.
   *elsewhere = stopping_ || role_ != Role::kPrimary;
@@ -72,9 +71,9 @@ Status Partition::wait_for_backup(const std::shared_ptr<BackupLink>& link, uint6
                                   bool* elsewhere) {
   while (!link->wait_for(frame, patience.sign_s)) {
     if (link->is_lost()) {
-      std::unique_lock<std::mutex> lock(mutex_);
-      if (backup_ != link) return wait_until_decided(lock, patience, elsewhere);
-      HC_TRY(pause(lock, patience));  // backup_lost() is about to come
+      MutexLock lock(mutex_);
+      if (backup_ != link) return wait_until_decided(patience, elsewhere);
+      HC_TRY(pause(patience));  // backup_lost() is about to come
       continue;
     }
     if (patience.deadline.passed())
@@ -90,10 +89,13 @@ Status Partition::change(const FrameHeader& header, std::span<const uint8_t> pay
   std::shared_ptr<BackupLink> link;
   uint64_t frame = 0;
   {
-    std::unique_lock<std::mutex> lock(mutex_);
-    HC_TRY(wait_until_decided(lock, patience, elsewhere));
+    MutexLock lock(mutex_);
+    HC_TRY(wait_until_decided(patience, elsewhere));
     if (*elsewhere) return Status::ok();
-    HC_TRY(with_memory("this change", [&] { return shard_->apply(header, payload, answer); }));
+    HC_TRY(with_memory("this change", [&] {
+      mutex_.assume_held();
+      return shard_->apply(header, payload, answer);
+    }));
     if (backup_) {  // also what was in already: whoever sent it first may have died before the backup had it
       frame = backup_->send(header, payload);
       if (member_) link = backup_;
@@ -105,9 +107,9 @@ Status Partition::change(const FrameHeader& header, std::span<const uint8_t> pay
 
 Status Partition::pull(const FrameHeader& header, std::span<const uint8_t> payload, const Patience& patience,
                        Buffer* rows, bool* elsewhere) {
-  std::unique_lock<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   for (;;) {
-    HC_TRY(wait_until_decided(lock, patience, elsewhere));
+    HC_TRY(wait_until_decided(patience, elsewhere));
     if (*elsewhere) return Status::ok();
     std::string missing;
     if (shard_->may_pull(header, &missing)) break;
@@ -118,13 +120,16 @@ Status Partition::pull(const FrameHeader& header, std::span<const uint8_t> paylo
                    " s for ", missing, ". Start as many workers as the table was made for (", table->spec().workers,
                    "), or let staleness be None");
     }
-    HC_TRY(pause(lock, patience));
+    HC_TRY(pause(patience));
   }
-  return with_memory("the answer", [&] { return shard_->pull(header, payload, rows); });
+  return with_memory("the answer", [&] {
+    mutex_.assume_held();
+    return shard_->pull(header, payload, rows);
+  });
 }
 
 void Partition::worker_left(uint64_t worker) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   if (role_ != Role::kPrimary || !shard_) return;
   FrameHeader header;
   header.verb = Verb::kLeave;
@@ -140,14 +145,14 @@ void Partition::worker_left(uint64_t worker) {
 Status Partition::copy_to(BackupLink& link, const Deadline& deadline) {
   std::vector<uint64_t> tables;
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    MutexLock lock(mutex_);
     tables = shard_->tables();
   }
   Buffer payload;
   for (uint64_t table : tables) {
     for (size_t from = 0;;) {
       {
-        const std::lock_guard<std::mutex> lock(mutex_);
+        MutexLock lock(mutex_);
         FrameHeader header;
         if (role_ != Role::kPrimary || link.is_lost()) break;
         if (!shard_->rows(table, &from, kCopyBytes, &header, &payload)) break;
@@ -164,7 +169,7 @@ Status Partition::attach(std::unique_ptr<Connection> connection, int32_t server,
   const Deadline deadline = Deadline::in(timeout_s);
   std::shared_ptr<BackupLink> link;
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    MutexLock lock(mutex_);
     if (role_ != Role::kPrimary) return error(Code::kInvalidArgument, "this server is not its primary");
     if (backup_) return error(Code::kInvalidArgument, "it has a backup: server ", backup_->server());
     link = std::make_shared<BackupLink>(std::move(connection), server, silence_s_, [this] { backup_lost(); });
@@ -179,7 +184,7 @@ Status Partition::attach(std::unique_ptr<Connection> connection, int32_t server,
   Status status = copy_to(*link, deadline);
   uint64_t last = 0;
   {  // From here on every change waits for the backup; those of before are waited for now.
-    const std::lock_guard<std::mutex> lock(mutex_);
+    MutexLock lock(mutex_);
     member_ = status.is_ok() && backup_ == link && role_ == Role::kPrimary;
     last = link->sent();
   }
@@ -187,9 +192,12 @@ Status Partition::attach(std::unique_ptr<Connection> connection, int32_t server,
     if (link->is_lost()) status = error(Code::kPeerLost, link->why());
     if (deadline.passed()) status = error(Code::kTimeout, "a copy for server ", server, " took too long");
   }
-  std::unique_lock<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   if (status.is_ok() && backup_ == link && member_) return Status::ok();
-  if (backup_ == link) backup_ = nullptr, member_ = false;
+  if (backup_ == link) {
+    backup_ = nullptr;
+    member_ = false;
+  }
   lock.unlock();
   link->close();
   return status.is_ok() ? error(Code::kPeerLost, "the new backup, server ", server, ", was lost: ", link->why())
@@ -197,7 +205,7 @@ Status Partition::attach(std::unique_ptr<Connection> connection, int32_t server,
 }
 
 void Partition::detach() {
-  std::unique_lock<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   const std::shared_ptr<BackupLink> link = std::move(backup_);
   member_ = false;
   lock.unlock();
@@ -209,7 +217,7 @@ void Partition::detach() {
 void Partition::backup_lost() { watch_->ring(); }
 
 void Partition::ping() {
-  std::unique_lock<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   if (!backup_) return;
   if (!backup_->is_lost()) {
     const std::shared_ptr<BackupLink> link = backup_;
@@ -229,7 +237,7 @@ void Partition::ping() {
 }
 
 Status Partition::begin_following(uint64_t stream) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   if (role_ == Role::kPrimary || role_ == Role::kUndecided)
     return error(Code::kInvalidArgument, "partition ", number_, ": this server holds it itself");
   shard_ = std::make_unique<Shard>(budget_);
@@ -239,16 +247,19 @@ Status Partition::begin_following(uint64_t stream) {
 }
 
 Status Partition::follow(uint64_t stream, const FrameHeader& header, std::span<const uint8_t> payload) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   if (role_ != Role::kBackup || stream_ != stream)
     return error(Code::kAborted, "partition ", number_, ": this server follows that primary no more");
   if (header.verb == Verb::kPing) return Status::ok();
   FrameHeader ignored;
-  return with_memory("a copy", [&] { return shard_->apply(header, payload, &ignored); });
+  return with_memory("a copy", [&] {
+    mutex_.assume_held();
+    return shard_->apply(header, payload, &ignored);
+  });
 }
 
 void Partition::stream_ended(uint64_t stream) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   if (role_ != Role::kBackup || stream_ != stream) return;
   stream_ = 0;
   events_->add(EventKind::kPrimaryLost, number_, "its stream has ended");
@@ -257,30 +268,33 @@ void Partition::stream_ended(uint64_t stream) {
 void Partition::set_role(Role role) {
   std::shared_ptr<BackupLink> link;
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    MutexLock lock(mutex_);
     role_ = role;
     stream_ = 0;  // a primary that is followed no more learns it from its next frame
     if (role == Role::kNone) shard_ = nullptr;
     if (role == Role::kPrimary && !shard_) shard_ = std::make_unique<Shard>(budget_);
-    if (role != Role::kPrimary) link = std::move(backup_), member_ = false;
+    if (role != Role::kPrimary) {
+      link = std::move(backup_);
+      member_ = false;
+    }
     changed_.notify_all();
   }
   if (link) link->close();
 }
 
 Role Partition::role() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   return role_;
 }
 
 std::vector<uint64_t> Partition::workers() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   return shard_ && role_ == Role::kPrimary ? shard_->workers() : std::vector<uint64_t>();
 }
 
 void Partition::stop() {
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    MutexLock lock(mutex_);
     stopping_ = true;
     changed_.notify_all();
   }
@@ -288,14 +302,14 @@ void Partition::stop() {
 }
 
 std::string Partition::describe() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   return text_of("{\"partition\": ", number_, ", \"role\": \"", name_of(role_),
                  "\", \"backup\": ", backup_ && member_ ? backup_->server() : -1,
                  ", \"tables\": ", shard_ ? shard_->describe() : "[]", "}");
 }
 
 size_t Partition::copy_rows(uint64_t table, size_t from, size_t n, int64_t* ids, float* rows, uint64_t* steps) const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   const Table* found = shard_ && role_ == Role::kPrimary ? shard_->table(table) : nullptr;
   if (!found) return 0;
   *steps = found->steps();

@@ -6,13 +6,12 @@
 // server.
 #pragma once
 
-#include <condition_variable>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 
 #include "base/clock.h"
+#include "base/mutex.h"
 #include "server/backup_link.h"
 #include "server/events.h"
 #include "server/shard.h"
@@ -62,8 +61,9 @@ class Partition {
   size_t copy_rows(uint64_t table, size_t from, size_t n, int64_t* ids, float* rows, uint64_t* steps) const;
 
  private:
-  Status wait_until_decided(std::unique_lock<std::mutex>& lock, const Patience& patience, bool* elsewhere);
-  Status pause(std::unique_lock<std::mutex>& lock, const Patience& patience);
+  Status wait_until_decided(const Patience& patience, bool* elsewhere) HC_REQUIRES(mutex_);
+  // Gives the lock back while it waits.
+  Status pause(const Patience& patience) HC_REQUIRES(mutex_);
   Status wait_for_backup(const std::shared_ptr<BackupLink>& link, uint64_t frame, const Patience& patience,
                          bool* elsewhere);
   Status copy_to(BackupLink& link, const Deadline& deadline);
@@ -74,15 +74,15 @@ class Partition {
   Events* const events_;
   Alarm* const watch_;  // wakes the thread that calls ping()
   const double silence_s_;
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;  // role, shard
-  // guarded by mutex_
-  Role role_ = Role::kNone;
-  std::unique_ptr<Shard> shard_;
-  std::shared_ptr<BackupLink> backup_;
-  bool member_ = false;  // changes wait for backup_; before that it is being given its copy
-  uint64_t stream_ = 0;  // backup: the connection that is followed
-  bool stopping_ = false;
+  mutable Mutex mutex_;
+  CondVar changed_;  // role, shard
+  Role role_ HC_GUARDED_BY(mutex_) = Role::kNone;
+  std::unique_ptr<Shard> shard_ HC_GUARDED_BY(mutex_) HC_PT_GUARDED_BY(mutex_);
+  std::shared_ptr<BackupLink> backup_ HC_GUARDED_BY(mutex_);
+  // Changes wait for backup_; before that it is being given its copy.
+  bool member_ HC_GUARDED_BY(mutex_) = false;
+  uint64_t stream_ HC_GUARDED_BY(mutex_) = 0;  // backup: the connection that is followed
+  bool stopping_ HC_GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace hc

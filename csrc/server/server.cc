@@ -85,7 +85,7 @@ void Server::take(Fd fd, const std::string& from) {
   if (strangers_ >= 2 * kMaxStrangers) return;  // closes it: those that were sent away have not noticed yet
   Fd end(::fcntl(fd.get(), F_DUPFD_CLOEXEC, 0));
   if (!end) return;
-  const std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   if (strangers_ >= kMaxStrangers) send_oldest_stranger_away();
   ++strangers_;
   Session& session = sessions_.emplace_back();
@@ -102,7 +102,7 @@ void Server::take(Fd fd, const std::string& from) {
   }
 }
 
-// mutex_ held. Its thread sees the end of the connection.
+// Its thread sees the end of the connection.
 void Server::send_oldest_stranger_away() {
   for (Session& session : sessions_) {
     if (!session.stranger) continue;
@@ -113,7 +113,7 @@ void Server::send_oldest_stranger_away() {
 }
 
 void Server::reap() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   sessions_.remove_if([](const Session& session) { return session.over.load(); });
 }
 
@@ -121,7 +121,7 @@ void Server::serve(Session& session, uint64_t number, Fd fd, const std::string& 
   auto connection = Connection::welcome(std::move(fd), from, options_.credentials, options_.index, options_.generation,
                                         kHelloDeadlineS);
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    MutexLock lock(mutex_);
     --strangers_;
     session.stranger = Fd();
     if (!connection.is_ok()) return;  // a stranger: nothing is owed to it
@@ -132,7 +132,7 @@ void Server::serve(Session& session, uint64_t number, Fd fd, const std::string& 
   session.connection->shut();
   if (session.worker == 0) return;
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    MutexLock lock(mutex_);
     if (--connections_[session.worker] > 0) return;
     connections_.erase(session.worker);
   }
@@ -141,7 +141,7 @@ void Server::serve(Session& session, uint64_t number, Fd fd, const std::string& 
 }
 
 void Server::hello(Session& session, uint64_t worker) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   if (session.worker != 0 || worker == 0) return;
   session.worker = worker;
   ++connections_[worker];
@@ -203,9 +203,15 @@ Status Server::answer(Session& session, const FrameHeader& header, std::span<con
     status = place.value()->change(header, payload, patience, &reply, &elsewhere);
   }
   // A worker has nothing to do with this server's end: whoever has the partition next will answer.
-  if (!status.is_ok() && stopping_.load() && header.verb != Verb::kAsk) status = Status::ok(), elsewhere = true;
+  if (!status.is_ok() && stopping_.load() && header.verb != Verb::kAsk) {
+    status = Status::ok();
+    elsewhere = true;
+  }
   std::span<const uint8_t> body = rows->bytes();
-  if (!status.is_ok()) text = status.text(), reply.code = static_cast<uint16_t>(status.code());
+  if (!status.is_ok()) {
+    text = status.text();
+    reply.code = static_cast<uint16_t>(status.code());
+  }
   if (status.is_ok() && elsewhere) {
     reply.verb = Verb::kElsewhere;
     text = text_of("server ", options_.index, " is not the primary of partition ", header.partition);
@@ -259,7 +265,7 @@ void Server::look_for_lost_workers() {
     for (auto& partition : partitions_) {
       for (uint64_t worker : partition->workers()) expected.push_back(worker);
     }
-    const std::lock_guard<std::mutex> lock(mutex_);
+    MutexLock lock(mutex_);
     std::map<uint64_t, TimePoint> still_away;
     for (uint64_t worker : expected) {
       if (connections_.contains(worker)) continue;
@@ -303,14 +309,14 @@ Status Server::attach(uint32_t number, const Connection::Target& backup, double 
 std::string Server::describe() const {
   std::string text;
   for (const auto& partition : partitions_) text += (text.empty() ? "" : ", ") + partition->describe();
-  const std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   return text_of("{\"server\": ", options_.index, ", \"workers\": ", connections_.size(),
                  ", \"memory_used\": ", budget_.used(), ", \"memory\": ", budget_.limit(), ", \"partitions\": [", text,
                  "]}");
 }
 
 void Server::stop() {
-  const std::lock_guard<std::mutex> once(stop_once_);
+  MutexLock once(stop_once_);
   stopping_ = true;
   events_.stop();
   if (wake_) {
@@ -321,14 +327,15 @@ void Server::stop() {
   acceptor_.join();
   watcher_.join();
   for (auto& partition : partitions_) partition->stop();
+  std::list<Session> ending;
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    MutexLock lock(mutex_);
     for (Session& session : sessions_) {
       if (session.connection) session.connection->shut();
     }
+    ending.swap(sessions_);  // nobody adds any more, and their threads refer to them where they are
   }
-  for (Session& session : sessions_) session.thread.join();  // nobody adds or removes any more
-  sessions_.clear();
+  for (Session& session : ending) session.thread.join();
 }
 
 }  // namespace hc

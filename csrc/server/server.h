@@ -5,14 +5,13 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <list>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
+#include "base/mutex.h"
 #include "base/thread.h"
 #include "net/listeners.h"
 #include "server/partition.h"
@@ -47,8 +46,9 @@ class Server {
  private:
   struct Session {
     NamedThread thread;
-    std::shared_ptr<Connection> connection;  // guarded by mutex_; null before it is authenticated
-    Fd stranger;                             // guarded by mutex_; until then, to end it: the connection once more
+    // Written under mutex_: null before it is authenticated; until then, to end it, the connection once more.
+    std::shared_ptr<Connection> connection;
+    Fd stranger;
     std::atomic<bool> over{false};
     uint64_t worker = 0;
     bool goodbye = false;
@@ -58,7 +58,7 @@ class Server {
   Status listen();
   void accept();
   void take(Fd fd, const std::string& from);
-  void send_oldest_stranger_away();
+  void send_oldest_stranger_away() HC_REQUIRES(mutex_);
   void serve(Session& session, uint64_t number, Fd fd, const std::string& from);
   Status talk(Session& session, uint64_t number);
   Status answer(Session& session, const FrameHeader& header, std::span<const uint8_t> payload, Buffer* rows);
@@ -79,12 +79,13 @@ class Server {
   std::atomic<bool> stopping_{false};
   std::atomic<int> strangers_{0};  // connections that are not authenticated yet
   NamedThread acceptor_, watcher_;
-  mutable std::mutex mutex_;
-  std::list<Session> sessions_;  // guarded by mutex_, as all below
-  uint64_t last_session_ = 0;
-  std::map<uint64_t, int> connections_;  // by worker
-  std::map<uint64_t, TimePoint> away_;   // workers that should have a connection and do not: since when
-  std::mutex stop_once_;
+  mutable Mutex mutex_;
+  std::list<Session> sessions_ HC_GUARDED_BY(mutex_);
+  uint64_t last_session_ HC_GUARDED_BY(mutex_) = 0;
+  std::map<uint64_t, int> connections_ HC_GUARDED_BY(mutex_);  // by worker
+  // Workers that should have a connection and do not: since when.
+  std::map<uint64_t, TimePoint> away_ HC_GUARDED_BY(mutex_);
+  Mutex stop_once_;
 };
 
 }  // namespace hc

@@ -21,7 +21,7 @@ KNOBS = [
         "name": "HOROCLONE_CYCLE_TIME",
         "horovod": "HOROVOD_CYCLE_TIME",
         "default": "0",
-        "help": "Gathering window.",
+        "help": "Batching delay.",
     },
     {"name": "HOROCLONE_RANK", "horovod": "HOROVOD_RANK", "default": "", "help": "The rank."},
 ]

@@ -1,8 +1,7 @@
 #include "collective/gpu/nccl_comm.h"
+#include "base/mutex.h"
 
 #include <atomic>
-#include <condition_variable>
-#include <mutex>
 #include <thread>
 
 #include "base/thread.h"
@@ -40,27 +39,30 @@ class NcclComm::Caller : public std::enable_shared_from_this<Caller> {
     return thread_.start("hc-nccl", [self = shared_from_this()] { self->work(); });
   }
   void post(std::function<Status()> job) {
-    std::lock_guard lock(mu_);
+    MutexLock lock(mu_);
     job_ = std::move(job);
     busy_ = true;
     changed_.notify_all();
   }
   bool is_busy() {
-    std::lock_guard lock(mu_);
+    MutexLock lock(mu_);
     return busy_;
   }
   Status outcome() {
-    std::lock_guard lock(mu_);
+    MutexLock lock(mu_);
     return outcome_;
   }
   bool until_idle(double limit_s) {
-    std::unique_lock lock(mu_);
-    return changed_.wait_for(lock, std::chrono::duration<double>(limit_s), [&] { return !busy_; });
+    MutexLock lock(mu_);
+    return changed_.wait_for(mu_, std::chrono::duration<double>(limit_s), [&] {
+      mu_.assume_held();
+      return !busy_;
+    });
   }
   // The thread ends when its call has returned; who does not, is left alone.
   void end() {
     {
-      std::lock_guard lock(mu_);
+      MutexLock lock(mu_);
       ending_ = true;
       changed_.notify_all();
     }
@@ -75,9 +77,12 @@ class NcclComm::Caller : public std::enable_shared_from_this<Caller> {
   void work() {
     Gpu::own_this_thread();
     const Gpu::Current current(*gpu_);
-    std::unique_lock lock(mu_);
+    MutexLock lock(mu_);
     while (true) {
-      changed_.wait(lock, [&] { return job_ || ending_; });
+      changed_.wait(mu_, [&] {
+        mu_.assume_held();
+        return job_ || ending_;
+      });
       if (!job_) return;
       const auto job = std::exchange(job_, nullptr);
       lock.unlock();
@@ -90,11 +95,11 @@ class NcclComm::Caller : public std::enable_shared_from_this<Caller> {
   }
 
   NamedThread thread_;
-  std::mutex mu_;  // guards all below
-  std::condition_variable changed_;
-  std::function<Status()> job_;
-  bool busy_ = false, ending_ = false;
-  Status outcome_;
+  Mutex mu_;
+  CondVar changed_;
+  std::function<Status()> job_ HC_GUARDED_BY(mu_);
+  bool busy_ HC_GUARDED_BY(mu_) = false, ending_ HC_GUARDED_BY(mu_) = false;
+  Status outcome_ HC_GUARDED_BY(mu_);
 };
 
 NcclComm::NcclComm(std::shared_ptr<const NcclApi> nccl, std::shared_ptr<Gpu> gpu)

@@ -17,7 +17,7 @@ GpuOperations operations_of(const std::string& word) {
 }  // namespace
 
 Result<std::shared_ptr<Gpu>> GpuDesk::adopt(int index) {
-  std::lock_guard lock(mu_);
+  MutexLock lock(mu_);
   if (!gpu_) {
     auto api = CudaApi::load(context_.config.cuda_library);
     HC_TRY(api.status());
@@ -54,7 +54,7 @@ Result<std::unique_ptr<DeviceWork>> GpuDesk::prepare(const Submission& s, bool m
 // For what may come from another GPU, or not: this rank works on that device only once something has come. Null: there
 // is nothing to offer, what comes has to come to host memory.
 std::unique_ptr<DeviceWork> GpuDesk::offer(int index) {
-  std::lock_guard lock(mu_);
+  MutexLock lock(mu_);
   if (!gpu_ && (!offered_gpu_ || offered_gpu_->index() != index)) {
     auto api = CudaApi::load(context_.config.cuda_library);
     if (!api.is_ok()) return nullptr;
@@ -79,7 +79,7 @@ Status GpuDesk::refuse_captured(const Submission& s, Gpu& gpu) const {
 }
 
 void GpuDesk::settle(Operation* op) {
-  std::lock_guard lock(mu_);
+  MutexLock lock(mu_);
   if (!gpu_) gpu_ = op->device->gpu;
   op->device->gpu = gpu_;
   has_gpu_.store(true);
@@ -118,7 +118,6 @@ DeviceOptions GpuDesk::options() const {
   return options;
 }
 
-// Lock held.
 Result<std::shared_ptr<const NcclApi>> GpuDesk::nccl_of_memory(const Gpu& gpu) {
   if (!memory_nccl_) {
     auto loaded = NcclApi::load(context_.config.nccl_library, context_.config.nccl_folders, gpu.api().version);
@@ -139,7 +138,7 @@ Result<std::shared_ptr<Memory>> GpuDesk::allocate(int device_index, size_t bytes
   auto adopted = adopt(device_index);
   HC_TRY(adopted.status());
   const std::shared_ptr<Gpu> gpu = adopted.take();
-  std::lock_guard lock(mu_);
+  MutexLock lock(mu_);
   auto loaded = nccl_of_memory(*gpu);
   HC_TRY(loaded.status());
   const std::shared_ptr<const NcclApi> nccl = loaded.take();
@@ -158,7 +157,7 @@ Result<std::shared_ptr<Memory>> GpuDesk::allocate(int device_index, size_t bytes
 }
 
 bool GpuDesk::find_memory(BucketSet* buckets) {
-  std::lock_guard lock(mu_);
+  MutexLock lock(mu_);
   for (const BucketSet::Bucket& b : buckets->buckets) {
     const auto at = memory_.find(b.data);
     auto memory = at == memory_.end() ? nullptr : at->second.lock();
@@ -171,7 +170,7 @@ bool GpuDesk::find_memory(BucketSet* buckets) {
 }
 
 void GpuDesk::note_way(int process_set, Way way) {
-  std::lock_guard lock(mu_);
+  MutexLock lock(mu_);
   ways_[process_set] = std::move(way);
 }
 
@@ -184,7 +183,7 @@ std::string GpuDesk::ways_json() const {
     }
     return out + "\"";
   };
-  std::lock_guard lock(mu_);
+  MutexLock lock(mu_);
   std::string text = "{";
   for (const auto& [set, way] : ways_)
     text += text_of(text.size() > 1 ? "," : "", "\"", set, "\":{\"backend\":", quoted(way.backend),
@@ -208,13 +207,13 @@ Status GpuDesk::blame(TimePoint now) const {
 }
 
 std::shared_ptr<Gpu> GpuDesk::gpu() const {
-  std::lock_guard lock(mu_);
+  MutexLock lock(mu_);
   return gpu_;
 }
 
 void GpuDesk::close() {
   failure_ = Status::ok();
-  std::lock_guard lock(mu_);
+  MutexLock lock(mu_);
   has_gpu_.store(false);
   offered_gpu_.reset();
   if (gpu_) gpu_->close();

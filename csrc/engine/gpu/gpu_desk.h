@@ -7,8 +7,8 @@
 
 #include <map>
 #include <memory>
-#include <mutex>
 
+#include "base/mutex.h"
 #include "collective/gpu/device_group.h"
 #include "device/memory_relief.h"
 #include "engine/context.h"
@@ -71,18 +71,19 @@ class GpuDesk {
  private:
   std::unique_ptr<DeviceWork> offer(int index);
   Status refuse_captured(const Submission& s, Gpu& gpu) const;
-  Result<std::shared_ptr<const NcclApi>> nccl_of_memory(const Gpu& gpu);
+  Result<std::shared_ptr<const NcclApi>> nccl_of_memory(const Gpu& gpu) HC_REQUIRES(mu_);
 
   Context& context_;
   const Tuner& tuner_;
   MemoryRelief relief_;
   std::atomic<bool> has_gpu_{false};
-  mutable std::mutex mu_;  // guards the five below
-  std::shared_ptr<Gpu> gpu_;
-  std::shared_ptr<Gpu> offered_gpu_;            // what somebody may send can be taken there, while there is no gpu_
-  std::shared_ptr<const NcclApi> memory_nccl_;  // null: not looked for, or not found
-  std::map<std::byte*, std::weak_ptr<Memory>> memory_;  // of allocate()
-  std::map<int, Way> ways_;
+  mutable Mutex mu_;
+  std::shared_ptr<Gpu> gpu_ HC_GUARDED_BY(mu_);
+  // What somebody may send can be taken there, while there is no gpu_.
+  std::shared_ptr<Gpu> offered_gpu_ HC_GUARDED_BY(mu_);
+  std::shared_ptr<const NcclApi> memory_nccl_ HC_GUARDED_BY(mu_);          // null: not looked for, or not found
+  std::map<std::byte*, std::weak_ptr<Memory>> memory_ HC_GUARDED_BY(mu_);  // of allocate()
+  std::map<int, Way> ways_ HC_GUARDED_BY(mu_);
 
   // The thread that makes progress.
   Status failure_;  // what CUDA or NCCL said; who is to blame may still be on its way here

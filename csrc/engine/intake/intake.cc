@@ -73,7 +73,7 @@ Status Intake::failure_of(Op op, std::string_view name) const {
   return failure_.with(text_of(name_of(op), name.empty() ? "" : " " + quoted(name)));
 }
 
-// Submit lock held. Whether `s` may be submitted now, and to which set.
+// Whether `s` may be submitted now, and to which set.
 Result<SetIntake*> Intake::check(const Submission& s) const {
   if (!failure_.is_ok()) return failure_of(s.op, s.name);
   SetIntake* set = find_locked(s.process_set);
@@ -96,7 +96,7 @@ Status Intake::is_pending(Op op, std::string_view name) const {
                " (Duplicate tensor name). Wait for it first, or give this one another name.");
 }
 
-// Submit lock held. record: of its name; null: it has none, or is a message.
+// record: of its name; null: it has none, or is a message.
 int64_t Intake::enqueue(Operation* op, SetIntake& set, NameRecord* record) {
   const bool message = is_message(op->signature().op);
   if (record) {
@@ -119,7 +119,7 @@ int64_t Intake::enqueue(Operation* op, SetIntake& set, NameRecord* record) {
 }
 
 Status Intake::queue(const Submission& s, BucketId bucket, std::unique_ptr<DeviceWork> device, int64_t* handle) {
-  std::lock_guard lock(mu_);
+  SubmitLock lock(mu_);
   auto checked = check(s);
   HC_TRY(checked.status());
   SetIntake& set = *checked.value();
@@ -140,7 +140,7 @@ Status Intake::queue(const Submission& s, BucketId bucket, std::unique_ptr<Devic
 Status Intake::queue_declared(int process_set, BucketId id, int32_t priority, int64_t* handle,
                               std::shared_ptr<const BucketSet>* on_device) {
   *handle = 0;
-  std::lock_guard lock(mu_);
+  SubmitLock lock(mu_);
   SetIntake* set = find_locked(process_set);
   const SetIntake::Declared* declared = set ? set->declared(id.set) : nullptr;
   if (!declared) return error(Code::kInvalidArgument, "bucket set ", id.set, " was not declared");
@@ -172,7 +172,7 @@ Status Intake::queue_declared(int process_set, BucketId id, int32_t priority, in
 }
 
 Result<Operation*> Intake::make(const Submission& s, BucketId bucket) {
-  std::lock_guard lock(mu_);
+  SubmitLock lock(mu_);
   auto checked = check(s);
   HC_TRY(checked.status());
   SetIntake& set = *checked.value();
@@ -186,7 +186,7 @@ Result<Operation*> Intake::make(const Submission& s, BucketId bucket) {
 }
 
 std::vector<Operation*> Intake::take_all() {
-  std::lock_guard lock(mu_);
+  SubmitLock lock(mu_);
   std::vector<Operation*> rest(taken_.begin() + static_cast<std::ptrdiff_t>(next_taken_), taken_.end());
   rest.insert(rest.end(), incoming_.begin(), incoming_.end());
   taken_.clear();
@@ -196,28 +196,28 @@ std::vector<Operation*> Intake::take_all() {
 }
 
 void Intake::refuse(const Status& reason) {
-  std::lock_guard lock(mu_);
+  SubmitLock lock(mu_);
   if (failure_.is_ok()) failure_ = reason;
 }
 
 Status Intake::failure() const {
-  std::lock_guard lock(mu_);
+  SubmitLock lock(mu_);
   return failure_;
 }
 
 void Intake::add(std::shared_ptr<SetIntake> set) {
-  std::lock_guard lock(mu_);
+  SubmitLock lock(mu_);
   const int id = set->members.id;
   sets_[id] = std::move(set);
 }
 
 void Intake::remove(int process_set) {
-  std::lock_guard lock(mu_);
+  SubmitLock lock(mu_);
   sets_.erase(process_set);
 }
 
 std::shared_ptr<SetIntake> Intake::find(int process_set) const {
-  std::lock_guard lock(mu_);
+  SubmitLock lock(mu_);
   const auto at = sets_.find(process_set);
   return at == sets_.end() ? nullptr : at->second;
 }
@@ -237,38 +237,38 @@ int Intake::declare(SetIntake& set, std::shared_ptr<const BucketSet> buckets) co
         write_signature(s, set.members, true, &bucket.request.signature);
     }
   }
-  std::lock_guard lock(mu_);
+  SubmitLock lock(mu_);
   declared.set = std::move(buckets);
   return set.declare(std::move(declared));
 }
 
 void Intake::undeclare(SetIntake& set, int id) const {
-  std::lock_guard lock(mu_);
+  SubmitLock lock(mu_);
   set.undeclare(id);
 }
 
 void Intake::take_back_declared(SetIntake& set, int id) const {
-  std::lock_guard lock(mu_);
+  SubmitLock lock(mu_);
   set.take_back_declared(id);
 }
 
 Operation* Intake::find_named(SetIntake& set, Op op, std::string_view name) const {
-  std::lock_guard lock(mu_);
+  SubmitLock lock(mu_);
   return set.find_named(op, name);
 }
 
 void Intake::skip_sequence(SetIntake& set, Op op, uint64_t sequence) const {
-  std::lock_guard lock(mu_);
+  SubmitLock lock(mu_);
   set.skip_sequence(op, sequence);
 }
 
 std::string Intake::last_call() const {
-  std::lock_guard lock(mu_);
+  SubmitLock lock(mu_);
   return recorder_.last_call();
 }
 
 std::string Intake::stragglers_json() const {
-  std::lock_guard lock(mu_);
+  SubmitLock lock(mu_);
   std::string text;
   for (const auto& [id, set] : sets_)
     if (set->members.has_me())
@@ -290,7 +290,7 @@ std::string Intake::flight_record(const std::string& reason) const {
   const auto epoch = std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
   char stamp[40];
   std::snprintf(stamp, sizeof stamp, "%.6f", epoch);
-  std::lock_guard lock(mu_);
+  SubmitLock lock(mu_);
   std::string sets;
   for (const auto& [id, set] : sets_) {
     sets += text_of(sets.empty() ? "" : ",", "\"", id, "\":[");

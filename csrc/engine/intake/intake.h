@@ -6,7 +6,6 @@
 
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -15,6 +14,7 @@
 #include "engine/operation/operation.h"
 #include "engine/operation/submission.h"
 #include "engine/record/recorder.h"
+#include "engine/threads/submit_lock.h"
 
 namespace hc {
 
@@ -42,7 +42,7 @@ class Intake {
   // Takes what has been submitted so far; next() returns one operation after the other, then null.
   void take() {
     if (!taken_.empty()) return;  // some are left after an exception
-    std::lock_guard lock(mu_);
+    SubmitLock lock(mu_);
     taken_.swap(incoming_);
     has_news_.store(false, std::memory_order_release);
   }
@@ -82,29 +82,29 @@ class Intake {
   // "allreduce 'x', 12.3 s ago"
   std::string last_call() const;
 
-  // Takes the submit lock, for callers that read or write several members of SetIntake together.
-  std::unique_lock<std::mutex> lock() const { return std::unique_lock(mu_); }
+  // Of the submit lock, for callers that read or write several members of SetIntake together.
+  Mutex& submit_mutex() const { return mu_; }
 
  private:
-  Result<SetIntake*> check(const Submission& s) const;
-  Status failure_of(Op op, std::string_view name) const;
+  Result<SetIntake*> check(const Submission& s) const HC_REQUIRES(submit_lock);
+  Status failure_of(Op op, std::string_view name) const HC_REQUIRES(submit_lock);
   Status has_joined(Op op) const;
   void write_signature(const Submission& s, const Members& set, bool declared, Signature* to) const;
-  SetIntake* find_locked(int process_set) const {
+  SetIntake* find_locked(int process_set) const HC_REQUIRES(submit_lock) {
     const auto at = sets_.find(process_set);
     return at == sets_.end() ? nullptr : at->second.get();
   }
   Status is_pending(Op op, std::string_view name) const;
-  int64_t enqueue(Operation* op, SetIntake& set, NameRecord* record);
+  int64_t enqueue(Operation* op, SetIntake& set, NameRecord* record) HC_REQUIRES(submit_lock);
   bool arena_holds(const Submission& s) const;
 
   Context& context_;
   Handles handles_;
-  mutable std::mutex mu_;  // the submit lock: guards all below, and SetIntake
-  Recorder recorder_;      // its submitted() and json()
-  std::map<int, std::shared_ptr<SetIntake>> sets_;
-  std::vector<Operation*> incoming_;
-  Status failure_;  // not ok: nothing is taken
+  mutable Mutex mu_;  // the submit lock
+  Recorder recorder_;
+  std::map<int, std::shared_ptr<SetIntake>> sets_ HC_GUARDED_BY(submit_lock);
+  std::vector<Operation*> incoming_ HC_GUARDED_BY(submit_lock);
+  Status failure_ HC_GUARDED_BY(submit_lock);  // not ok: nothing is taken
   std::atomic<bool> has_news_{false};
 
   // The thread that makes progress.

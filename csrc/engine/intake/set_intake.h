@@ -1,5 +1,5 @@
 // What submission knows of one process set: its members, the names in use, the sequence numbers of unnamed operations,
-// and the declared buckets. Guarded by the submit lock of Intake, except where a line says otherwise.
+// and the declared buckets.
 #pragma once
 
 #include <algorithm>
@@ -16,6 +16,7 @@
 #include "engine/operation/members.h"
 #include "engine/operation/operation.h"
 #include "engine/operation/submission.h"
+#include "engine/threads/submit_lock.h"
 
 namespace hc {
 
@@ -29,26 +30,26 @@ class SetIntake {
   std::atomic<bool> join_pending{false};  // set under the submit lock, cleared by the thread that makes progress
 
   // The next number of an unnamed operation.
-  uint64_t next_sequence(Op op) { return sequences_[static_cast<size_t>(op)]++; }
-  uint64_t upcoming_sequence(Op op) const { return sequences_[static_cast<size_t>(op)]; }
+  uint64_t next_sequence(Op op) HC_REQUIRES(submit_lock) { return sequences_[static_cast<size_t>(op)]++; }
+  uint64_t upcoming_sequence(Op op) const HC_REQUIRES(submit_lock) { return sequences_[static_cast<size_t>(op)]; }
   // Unnamed operation `sequence` ran without this rank, which had joined: continue the numbering after it, as the other
   // ranks do.
-  void skip_sequence(Op op, uint64_t sequence) {
+  void skip_sequence(Op op, uint64_t sequence) HC_REQUIRES(submit_lock) {
     uint64_t& next = sequences_[static_cast<size_t>(op)];
     next = std::max(next, sequence + 1);
   }
   // Counts a submission to this set, from 1.
-  uint64_t next_call() { return ++calls_; }
+  uint64_t next_call() HC_REQUIRES(submit_lock) { return ++calls_; }
 
   // The record of a name, made when it is new. One that is used once only is forgotten soon: programs that put the
   // step into their names make a new one in every step.
-  NameRecord& record_of(Op op, std::string_view name);
+  NameRecord& record_of(Op op, std::string_view name) HC_REQUIRES(submit_lock);
   // The record of a name, or (empty) of the unnamed operations of this kind; null: there is none.
-  NameRecord* known_record(Op op, std::string_view name);
+  NameRecord* known_record(Op op, std::string_view name) HC_REQUIRES(submit_lock);
   // Any thread: the record of unnamed operations lives as long as this.
   NameRecord& unnamed_record(Op op) { return unnamed_[static_cast<size_t>(op)]; }
   // Null when nobody has this name pending.
-  Operation* find_named(Op op, std::string_view name);
+  Operation* find_named(Op op, std::string_view name) HC_REQUIRES(submit_lock);
 
   // A declared set of buckets, with everything prepared that submitting one of them needs.
   struct Declared {
@@ -61,32 +62,32 @@ class SetIntake {
     std::vector<Bucket> buckets;  // none for a set on a GPU
   };
   // Null: there is no such set.
-  const Declared* declared(int id) const {
+  const Declared* declared(int id) const HC_REQUIRES(submit_lock) {
     const auto at = declared_.find(id);
     return at == declared_.end() ? nullptr : &at->second;
   }
-  int declare(Declared declared);  // gives its id
-  void undeclare(int id);
+  int declare(Declared declared) HC_REQUIRES(submit_lock);  // gives its id
+  void undeclare(int id) HC_REQUIRES(submit_lock);
   // The last one, as if it had never been declared.
-  void take_back_declared(int id) {
+  void take_back_declared(int id) HC_REQUIRES(submit_lock) {
     undeclare(id);
     next_declared_ = id;
   }
 
  private:
-  std::array<uint64_t, kOpCount> sequences_{};
+  std::array<uint64_t, kOpCount> sequences_ HC_GUARDED_BY(submit_lock){};
   using Names = std::unordered_map<std::string, NameRecord>;
-  void forget_what_came_once();
+  void forget_what_came_once() HC_REQUIRES(submit_lock);
 
-  std::array<Names, kOpCount> names_;  // the records' contents: see NameRecord
-  RecentHashes came_;
+  std::array<Names, kOpCount> names_ HC_GUARDED_BY(submit_lock);  // the records' contents: see NameRecord
+  RecentHashes came_ HC_GUARDED_BY(submit_lock);
   // Of records made lately. The pointers last as long as the records do.
-  std::vector<std::pair<Names*, const Names::value_type*>> new_;
-  size_t look_at_ = 0;  // so many in new_ are looked through
+  std::vector<std::pair<Names*, const Names::value_type*>> new_ HC_GUARDED_BY(submit_lock);
+  size_t look_at_ HC_GUARDED_BY(submit_lock) = 0;  // so many in new_ are looked through
   std::array<NameRecord, kOpCount> unnamed_;
-  uint64_t calls_ = 0;
-  std::map<int, Declared> declared_;
-  int next_declared_ = 0;
+  uint64_t calls_ HC_GUARDED_BY(submit_lock) = 0;
+  std::map<int, Declared> declared_ HC_GUARDED_BY(submit_lock);
+  int next_declared_ HC_GUARDED_BY(submit_lock) = 0;
 };
 
 }  // namespace hc

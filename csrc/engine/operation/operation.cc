@@ -49,7 +49,7 @@ uint64_t Operation::bytes() const {
 }
 
 Operation* Handles::acquire() {
-  std::lock_guard lock(mu_);
+  MutexLock lock(mu_);
   uint32_t place;
   if (!free_.empty()) {
     place = free_.back();
@@ -68,7 +68,7 @@ Operation* Handles::acquire() {
 }
 
 void Handles::release(int64_t handle) {
-  std::lock_guard lock(mu_);
+  MutexLock lock(mu_);
   const auto place = static_cast<size_t>(handle & kPlaceMask);
   if (handle <= 0 || place >= pool_.size()) return;
   Operation* op = pool_[place].get();
@@ -78,7 +78,7 @@ void Handles::release(int64_t handle) {
 }
 
 bool Handles::release_if_succeeded(int64_t handle) {
-  std::lock_guard lock(mu_);
+  MutexLock lock(mu_);
   const auto place = static_cast<size_t>(handle & kPlaceMask);
   if (handle <= 0 || place >= pool_.size()) return false;
   Operation* op = pool_[place].get();
@@ -89,7 +89,7 @@ bool Handles::release_if_succeeded(int64_t handle) {
 }
 
 size_t Handles::live() const {
-  std::lock_guard lock(mu_);
+  MutexLock lock(mu_);
   return pool_.size() - free_.size();
 }
 

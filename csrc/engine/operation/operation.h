@@ -3,9 +3,7 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <unordered_map>
@@ -13,6 +11,7 @@
 
 #include "agreement/negotiation.h"
 #include "base/clock.h"
+#include "base/mutex.h"
 #include "base/nvtx.h"
 #include "collective/shared/bypass_rounds.h"
 #include "engine/operation/device_work.h"
@@ -116,7 +115,7 @@ class Handles {
   Operation* acquire();  // a cleared operation with a fresh handle
   // Null: unknown or released.
   Operation* find(int64_t handle) {
-    std::lock_guard lock(mu_);
+    MutexLock lock(mu_);
     const auto place = static_cast<size_t>(handle & kPlaceMask);
     if (handle <= 0 || place >= pool_.size()) return nullptr;
     Operation* op = pool_[place].get();
@@ -128,7 +127,7 @@ class Handles {
   bool may_run_out() const { return pooled_.load(std::memory_order_relaxed) > kMaxPooled / 2; }
   // The thread that makes progress: sets `done`; the operation may be recycled at once.
   void finished(Operation* op) {
-    std::lock_guard lock(mu_);
+    MutexLock lock(mu_);
     op->done.store(true, std::memory_order_release);
     if (op->released) recycle(op);
   }
@@ -138,12 +137,12 @@ class Handles {
   static constexpr int kPlaceBits = 20;
   static constexpr size_t kMaxPooled = size_t{1} << kPlaceBits;
   static constexpr int64_t kPlaceMask = (int64_t{1} << kPlaceBits) - 1;
-  void recycle(Operation* op);
+  void recycle(Operation* op) HC_REQUIRES(mu_);
   std::atomic<size_t> pooled_{0};  // pool_.size()
-  mutable std::mutex mu_;          // guards all below
-  std::vector<std::unique_ptr<Operation>> pool_;
-  std::vector<uint32_t> free_;
-  int64_t serial_;
+  mutable Mutex mu_;
+  std::vector<std::unique_ptr<Operation>> pool_ HC_GUARDED_BY(mu_);
+  std::vector<uint32_t> free_ HC_GUARDED_BY(mu_);
+  int64_t serial_ HC_GUARDED_BY(mu_);
 };
 
 }  // namespace hc

@@ -39,7 +39,7 @@ Status Loop::advance() {
   Counters::add_locked(parts_.context.counters.steps);
   if (!mesh.all_shared() || ++iterations_ % kLooksAtSockets == 0) HC_TRY(poll());
   if (has_abort_.load(std::memory_order_acquire)) {
-    std::lock_guard lock(abort_mu_);
+    MutexLock lock(abort_mu_);
     has_abort_.store(false);
     return Status(Code::kAborted, std::exchange(abort_text_, ""), mesh.rank());
   }
@@ -345,7 +345,7 @@ std::vector<const Operation*> Loop::pending() const {
 // ---- ends
 
 void Loop::abort(const std::string& text) {
-  std::lock_guard lock(abort_mu_);
+  MutexLock lock(abort_mu_);
   abort_text_ = text;
   has_abort_.store(true);
 }

@@ -6,10 +6,10 @@
 // any. Owner: the engine.
 #pragma once
 
-#include <mutex>
 #include <string>
 #include <vector>
 
+#include "base/mutex.h"
 #include "engine/context.h"
 #include "engine/control/control_link.h"
 #include "engine/gpu/gpu_desk.h"
@@ -125,8 +125,8 @@ class Loop {
   unsigned iterations_ = 0;
   TimePoint next_timer_{};
   std::vector<uint8_t> received_;
-  std::mutex abort_mu_;  // guards abort_text_
-  std::string abort_text_;
+  Mutex abort_mu_;
+  std::string abort_text_ HC_GUARDED_BY(abort_mu_);
   std::atomic<bool> has_abort_{false}, watches_flights_{false};
 };
 

@@ -1,8 +1,8 @@
 // The flight recorder keeps the last operations of this rank in fixed memory. It is always on, for the question that
 // follows a hang or a failure: what did each rank submit? `horoclone debug` compares the ranks' records.
 //
-// Thread: submitted() and json() with the submit lock held; agreed() and done() from the thread that makes progress. An
-// operation that drops out of the ring while it is still pending is no longer updated.
+// Thread: agreed() and done() from the thread that makes progress. An operation that drops out of the ring while it is
+// still pending is no longer updated.
 #pragma once
 
 #include <atomic>
@@ -15,6 +15,7 @@
 #include "base/clock.h"
 #include "base/status.h"
 #include "engine/operation/operation.h"
+#include "engine/threads/submit_lock.h"
 
 namespace hc {
 
@@ -35,7 +36,7 @@ class Recorder {
     uint64_t use;   // among those with its name (or its number among the unnamed ones)
   };
   // Returns the number of the record, from 1, which agreed() and done() take.
-  uint64_t submitted(const Entry& entry);
+  uint64_t submitted(const Entry& entry) HC_REQUIRES(submit_lock);
   // at: of processor_ticks(); one reading serves a whole batch, and each operation needs two.
   void agreed(const Operation& op, uint64_t at) {
     Record& r = ring_[op.traces.record % kKept];
@@ -49,10 +50,10 @@ class Recorder {
     r.code.store(static_cast<uint8_t>(code), std::memory_order_relaxed);
     r.done.store(at, std::memory_order_relaxed);
   }
-  uint64_t submissions() const { return submissions_; }
-  std::string last_call() const;  // "allreduce 'x', 12.3 s ago"; submit lock held
+  uint64_t submissions() const HC_REQUIRES(submit_lock) { return submissions_; }
+  std::string last_call() const HC_REQUIRES(submit_lock);  // "allreduce 'x', 12.3 s ago"
   // The records in the order of submission: a JSON array, one a line. Times are seconds before now.
-  std::string json() const;
+  std::string json() const HC_REQUIRES(submit_lock);
 
  private:
   struct Call {  // what submit knew
@@ -90,7 +91,7 @@ class Recorder {
   std::string line_of(const Record& r, TimePoint now, double seconds_per_tick, uint64_t now_ticks) const;
 
   const std::unique_ptr<Record[]> ring_;
-  uint64_t submissions_ = 0;
+  uint64_t submissions_ HC_GUARDED_BY(submit_lock) = 0;
   // Two readings of both clocks tell how long a tick is.
   const TimePoint first_time_;
   const uint64_t first_ticks_;

@@ -17,7 +17,7 @@ constexpr std::chrono::milliseconds kWriteEvery{100};  // what a kill -9 may los
 Status Timeline::start(const std::string& path, Trace::Origin origin, bool mark_cycles,
                        std::function<void(const std::string&)> say) {
   stop();
-  std::lock_guard running(running_mu_);
+  MutexLock running(running_mu_);
   const int file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
   if (file < 0)
     return error(Code::kInvalidArgument, "the timeline cannot be written to '", path, "': ", std::strerror(errno));
@@ -26,7 +26,7 @@ Status Timeline::start(const std::string& path, Trace::Origin origin, bool mark_
   origin_ = origin;
   say_ = std::move(say);
   {
-    std::lock_guard lock(mu_);
+    MutexLock lock(mu_);
     queue_.clear();
     dropped_ = 0;
     stopping_ = false;
@@ -41,11 +41,11 @@ Status Timeline::start(const std::string& path, Trace::Origin origin, bool mark_
 }
 
 void Timeline::stop() {
-  std::lock_guard running(running_mu_);
+  MutexLock running(running_mu_);
   if (!thread_.running()) return;
   on_.store(false, std::memory_order_release);
   {
-    std::lock_guard lock(mu_);
+    MutexLock lock(mu_);
     stopping_ = true;
     changed_.notify_one();
   }
@@ -82,7 +82,7 @@ void Timeline::done(const Operation& op, const Status& status) {
 }
 
 void Timeline::push(TraceEvent event) {
-  std::lock_guard lock(mu_);
+  MutexLock lock(mu_);
   if (queue_.size() >= kQueueEvents) {
     ++dropped_;
     return;
@@ -101,9 +101,15 @@ void Timeline::write_until_stopped() {
     taken.clear();
     uint64_t dropped = 0;
     {
-      std::unique_lock lock(mu_);
-      changed_.wait(lock, [&] { return stopping_ || !queue_.empty(); });  // an idle engine costs nothing
-      changed_.wait_for(lock, kWriteEvery, [&] { return stopping_ || queue_.size() >= kQueueEvents / 2; });
+      MutexLock lock(mu_);
+      changed_.wait(mu_, [&] {  // an idle engine costs nothing
+        mu_.assume_held();
+        return stopping_ || !queue_.empty();
+      });
+      changed_.wait_for(mu_, kWriteEvery, [&] {
+        mu_.assume_held();
+        return stopping_ || queue_.size() >= kQueueEvents / 2;
+      });
       taken.swap(queue_);
       dropped = dropped_;
       ending = stopping_;

@@ -6,13 +6,12 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <functional>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "agreement/coordinator.h"
+#include "base/mutex.h"
 #include "base/status.h"
 #include "base/thread.h"
 #include "engine/operation/operation.h"
@@ -27,7 +26,8 @@ class Timeline {
   Status start(const std::string& path, Trace::Origin origin, bool mark_cycles,
                std::function<void(const std::string&)> say);
   void stop();    // writes what is queued, ends the array, closes; nothing happens when it is off
-  void forget();  // in a forked child: the thread and the file are the parent's
+  // In a forked child: the thread and the file are the parent's. The child has one thread, and the lock may be held.
+  void forget() HC_NO_THREAD_SAFETY_ANALYSIS;
 
   bool on() const { return on_.load(std::memory_order_relaxed); }
   bool marks_cycles() const { return mark_cycles_.load(std::memory_order_relaxed); }
@@ -56,8 +56,8 @@ class Timeline {
   bool write(const std::string& text);
 
   std::atomic<bool> on_{false}, mark_cycles_{false};
-  std::mutex running_mu_;  // one start or stop at a time
-  NamedThread thread_;     // running_mu_
+  Mutex running_mu_;  // one start or stop at a time
+  NamedThread thread_ HC_GUARDED_BY(running_mu_);
 
   // Set by start() before the thread exists, then its own.
   int file_ = -1;
@@ -65,11 +65,11 @@ class Timeline {
   Trace::Origin origin_;
   std::function<void(const std::string&)> say_;
 
-  std::mutex mu_;  // guards all below
-  std::condition_variable changed_;
-  std::vector<TraceEvent> queue_;
-  uint64_t dropped_ = 0;
-  bool stopping_ = false;
+  Mutex mu_;
+  CondVar changed_;
+  std::vector<TraceEvent> queue_ HC_GUARDED_BY(mu_);
+  uint64_t dropped_ HC_GUARDED_BY(mu_) = 0;
+  bool stopping_ HC_GUARDED_BY(mu_) = false;
 };
 
 // Records what the coordinator of one process set sees.

@@ -63,7 +63,7 @@ bool ProcessSet::may_repeat() const {
 bool ProcessSet::repeat(const Submission& s, ProgressLock& progress_lock, int spin_pauses, int64_t* handle) {
   if (!may_repeat()) return false;
   const TimePoint submitted = Clock::now();
-  auto lock = parts_.intake.lock();
+  SubmitLock lock(parts_.intake.submit_mutex());
   NameRecord* record = intake_->known_record(s.op, s.name);
   if (!record || !record->repeat || record->pending.load(std::memory_order_acquire)) return false;
   const Repeat& known = *record->repeat;
@@ -121,7 +121,7 @@ bool ProcessSet::repeat(const Submission& s, ProgressLock& progress_lock, int sp
 
 // The operation that a call becomes when the others are late. number: of the flight record; use: of its name.
 Operation* ProcessSet::make_late(const Submission& s, NameRecord* record, uint64_t number, uint64_t use) {
-  const auto lock = parts_.intake.lock();
+  const SubmitLock lock(parts_.intake.submit_mutex());
   Operation* op = parts_.intake.handles().acquire();
   parts_.intake.fill(op, s, members());
   op->traces.record = number;

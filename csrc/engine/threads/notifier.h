@@ -4,11 +4,10 @@
 // Thread: push from the thread that makes progress, callbacks on hc-notify.
 #pragma once
 
-#include <condition_variable>
 #include <deque>
 #include <functional>
-#include <mutex>
 
+#include "base/mutex.h"
 #include "base/thread.h"
 
 namespace hc {
@@ -17,30 +16,34 @@ class Notifier {
  public:
   ~Notifier() { stop(); }
   void push(std::function<void()> call) {
-    std::lock_guard lock(mu_);
+    MutexLock lock(mu_);
     if (!thread_.running() && !thread_.start("hc-notify", [this] { run(); }).is_ok()) return call();  // out of threads
     queue_.push_back(std::move(call));
     changed_.notify_one();
   }
-  void forget() { thread_.forget(); }  // in a forked child
+  // In a forked child, where it is the only thread and another may have held the lock.
+  void forget() HC_NO_THREAD_SAFETY_ANALYSIS { thread_.forget(); }
   void stop() {
     NamedThread ending;
     {
-      std::lock_guard lock(mu_);
+      MutexLock lock(mu_);
       stopping_ = true;
       ending = std::move(thread_);
       changed_.notify_one();
     }
     ending.join();
-    std::lock_guard lock(mu_);
+    MutexLock lock(mu_);
     stopping_ = false;
   }
 
  private:
   void run() {
-    std::unique_lock lock(mu_);
+    MutexLock lock(mu_);
     while (true) {
-      changed_.wait(lock, [&] { return stopping_ || !queue_.empty(); });
+      changed_.wait(mu_, [&] {
+        mu_.assume_held();
+        return stopping_ || !queue_.empty();
+      });
       if (queue_.empty()) return;
       auto call = std::move(queue_.front());
       queue_.pop_front();
@@ -49,11 +52,11 @@ class Notifier {
       lock.lock();
     }
   }
-  std::mutex mu_;  // guards all below
-  std::condition_variable changed_;
-  std::deque<std::function<void()>> queue_;
-  NamedThread thread_;
-  bool stopping_ = false;
+  Mutex mu_;
+  CondVar changed_;
+  std::deque<std::function<void()>> queue_ HC_GUARDED_BY(mu_);
+  NamedThread thread_ HC_GUARDED_BY(mu_);
+  bool stopping_ HC_GUARDED_BY(mu_) = false;
 };
 
 }  // namespace hc

@@ -9,10 +9,10 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
-#include <mutex>
 #include <optional>
+
+#include "base/mutex.h"
 
 namespace hc {
 
@@ -20,7 +20,7 @@ class ProgressLock {
  public:
   // A waiting thread's attempt. True: it holds the lock now and must call release().
   bool try_acquire() {
-    std::lock_guard lock(mu_);
+    MutexLock lock(mu_);
     if (held_ || stopping_ || needed()) return false;
     held_ = true;
     return true;
@@ -32,7 +32,7 @@ class ProgressLock {
   Ticket need() { return tickets_.fetch_add(1, std::memory_order_seq_cst); }
   bool needed() const { return tickets_.load(std::memory_order_seq_cst) != served_.load(std::memory_order_seq_cst); }
   bool try_acquire_at_need(Ticket ticket) {
-    std::lock_guard lock(mu_);
+    MutexLock lock(mu_);
     if (held_ || ticket != served_) return false;
     held_ = true;
     served_.fetch_add(1, std::memory_order_seq_cst);
@@ -51,16 +51,16 @@ class ProgressLock {
       }
       ::sched_yield();
     }
-    std::unique_lock lock(mu_);
-    changed_.wait_for(lock, limit, [&] { return is_free(ticket) || over(); });
+    MutexLock lock(mu_);
+    changed_.wait_for(mu_, limit, [&] { return is_free(ticket) || over(); });
     wanting_.fetch_sub(1);
   }
   enum class Outcome { kAcquired, kBusy, kStopping };
   // hc-engine: gets the lock when no waiter has or wants it; waits for that, but not longer than `limit`.
   Outcome acquire_for_engine(std::chrono::milliseconds limit) {
-    std::unique_lock lock(mu_);
+    MutexLock lock(mu_);
     parked_ = true;
-    changed_.wait_for(lock, limit, [&] { return stopping_ || (!held_ && !wanted()); });
+    changed_.wait_for(mu_, limit, [&] { return stopping_ || (!held_ && !wanted()); });
     parked_ = false;
     if (stopping_) return Outcome::kStopping;
     if (held_ || wanted()) return Outcome::kBusy;
@@ -70,21 +70,21 @@ class ProgressLock {
   // engine_needed: work is left that hc-engine should take up now. Else it is not disturbed: in a loop of blocking
   // calls a wake-up after each of them would cost more than the calls.
   void release(bool engine_needed) {
-    std::lock_guard lock(mu_);
+    MutexLock lock(mu_);
     held_ = false;
     if ((parked_ && engine_needed) || wanting_.load() > 0) changed_.notify_all();
   }
   // Some operation is done: a thread that waits for it without the lock should look.
   void changed() {
     if (wanting_.load() == 0) return;
-    std::lock_guard lock(mu_);
+    MutexLock lock(mu_);
     changed_.notify_all();
   }
   bool is_held() const { return held_.load(std::memory_order_seq_cst); }
   bool wanted() const { return wanting_.load(std::memory_order_relaxed) > 0 || needed(); }
   // From now on no thread gets the lock; a holder may go on.
   void stop() {
-    std::lock_guard lock(mu_);
+    MutexLock lock(mu_);
     stopping_ = true;
     changed_.notify_all();
   }
@@ -95,14 +95,14 @@ class ProgressLock {
     return ticket ? *ticket == served_.load() : !stopping_.load() && !needed();
   }
 
-  std::mutex mu_;  // never held while stepping; guards `parked_` and what the next three are set to
+  Mutex mu_;  // never held while stepping; the next three are set under it
   std::atomic<bool> held_{false};
   std::atomic<bool> stopping_{false};
-  std::atomic<Ticket> served_{0};   // whose need is next; those below have had the lock
-  std::atomic<Ticket> tickets_{0};  // as many as ever needed it
-  bool parked_ = false;             // hc-engine waits in acquire_for_engine
-  std::atomic<int> wanting_{0};     // threads in wait_until_free
-  std::condition_variable changed_;
+  std::atomic<Ticket> served_{0};           // whose need is next; those below have had the lock
+  std::atomic<Ticket> tickets_{0};          // as many as ever needed it
+  bool parked_ HC_GUARDED_BY(mu_) = false;  // hc-engine waits in acquire_for_engine
+  std::atomic<int> wanting_{0};             // threads in wait_until_free
+  CondVar changed_;
 };
 
 }  // namespace hc

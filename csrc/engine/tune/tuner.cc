@@ -92,12 +92,12 @@ void Tuner::completed(const Operation& op) {
 void Tuner::adopt(const Tuning& tuning) {
   newest_ = tuning;
   ++revision_;
-  std::lock_guard lock(mu_);
+  MutexLock lock(mu_);
   shown_ = tuning;
 }
 
 std::string Tuner::json() const {
-  std::lock_guard lock(mu_);
+  MutexLock lock(mu_);
   return to_json(shown_);
 }
 

@@ -5,10 +5,10 @@
 #pragma once
 
 #include <memory>
-#include <mutex>
 #include <string>
 
 #include "agreement/tuning.h"
+#include "base/mutex.h"
 #include "engine/context.h"
 #include "engine/operation/operation.h"
 #include "engine/threads/notifier.h"
@@ -60,8 +60,8 @@ class Tuner {
   uint64_t revision_ = 0;
   bool has_plan_ = false;
   bool log_is_open_ = false;
-  mutable std::mutex mu_;  // guards shown_
-  Tuning shown_;           // newest_, for json()
+  mutable Mutex mu_;
+  Tuning shown_ HC_GUARDED_BY(mu_);  // newest_, for json()
 };
 
 }  // namespace hc
