@@ -32,9 +32,9 @@ enum class FrameKind : uint8_t {
   kMessageAsk = 21,  // a sender to rank 0: a message between GPUs waits for a launch ticket. Body: i32 receiver, u32 id
   kParentLeft = 22,  // down the tree, behind its last plan: this member above has left. Body: u16 process set, i32
                      // world rank, text
-  kEnding = 23,    // this rank has begun to shut down: it finishes what it has submitted, and submits no more
-  kWaiting = 24,   // a rank to the one that looks for deadlocks: what it waits for (deadlock.h); nothing: it goes on
-  kDeadlock = 25,  // the answer, to all. Body: u32 count, i32 world ranks that wait for one another, text: end it
+  kEnding = 23,      // this rank has begun to shut down: it finishes what it has submitted, and submits no more
+  kWaiting = 24,     // a rank to the one that looks for deadlocks: what it waits for (deadlock.h); nothing: it goes on
+  kDeadlock = 25,    // the answer, to all. Body: u32 count, i32 world ranks that wait for one another, text: end it
 };
 
 }  // namespace hc

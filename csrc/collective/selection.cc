@@ -99,14 +99,6 @@ Algorithm select_for_block(size_t block_bytes, size_t ring_from_bytes) {
 
 bool reduces_in_place(bool in_arena, Reduce reduce) { return in_arena && is_element_wise(reduce); }
 
-DeviceAlgorithm select_on_device(const Task& task, bool nccl, bool peers) {
-  if (nccl)
-    return reduces(task.op) && !is_element_wise(task.reduce) ? DeviceAlgorithm::kNcclAdasum : DeviceAlgorithm::kNccl;
-  // Peers have kernels for every reduction but Adasum.
-  const bool peers_do = task.op != Op::kScatter && is_element_wise(task.reduce);
-  return peers && peers_do ? DeviceAlgorithm::kPeers : DeviceAlgorithm::kThroughHost;
-}
-
 Layout layout_of(std::span<const int> node) {
   std::vector<int> sorted(node.begin(), node.end());
   std::sort(sorted.begin(), sorted.end());

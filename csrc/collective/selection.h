@@ -38,12 +38,6 @@ Algorithm select_for_block(size_t block_bytes, size_t ring_from_bytes);
 // A buffer that lies in an arena on every rank is reduced where it lies. Adasum works on whole tensors elsewhere.
 bool reduces_in_place(bool in_arena, Reduce reduce);
 
-// ---- a task on a GPU
-
-enum class DeviceAlgorithm : uint8_t { kNccl, kNcclAdasum, kPeers, kThroughHost };
-// nccl: NCCL is initialised and can do this task with our semantics. peers: the ranks map each other's device memory.
-DeviceAlgorithm select_on_device(const Task& task, bool nccl, bool peers);
-
 // ---- before there is a task
 
 // `node`: the node of each member. Without shared memory every rank counts as a node of its own.

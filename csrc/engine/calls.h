@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "engine/gpu/gpu_desk.h"
+#include "engine/gpu/gpu_context.h"
 #include "engine/intake/intake.h"
 #include "engine/progress/progress_threads.h"
 #include "engine/sets/set_table.h"
@@ -12,7 +12,7 @@ namespace hc {
 
 class Calls {
  public:
-  Calls(Context& context, Intake& intake, GpuDesk& gpu, SetTable& sets, Loop& loop, ProgressThreads& progress,
+  Calls(Context& context, Intake& intake, GpuContext& gpu, SetTable& sets, Loop& loop, ProgressThreads& progress,
         ProgressLock& progress_lock)
       : context_(context),
         intake_(intake),
@@ -50,7 +50,7 @@ class Calls {
 
   Context& context_;
   Intake& intake_;
-  GpuDesk& gpu_;
+  GpuContext& gpu_;
   SetTable& sets_;
   Loop& loop_;
   ProgressThreads& progress_;

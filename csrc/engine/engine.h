@@ -12,7 +12,7 @@
 #include "engine/calls.h"
 #include "engine/context.h"
 #include "engine/control/control_link.h"
-#include "engine/gpu/gpu_desk.h"
+#include "engine/gpu/gpu_context.h"
 #include "engine/gpu/launch_order.h"
 #include "engine/intake/completion.h"
 #include "engine/intake/intake.h"
@@ -50,7 +50,7 @@ class Engine {
   Operation* finished(int64_t handle) { return calls_.finished(handle); }
   void release(int64_t handle) { intake_.handles().release(handle); }
   bool release_if_succeeded(int64_t handle) { return intake_.handles().release_if_succeeded(handle); }
-  // Results on GPUs: see GpuDesk.
+  // Results on GPUs: see GpuContext.
   Status stream_wait(int64_t handle, CuStream stream) { return gpu_.wait_on_stream(finished(handle), handle, stream); }
   Status copy_result(int64_t handle, size_t i, void* to, size_t bytes, CuStream stream) {
     return gpu_.copy_result(finished(handle), handle, i, to, bytes, stream);
@@ -127,7 +127,7 @@ class Engine {
   Intake intake_;
   FlightRecords records_;
   Completion completion_;
-  GpuDesk gpu_;
+  GpuContext gpu_;
   LaunchOrder order_;
   Messages messages_;
   SetTable sets_;

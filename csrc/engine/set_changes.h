@@ -13,7 +13,7 @@ namespace hc {
 
 class SetChanges {
  public:
-  SetChanges(Context& context, Intake& intake, GpuDesk& gpu, SetTable& sets, LaunchOrder& order, Messages& messages,
+  SetChanges(Context& context, Intake& intake, GpuContext& gpu, SetTable& sets, LaunchOrder& order, Messages& messages,
              ProgressThreads& progress, Calls& calls)
       : context_(context),
         intake_(intake),
@@ -40,7 +40,7 @@ class SetChanges {
 
   Context& context_;
   Intake& intake_;
-  GpuDesk& gpu_;
+  GpuContext& gpu_;
   SetTable& sets_;
   LaunchOrder& order_;
   Messages& messages_;

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <thread>
 
-#include "collective/selection.h"
 #include "collective/shared/shared.h"
 
 namespace hc {
@@ -28,7 +27,7 @@ DeviceGroup::~DeviceGroup() {
 }
 
 std::unique_ptr<Collective> DeviceGroup::make_setup(Tag tag) {
-  return state_.backend == DeviceBackend::kUnknown ? make_device_setup(&state_, options_, group_, tag) : nullptr;
+  return state_.backend ? nullptr : make_device_setup(&state_, options_, group_, tag);
 }
 
 Status DeviceGroup::check() { return state_.nccl.check(); }
@@ -40,7 +39,7 @@ void DeviceGroup::abort() {
 
 // ---- memory that NCCL is told of
 
-bool DeviceGroup::registers() const { return state_.backend == DeviceBackend::kNccl && state_.nccl.registers(); }
+bool DeviceGroup::registers() const { return launches_alone() && state_.nccl.registers(); }
 
 Status DeviceGroup::register_memory(std::byte* at, size_t bytes, std::shared_ptr<void> owner) {
   if (!registers()) return error(Code::kUnsupported, "this NCCL registers no memory");
@@ -109,7 +108,7 @@ void DeviceGroup::leave_peers() {
 }
 
 Status DeviceGroup::prepare_to_capture() {
-  if (capture_stream_ || state_.backend != DeviceBackend::kNccl) return Status::ok();
+  if (capture_stream_ || !launches_alone()) return Status::ok();
   auto made = state_.gpu->make_stream();
   HC_TRY(made.status());
   capture_stream_ = made.value();
@@ -117,7 +116,7 @@ Status DeviceGroup::prepare_to_capture() {
 }
 
 Result<GpuEventPtr> DeviceGroup::capture(Task task, CuStream from) {
-  if (!state_.nccl.world() || !nccl_does(task, false))
+  if (!launches_alone() || !state_.nccl.world() || !nccl_does(task, false))
     return error(Code::kInternal, "NCCL does not do what is captured");
   HC_TRY(prepare_to_capture());
   HC_TRY(state_.nccl.until_enqueued(options_.init_timeout_s));  // what was launched before
@@ -135,7 +134,7 @@ Result<GpuEventPtr> DeviceGroup::capture(Task task, CuStream from) {
 }
 
 Status DeviceGroup::run_captured(Task task) {
-  const auto collective = make_nccl_collective(std::move(task), &state_, group_);
+  const auto collective = state_.backend->start(std::move(task));
   bool moved = false;
   if (collective->start() == Progress::kFailed) return collective->status();
   HC_TRY(state_.nccl.until_enqueued(options_.init_timeout_s));
@@ -144,17 +143,8 @@ Status DeviceGroup::run_captured(Task task) {
 }
 
 Result<std::unique_ptr<Collective>> DeviceGroup::make_collective(Task task) {
-  switch (select_on_device(task, enqueues(task), state_.backend == DeviceBackend::kPeers)) {
-    case DeviceAlgorithm::kNcclAdasum:
-      return make_device_adasum(std::move(task), &state_, group_);
-    case DeviceAlgorithm::kNccl:
-      return make_nccl_collective(std::move(task), &state_, group_);
-    case DeviceAlgorithm::kPeers:
-      return make_peers_collective(std::move(task), &state_, group_);
-    case DeviceAlgorithm::kThroughHost:
-      break;
-  }
-  return make_staged_collective(std::move(task), &state_, group_);
+  GpuBackend& backend = state_.backend && state_.backend->can(task) ? *state_.backend : *staged_;
+  return backend.start(std::move(task));
 }
 
 }  // namespace hc

@@ -30,7 +30,7 @@ class DeviceGroup {
   // Everything that must have happened before a batch: the agreement on who moves the data, stream and communicator.
   // Stepped by every rank at the same batch. Empty once it is done for good: nothing to do.
   std::unique_ptr<Collective> make_setup(Tag tag);
-  DeviceBackend backend() const { return state_.backend; }
+  const GpuBackend* backend() const { return state_.backend.get(); }  // null: the ranks have not agreed yet
   // Why host memory moves the data, or how NCCL was found.
   const std::string& reason() const { return state_.reason; }
   // Empty, or why our kernels are not used: what NCCL does not do alone then goes through host memory.
@@ -40,10 +40,10 @@ class DeviceGroup {
 
   // For tensors in device memory; pieces as in a host task, with device addresses.
   Result<std::unique_ptr<Collective>> make_collective(Task task);
-  // Whether it is only enqueued, without the host's collectives. The same on every rank.
-  bool enqueues(const Task& task) const {
-    return state_.backend == DeviceBackend::kNccl && nccl_does(task, state_.kernels_everywhere);
-  }
+  // Whether tasks that the backend can do are only enqueued; these can also be captured into a CUDA graph.
+  bool launches_alone() const { return state_.backend && state_.backend->order() == GpuBackend::Order::kLaunches; }
+  // Whether this one is only enqueued, without the host's collectives. The same on every rank.
+  bool enqueues(const Task& task) const { return launches_alone() && state_.backend->can(task); }
 
   // Puts a task that NCCL does alone into the graph into which `from` is captured, behind what `from` has been given so
   // far; the event is for whoever reads the result, in the same capture. The host waits until NCCL has enqueued it.
@@ -80,6 +80,8 @@ class DeviceGroup {
   const Group& group_;
   const DeviceOptions options_;
   DeviceState state_;
+  // What the backend cannot do, or all while there is none.
+  const std::unique_ptr<GpuBackend> staged_ = make_staged_backend(&state_, group_);
   CuStream capture_stream_ = nullptr;  // takes part in captures; the other one goes on
   bool aborted_ = false;
   std::deque<Flight> flights_;

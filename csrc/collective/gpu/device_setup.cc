@@ -73,8 +73,10 @@ std::string why_no_peers(const Table& table, const Group& group) {
   return "";
 }
 
+enum class Mover { kNccl, kPeers, kHost };
+
 struct Answer {
-  DeviceBackend backend = DeviceBackend::kHost;
+  Mover mover = Mover::kHost;
   std::string reason;
   bool for_good = true;  // false: ask again at the next batch
 };
@@ -100,7 +102,7 @@ Answer decide_nccl(const Table& table, const Group& group) {
                             "torch.cuda.set_device(hvd.local_rank())");
     return answer;
   }
-  answer.backend = DeviceBackend::kNccl;
+  answer.mover = Mover::kNccl;
   answer.reason = "NCCL " + nccl_version_text(table[0].nccl_version);
   return answer;
 }
@@ -124,7 +126,7 @@ Answer decide(const Table& table, const Group& group) {
   if (anybody(table, GpuOperations::kNccl) || (!demanded && !share)) return decide_nccl(table, group);
   const std::string why_not = why_no_peers(table, group);
   if (why_not.empty()) {
-    answer.backend = DeviceBackend::kPeers;
+    answer.mover = Mover::kPeers;
     answer.reason = "kernels between peers";
     return answer;
   }
@@ -239,11 +241,11 @@ class DeviceSetup : public Collective {
     device_.kernels_reason.clear();
     for (size_t r = table_.size(); r-- > 0;)
       if (!table_[r].has_kernels) device_.kernels_reason = text_of(name_in(group_, r), ": ", table_[r].kernels_reason);
-    if (answer.backend == DeviceBackend::kHost) {
+    if (answer.mover == Mover::kHost) {
       go_by_host(answer);
       return Status::ok();
     }
-    if (answer.backend == DeviceBackend::kPeers) return show_peers();
+    if (answer.mover == Mover::kPeers) return show_peers();
     const Status begun = device_.nccl.begin(group_.size, table_[0].id, group_.rank);
     comes_up_ = true;
     rising_ = device_.nccl.world();
@@ -261,7 +263,7 @@ class DeviceSetup : public Collective {
       device_.refusal = error(Code::kUnsupported, "HOROCLONE_GPU_OPERATIONS=", nccl ? "nccl" : "peers", ", but ",
                               nccl ? "NCCL" : "peers", " cannot be used: ", answer.reason,
                               ". Set it to auto to reduce through host memory instead.");
-    if (answer.for_good) device_.backend = answer.backend;
+    if (answer.for_good) device_.backend = make_staged_backend(&device_, group_);
   }
 
   // A rank that has none says why, and all take another backend together.
@@ -288,11 +290,11 @@ class DeviceSetup : public Collective {
     for (size_t r = 0; r < peers_.size(); ++r)
       if (!peers_[r].ok) {
         device_.peers.reset();
-        go_by_host({DeviceBackend::kHost, text_of(name_in(group_, r), ": ", peers_[r].reason), true});
+        go_by_host({Mover::kHost, text_of(name_in(group_, r), ": ", peers_[r].reason), true});
         return Status::ok();
       }
     if (stage_ == Stage::kMapped) {
-      device_.backend = DeviceBackend::kPeers;
+      device_.backend = make_peers_backend(&device_, group_);
       return Status::ok();
     }
     std::vector<PeerHandle> handles;
@@ -319,7 +321,7 @@ class DeviceSetup : public Collective {
       Status begun = levels->begin(inner, inner ? leader.inner_id : leader.outer_id, &rising_);
       return begun.is_ok() ? Progress::kPending : fail(begun);
     }
-    device_.backend = DeviceBackend::kNccl;
+    device_.backend = make_nccl_backend(&device_, group_);
     return Progress::kDone;
   }
 

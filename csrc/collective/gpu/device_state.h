@@ -9,6 +9,7 @@
 #include "base/settings_table.h"
 #include "collective/collective.h"
 #include "collective/gpu/communicators.h"
+#include "collective/gpu/gpu_backend.h"
 #include "device/gpu.h"
 #include "device/gpu_kernels.h"
 #include "device/peer_memory.h"
@@ -27,9 +28,6 @@ struct DeviceOptions {
   bool two_level = false;  // asked for: large allreduces by NCCL within each node, between nodes, within each node
 };
 
-// Who moves the data.
-enum class DeviceBackend { kUnknown, kNccl, kPeers, kHost };
-
 struct DeviceState {
   std::shared_ptr<Gpu> gpu;  // null on a rank that has joined before it used one
   CuStream stream = nullptr;
@@ -39,10 +37,10 @@ struct DeviceState {
   bool kernels_everywhere = false;  // every rank has them
   std::string kernels_reason;       // why not, where somebody has none; the same on every rank
   std::unique_ptr<PeerMemory> peers;
-  size_t peer_bytes = 0;  // of it that every rank has
-  DeviceBackend backend = DeviceBackend::kUnknown;
-  std::string reason;  // why host memory moves the data, or how NCCL was found
-  Status refusal;      // not ok: the setting demands what cannot be used. The same on every rank
+  size_t peer_bytes = 0;                // of it that every rank has
+  std::unique_ptr<GpuBackend> backend;  // null: the ranks have not agreed yet
+  std::string reason;                   // why host memory moves the data, or how NCCL was found
+  Status refusal;                       // not ok: the setting demands what cannot be used. The same on every rank
 
   Status make_stream();
 };
@@ -55,11 +53,7 @@ bool nccl_does(const Task& task, bool with_kernels);
 // needs. device_setup.cc.
 std::unique_ptr<Collective> make_device_setup(DeviceState* state, const DeviceOptions& options, const Group& group,
                                               Tag tag);
-// For tensors in device memory; pieces as in a host task, with device addresses. nccl.cc, device_adasum.cc, peers.cc,
-// staged.cc.
-std::unique_ptr<Collective> make_nccl_collective(Task task, DeviceState* device, const Group& group);
+// Adasum by NCCL and our kernels, a part of its backend. device_adasum.cc.
 std::unique_ptr<Collective> make_device_adasum(Task task, DeviceState* device, const Group& group);
-std::unique_ptr<Collective> make_peers_collective(Task task, DeviceState* device, const Group& group);
-std::unique_ptr<Collective> make_staged_collective(Task task, DeviceState* device, const Group& group);
 
 }  // namespace hc

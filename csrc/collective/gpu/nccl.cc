@@ -437,8 +437,28 @@ class NcclCollective : public Collective {
   size_t packed_count_ = 0;
 };
 
-std::unique_ptr<Collective> make_nccl_collective(Task task, DeviceState* device, const Group& group) {
-  return std::make_unique<NcclCollective>(std::move(task), device, group);
+namespace {
+
+class NcclBackend final : public GpuBackend {
+ public:
+  NcclBackend(DeviceState* device, const Group& group) : device_(*device), group_(group) {}
+  const char* name() const override { return "nccl"; }
+  bool can(const Task& task) const override { return nccl_does(task, device_.kernels_everywhere); }
+  std::unique_ptr<Collective> start(Task task) override {
+    if (reduces(task.op) && !is_element_wise(task.reduce)) return make_device_adasum(std::move(task), &device_, group_);
+    return std::make_unique<NcclCollective>(std::move(task), &device_, group_);
+  }
+  Order order() const override { return Order::kLaunches; }
+
+ private:
+  DeviceState& device_;
+  const Group& group_;
+};
+
+}  // namespace
+
+std::unique_ptr<GpuBackend> make_nccl_backend(DeviceState* device, const Group& group) {
+  return std::make_unique<NcclBackend>(device, group);
 }
 
 }  // namespace hc

@@ -309,8 +309,28 @@ class PeersCollective : public Collective {
   GpuEventPtr event_;
 };
 
-std::unique_ptr<Collective> make_peers_collective(Task task, DeviceState* device, const Group& group) {
-  return std::make_unique<PeersCollective>(std::move(task), device, group);
+namespace {
+
+class PeersBackend final : public GpuBackend {
+ public:
+  PeersBackend(DeviceState* device, const Group& group) : device_(*device), group_(group) {}
+  const char* name() const override { return "peers"; }
+  // It has kernels for every reduction but Adasum.
+  bool can(const Task& task) const override { return task.op != Op::kScatter && is_element_wise(task.reduce); }
+  std::unique_ptr<Collective> start(Task task) override {
+    return std::make_unique<PeersCollective>(std::move(task), &device_, group_);
+  }
+  Order order() const override { return Order::kPlan; }
+
+ private:
+  DeviceState& device_;
+  const Group& group_;
+};
+
+}  // namespace
+
+std::unique_ptr<GpuBackend> make_peers_backend(DeviceState* device, const Group& group) {
+  return std::make_unique<PeersBackend>(device, group);
 }
 
 }  // namespace hc

@@ -142,8 +142,27 @@ class StagedCollective : public Collective {
   std::unique_ptr<Collective> host_;
 };
 
-std::unique_ptr<Collective> make_staged_collective(Task task, DeviceState* device, const Group& group) {
-  return std::make_unique<StagedCollective>(std::move(task), device, group);
+namespace {
+
+class StagedBackend final : public GpuBackend {
+ public:
+  StagedBackend(DeviceState* device, const Group& group) : device_(*device), group_(group) {}
+  const char* name() const override { return "host"; }
+  bool can(const Task&) const override { return true; }
+  std::unique_ptr<Collective> start(Task task) override {
+    return std::make_unique<StagedCollective>(std::move(task), &device_, group_);
+  }
+  Order order() const override { return Order::kPlan; }
+
+ private:
+  DeviceState& device_;
+  const Group& group_;
+};
+
+}  // namespace
+
+std::unique_ptr<GpuBackend> make_staged_backend(DeviceState* device, const Group& group) {
+  return std::make_unique<StagedBackend>(device, group);
 }
 
 }  // namespace hc

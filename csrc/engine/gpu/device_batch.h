@@ -11,32 +11,27 @@
 
 #include "collective/gpu/device_group.h"
 #include "device/memory_relief.h"
-#include "engine/operation/operation.h"
+#include "engine/operation/batch_backend.h"
 
 namespace hc {
 
-class DeviceBatch {
+class DeviceBatch final : public BatchBackend {
  public:
   // may_launch: whether this batch has the next launch ticket (launch_tickets.h).
   DeviceBatch(DeviceGroup* group, Tag tag, MemoryRelief* relief, std::function<bool()> may_launch)
       : group_(*group), tag_(tag), may_launch_(std::move(may_launch)), relief_(*relief) {}
 
-  // kDone: tasks may start, or outcome() says why not. kFailed: the engine must stop.
-  Progress begin(const std::vector<Operation*>& operations, bool* moved);
-  const Status& status() const { return status_; }
-  const Status& outcome() const { return group_.refusal(); }
-
-  Result<std::unique_ptr<Collective>> make_collective(Task task) { return group_.make_collective(std::move(task)); }
-  // Memory for a result that the core owns.
-  Result<std::byte*> result_memory(Operation* op, size_t tensor, size_t bytes);
-  // The identity element, in place of a tensor that this rank did not submit.
-  Result<std::byte*> identity(DType dtype, Reduce reduce, size_t count);
-  // After a failure that has enqueued nothing: whether it is for want of memory and somebody may give some; then what
-  // has failed is tried again once is_waiting() says no.
-  bool may_get_memory();
-  bool is_waiting() const { return waits_ && relief_.times_given() == given_ && !until_.passed(); }
-  // The tasks are enqueued.
-  Status finish(const std::vector<Operation*>& operations);
+  Progress begin(const std::vector<Operation*>& operations, bool* moved) override;
+  const Status& status() const override { return status_; }
+  const Status& outcome() const override { return group_.refusal(); }
+  Result<std::unique_ptr<Collective>> make_collective(Task task) override {
+    return group_.make_collective(std::move(task));
+  }
+  Result<std::byte*> result_memory(Operation* op, size_t tensor, size_t bytes) override;
+  Result<std::byte*> identity(DType dtype, Reduce reduce, size_t count) override;
+  bool may_get_memory() override;
+  bool is_waiting() const override { return waits_ && relief_.times_given() == given_ && !until_.passed(); }
+  Status finish(const std::vector<Operation*>& operations) override;
 
  private:
   Status await_inputs(const std::vector<Operation*>& operations);

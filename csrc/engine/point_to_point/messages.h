@@ -21,7 +21,7 @@
 #include "collective/collective.h"
 #include "collective/gpu/device_messages.h"
 #include "engine/control/control_link.h"
-#include "engine/gpu/gpu_desk.h"
+#include "engine/gpu/gpu_context.h"
 #include "engine/gpu/launch_order.h"
 #include "engine/intake/completion.h"
 #include "engine/operation/operation.h"
@@ -35,7 +35,7 @@ inline constexpr size_t kAnnouncementsAhead = 1u << 15;  // unanswered, per rece
 
 class Messages {
  public:
-  Messages(Context& context, ControlLink& link, const Intake& intake, Completion& completion, GpuDesk& gpu,
+  Messages(Context& context, ControlLink& link, const Intake& intake, Completion& completion, GpuContext& gpu,
            LaunchOrder& order)
       : context_(context), link_(link), intake_(intake), completion_(completion), gpu_(gpu), order_(order) {}
 
@@ -136,7 +136,7 @@ class Messages {
   ControlLink& link_;
   const Intake& intake_;
   Completion& completion_;
-  GpuDesk& gpu_;
+  GpuContext& gpu_;
   LaunchOrder& order_;
   uint32_t next_id_ = 0;
   std::map<Address, Mailbox> mailboxes_;

@@ -11,7 +11,7 @@ namespace {
 // The place of one message in the order of all work on GPUs.
 class TicketOfMessage final : public MessageTicket {
  public:
-  TicketOfMessage(LaunchOrder& order, GpuDesk& gpu, int sender, int receiver, uint32_t id)
+  TicketOfMessage(LaunchOrder& order, GpuContext& gpu, int sender, int receiver, uint32_t id)
       : order_(order), gpu_(gpu), receiver_(receiver), id_(id), ticket_(LaunchOrder::ticket_of_message(sender, id)) {}
   void ask() override {
     if (Status sent = order_.ask_for_message(receiver_, id_); !sent.is_ok()) gpu_.fail(sent);
@@ -22,7 +22,7 @@ class TicketOfMessage final : public MessageTicket {
 
  private:
   LaunchOrder& order_;
-  GpuDesk& gpu_;
+  GpuContext& gpu_;
   const int receiver_;
   const uint32_t id_;
   const LaunchTicket ticket_;

@@ -368,7 +368,7 @@ void Loop::fail(const Status& first_reason) {
 
 // The reason of the end, with what the devices' libraries have to say about it on this rank.
 Status Loop::with_words_of_device(const Status& reason) {
-  GpuDesk& gpu = parts_.gpu;
+  GpuContext& gpu = parts_.gpu;
   if (!gpu.has_gpu()) return reason;
   for (ProcessSet* set : parts_.sets.mine())
     if (Status ok = set->device().check(); !ok.is_ok()) gpu.fail(ok);

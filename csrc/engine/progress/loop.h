@@ -12,7 +12,7 @@
 #include "base/mutex.h"
 #include "engine/context.h"
 #include "engine/control/control_link.h"
-#include "engine/gpu/gpu_desk.h"
+#include "engine/gpu/gpu_context.h"
 #include "engine/gpu/launch_order.h"
 #include "engine/intake/completion.h"
 #include "engine/intake/intake.h"
@@ -34,7 +34,7 @@ class Loop {
     Intake& intake;
     Completion& completion;
     FlightRecords& records;
-    GpuDesk& gpu;
+    GpuContext& gpu;
     LaunchOrder& order;
     SetTable& sets;
     Messages& messages;

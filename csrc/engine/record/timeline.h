@@ -25,7 +25,7 @@ class Timeline {
   // Opens the file and begins; a timeline that runs already ends first. `say` gets a warning when writing fails.
   Status start(const std::string& path, Trace::Origin origin, bool mark_cycles,
                std::function<void(const std::string&)> say);
-  void stop();    // writes what is queued, ends the array, closes; nothing happens when it is off
+  void stop();  // writes what is queued, ends the array, closes; nothing happens when it is off
   // In a forked child: the thread and the file are the parent's. The child has one thread, and the lock may be held.
   void forget() HC_NO_THREAD_SAFETY_ANALYSIS;
 

@@ -67,7 +67,7 @@ Progress BatchRunner::step(bool* moved) {
   if (!outcome_.is_ok()) return Progress::kDone;
   while (next_task_ < tasks_.size()) {
     if (!collective_) {
-      if (device_ && device_->is_waiting()) return Progress::kPending;
+      if (backend_ && backend_->is_waiting()) return Progress::kPending;
       const Progress begun = start_next();
       if (begun != Progress::kDone) return begun;
     }
@@ -78,10 +78,10 @@ Progress BatchRunner::step(bool* moved) {
     ++next_task_;
     *moved = true;
   }
-  return device_ ? end() : Progress::kDone;
+  return backend_ ? end() : Progress::kDone;
 }
 
-// kPending: on a GPU there was no memory, but there may be some soon.
+// kPending: the backend had no memory, but there may be some soon.
 Progress BatchRunner::start_next() {
   auto made = make_next();
   if (made.is_ok()) {
@@ -90,7 +90,7 @@ Progress BatchRunner::start_next() {
     if (collective_->start() != Progress::kFailed) return Progress::kDone;
   }
   status_ = made.is_ok() ? collective_->status() : made.status();
-  if (!device_ || !device_->may_get_memory()) return Progress::kFailed;
+  if (!backend_ || !backend_->may_get_memory()) return Progress::kFailed;
   status_ = Status::ok();
   collective_.reset();
   return Progress::kPending;
@@ -103,23 +103,23 @@ void BatchRunner::next_part(uint32_t id) {
 }
 
 Progress BatchRunner::begin(bool* moved) {
-  if (device_ && batch_.error == Code::kOk) {
-    const Progress progress = device_->begin(operations_, moved);
-    if (progress == Progress::kFailed) status_ = device_->status();
+  if (backend_ && batch_.error == Code::kOk) {
+    const Progress progress = backend_->begin(operations_, moved);
+    if (progress == Progress::kFailed) status_ = backend_->status();
     if (progress != Progress::kDone) return progress;
   }
-  if (device_ && device_->is_waiting()) return Progress::kPending;
+  if (backend_ && backend_->is_waiting()) return Progress::kPending;
   prepared_ = true;
   *moved = true;
-  if (device_)
+  if (backend_)
     launch_.start([&] { return text_of("launch ", name_of(batch_.op), ", ", operations_.size(), " at a time"); });
   if (batch_.error != Code::kOk)
     outcome_ = Status(batch_.error, batch_.error_text);
-  else if (device_)
-    outcome_ = device_->outcome();
+  else if (backend_)
+    outcome_ = backend_->outcome();
   if (!outcome_.is_ok()) return Progress::kDone;
   outcome_ = prepare();
-  if (!outcome_.is_ok() && device_ && device_->may_get_memory()) {
+  if (!outcome_.is_ok() && backend_ && backend_->may_get_memory()) {
     tasks_.clear();
     bytes_ = 0;
     outcome_ = Status::ok();
@@ -136,14 +136,14 @@ Progress BatchRunner::begin(bool* moved) {
 }
 
 Progress BatchRunner::end() {
-  status_ = device_->finish(operations_);
+  status_ = backend_->finish(operations_);
   launch_.end();
   return status_.is_ok() ? Progress::kDone : Progress::kFailed;
 }
 
 Result<std::unique_ptr<Collective>> BatchRunner::make_next() {
   Task& task = tasks_[next_task_];
-  if (device_) return device_->make_collective(task);  // a copy: it may have to be made again
+  if (backend_) return backend_->make_collective(task);  // a copy: it may have to be made again
   if (batch_.part.count == 1) return make_collective(std::move(task), group_);
   Task now = task;
   now.tag = tag_;
@@ -215,7 +215,7 @@ Task BatchRunner::task_for(size_t entry, DType dtype) const {
 bool BatchRunner::scales_before(size_t entry) const {
   const Signature& s = signature_of(entry);
   const bool stays = has_zero_identity(s.reduce) && std::isfinite(s.prescale);
-  return with_joined_ && batch_.op == Op::kAllreduce && !device_ && s.prescale != 1.0 && !stays;
+  return with_joined_ && batch_.op == Op::kAllreduce && !backend_ && s.prescale != 1.0 && !stays;
 }
 
 // Into the memory of the result, where the collective then works in place.
@@ -234,8 +234,8 @@ Status BatchRunner::piece_for(size_t entry, size_t tensor, Piece* piece) {
     return Status::ok();
   }
   const Reduce reduce = signature_of(entry).reduce;
-  if (device_) {
-    auto made = device_->identity(meta.dtype, reduce, count);
+  if (backend_) {
+    auto made = backend_->identity(meta.dtype, reduce, count);
     HC_TRY(made.status(), "the identity element of a joined rank");
     *piece = {made.value(), made.value(), count};
     return Status::ok();
@@ -292,8 +292,8 @@ Result<std::byte*> BatchRunner::result_memory(Operation* op, size_t tensor, int6
   const size_t bytes = static_cast<size_t>(rows) * row_bytes;
   bytes_ += bytes;
   if (tensor < op->out.size() && op->out[tensor]) return op->out[tensor];
-  op->result_on_device = device_ != nullptr;
-  if (device_) return device_->result_memory(op, tensor, bytes);
+  op->result_on_device = backend_ != nullptr;
+  if (backend_) return backend_->result_memory(op, tensor, bytes);
   auto memory = Memory::make_private(bytes);
   if (!memory) return error(Code::kInternal, "no memory for a result of ", bytes, " bytes");
   op->results[tensor] = memory;

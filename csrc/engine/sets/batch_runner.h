@@ -10,7 +10,7 @@
 
 #include "base/nvtx.h"
 #include "collective/collective.h"
-#include "engine/gpu/device_batch.h"
+#include "engine/operation/batch_backend.h"
 #include "engine/operation/operation.h"
 #include "engine/record/timeline.h"
 
@@ -44,9 +44,9 @@ class BatchRunner {
   const PlanBatch& batch() const { return batch_; }
   size_t bytes() const { return bytes_; }
   void show_in(Timeline* timeline) { timeline_ = timeline; }
-  // Before the first step: the tensors lie in device memory.
-  void on_device(std::unique_ptr<DeviceBatch> device) { device_ = std::move(device); }
-  bool is_on_device() const { return device_ != nullptr; }
+  // Before the first step: the tensors do not lie in host memory.
+  void use(std::unique_ptr<BatchBackend> backend) { backend_ = std::move(backend); }
+  bool is_on_host() const { return backend_ == nullptr; }
 
  private:
   const Signature& signature_of(size_t entry) const;
@@ -79,8 +79,8 @@ class BatchRunner {
   const std::vector<int>& ranks_;
   Tag tag_;
 
-  std::unique_ptr<DeviceBatch> device_;  // null: host memory
-  nvtx::Span launch_;                    // from the first to the last thing that it gives the GPU, for tools
+  std::unique_ptr<BatchBackend> backend_;  // null: host memory
+  nvtx::Span launch_;                      // from the first to the last thing that it gives the GPU, for tools
   std::vector<Task> tasks_;
   size_t next_task_ = 0;
   std::unique_ptr<Collective> collective_;

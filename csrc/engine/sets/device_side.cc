@@ -20,7 +20,7 @@ void DeviceSide::put_on_device(BatchRunner& runner) {
       if (op && op->device) gpu_.settle(op);
   if (const auto gpu = gpu_.gpu()) device_->use(gpu);
   const Tag tag{static_cast<uint16_t>(context_.generation), members_.id, runner.batch().id, 0};
-  runner.on_device(std::make_unique<DeviceBatch>(
+  runner.use(std::make_unique<DeviceBatch>(
       device_.get(), tag, &gpu_.relief(),
       [this, ticket = LaunchTicket{members_.id}] { return order_.tickets().is_next(ticket); }));
 }
@@ -33,16 +33,16 @@ void DeviceSide::batch_over() {
 // How tensors on GPUs are reduced from here on; once, and again when that has changed.
 void DeviceSide::tell() {
   told_ = device_->reason();
-  const DeviceBackend backend = device_->backend();
-  const bool nccl = backend == DeviceBackend::kNccl, peers = backend == DeviceBackend::kPeers;
-  gpu_.note_way(members_.id, {nccl ? "nccl" : peers ? "peers" : "host", told_, device_->kernels_reason()});
+  const GpuBackend* backend = device_->backend();
+  const std::string name = backend ? backend->name() : "host";
+  gpu_.note_way(members_.id, {name, told_, device_->kernels_reason()});
   if (members_.group_rank != 0) return;
-  if (nccl || peers || context_.config.gpu_operations == "host")
+  if (name != "host" || context_.config.gpu_operations == "host")
     context_.log.debug("process set ", members_.id, ": tensors on GPUs are reduced by ", told_);
   else
     context_.log.warning("process set ", members_.id,
                          ": tensors on GPUs travel through host memory, which is slower: ", told_);
-  if (nccl && !device_->kernels_reason().empty() && context_.config.gpu_kernels != "off")
+  if (name == "nccl" && !device_->kernels_reason().empty() && context_.config.gpu_kernels != "off")
     context_.log.warning("process set ", members_.id,
                          ": this library's kernels for GPUs cannot be used, so what NCCL does not do by itself (16-bit "
                          "integers, averages of integers, Adasum) travels through host memory: ",
@@ -331,7 +331,7 @@ std::unique_ptr<BatchRunner> DeviceSide::runner_of(std::vector<Operation*> opera
   const Tag tag{static_cast<uint16_t>(context_.generation), members_.id, 0, 0};
   auto runner = std::make_unique<BatchRunner>(std::move(batch), std::move(operations), group_, members_.ranks, tag);
   runner->show_in(timeline);
-  runner->on_device(std::make_unique<DeviceBatch>(device_.get(), tag, &gpu_.relief(), [] { return true; }));
+  runner->use(std::make_unique<DeviceBatch>(device_.get(), tag, &gpu_.relief(), [] { return true; }));
   return runner;
 }
 

@@ -12,7 +12,8 @@
 #include <vector>
 
 #include "collective/gpu/device_group.h"
-#include "engine/gpu/gpu_desk.h"
+#include "engine/gpu/device_batch.h"
+#include "engine/gpu/gpu_context.h"
 #include "engine/gpu/launch_order.h"
 #include "engine/iteration.h"
 #include "engine/sets/batch_runner.h"
@@ -22,7 +23,7 @@ namespace hc {
 
 class DeviceSide {
  public:
-  DeviceSide(Context& context, GpuDesk& gpu, LaunchOrder& order, const Members& members, const Group& group,
+  DeviceSide(Context& context, GpuContext& gpu, LaunchOrder& order, const Members& members, const Group& group,
              PersistentBuckets& buckets)
       : context_(context), gpu_(gpu), order_(order), members_(members), group_(group), buckets_(buckets) {}
 
@@ -118,7 +119,7 @@ class DeviceSide {
                                          const Tuning& tuning, Timeline* timeline);
 
   Context& context_;
-  GpuDesk& gpu_;
+  GpuContext& gpu_;
   LaunchOrder& order_;
   const Members& members_;
   const Group& group_;

@@ -297,7 +297,7 @@ Status ProcessSet::run_batches(Iteration* now) {
     const Progress progress = runner.step(&now->moved);
     if (progress == Progress::kFailed) {
       const Status& why = runner.status();
-      if (runner.is_on_device()) {
+      if (!runner.is_on_host()) {
         parts_.gpu.fail(why);
         return Status::ok();
       }
@@ -306,7 +306,7 @@ Status ProcessSet::run_batches(Iteration* now) {
       return Status(why.code(), text_of(parts_.context.me(), ": ", why.text()), parts_.context.rank());
     }
     if (progress == Progress::kPending) {
-      now->looks_soon = now->looks_soon || runner.is_on_device();
+      now->looks_soon = now->looks_soon || !runner.is_on_host();
       break;
     }
     if (runner.has_more())
@@ -334,7 +334,7 @@ void ProcessSet::wake_members() {
 
 void ProcessSet::finish_batch() {
   const auto runner = batches_.take_runner();
-  if (runner->is_on_device()) device_.batch_over();
+  if (!runner->is_on_host()) device_.batch_over();
   Counters& counters = parts_.context.counters;
   Counters::add_locked(counters.batches);
   Counters::add_locked(counters.fused, runner->operations().size());
@@ -438,9 +438,8 @@ void ProcessSet::undeclare(int id) {
 
 Status ProcessSet::capture(const Submission& s, BucketId bucket, std::unique_ptr<DeviceWork> work, int64_t* handle) {
   DeviceGroup* group = device_.group();
-  if (!group || group->backend() == DeviceBackend::kUnknown)
-    return error(Code::kUnsupported, "NCCL is not up yet. ", kWarmUpBeforeCapture);
-  if (group->backend() != DeviceBackend::kNccl)
+  if (!group || !group->backend()) return error(Code::kUnsupported, "NCCL is not up yet. ", kWarmUpBeforeCapture);
+  if (!group->launches_alone())
     return error(Code::kUnsupported,
                  "NCCL does not move its data, and only NCCL's work can be captured: ", group->reason());
   auto made = parts_.intake.make(s, bucket);

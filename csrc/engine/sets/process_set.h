@@ -13,7 +13,7 @@
 
 #include "engine/context.h"
 #include "engine/control/control_link.h"
-#include "engine/gpu/gpu_desk.h"
+#include "engine/gpu/gpu_context.h"
 #include "engine/gpu/launch_order.h"
 #include "engine/intake/completion.h"
 #include "engine/intake/intake.h"
@@ -38,7 +38,7 @@ struct SetParts {
   Completion& completion;
   Timeline& timeline;
   Tuner& tuner;
-  GpuDesk& gpu;
+  GpuContext& gpu;
   LaunchOrder& order;
 };
 

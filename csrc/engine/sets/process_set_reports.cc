@@ -130,7 +130,7 @@ Status ProcessSet::check_device() {
   HC_TRY(check_order());
   // NCCL waits on the GPU for who has left, and knows no better.
   if (!closed_.is_ok() && device_.oldest_flight_s(Clock::now()) > kLeftBehindS) return closed_;
-  const bool waits = (id != 0 && batches_.runner() && batches_.runner()->is_on_device()) || device_.waits_for_ticket();
+  const bool waits = (id != 0 && batches_.runner() && !batches_.runner()->is_on_host()) || device_.waits_for_ticket();
   const LaunchTickets& tickets = parts_.order.tickets();
   if (!parts_.link.has_left(0) || !waits || (tickets.contains(id) && !tickets.is_held())) return Status::ok();
   return Status(Code::kAborted,

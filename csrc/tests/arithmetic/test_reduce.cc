@@ -21,8 +21,8 @@ namespace {
 using namespace hc;
 using Bytes = std::vector<std::byte>;
 
-const DType kDTypes[] = {DType::kBool, DType::kU8,  DType::kI8,   DType::kU16, DType::kI16, DType::kI32,
-                         DType::kI64,  DType::kF16, DType::kBF16, DType::kF32, DType::kF64};
+const DType kReducedTypes[] = {DType::kBool, DType::kU8,  DType::kI8,   DType::kU16, DType::kI16, DType::kI32,
+                               DType::kI64,  DType::kF16, DType::kBF16, DType::kF32, DType::kF64};
 const Reduce kOps[] = {Reduce::kAverage, Reduce::kSum, Reduce::kMin, Reduce::kMax,
                        Reduce::kProduct, Reduce::kAnd, Reduce::kOr,  Reduce::kXor};
 const Scale kScales[] = {{1, 1, 1}, {1, 1.0 / 3, 1}, {0.7, 1.9, 1}, {1, 1, 3}, {-1.5, -0.3, 1}, {0.5, 1, 3}};
@@ -283,7 +283,7 @@ TEST_CASE("every instruction set gives the bits of the definition") {
   MESSAGE("instruction sets: ", simds.size());
   Data data;
   const size_t counts[] = {0, 1, 3, 17, 63, 130, 517};
-  for (DType dtype : kDTypes)
+  for (DType dtype : kReducedTypes)
     for (Reduce op : kOps)
       for (const Scale& scale : takes(reduced_as(op), dtype) ? std::span(kScales) : std::span<const Scale>())
         for (size_t sources : {1, 2, 3, 4, 5, 6, 7, 8, 9, 13})
@@ -376,7 +376,7 @@ TEST_CASE("a byte that is neither 0 nor 1 is true") {
 TEST_CASE("the identity element changes nothing") {
   Data data;
   const size_t count = 99;
-  for (DType dtype : kDTypes)
+  for (DType dtype : kReducedTypes)
     for (Reduce op : kOps) {
       if (!takes(op, dtype)) continue;
       // Numbers that addition of zero and multiplication by one leave alone bit by bit: no NaN, no negative

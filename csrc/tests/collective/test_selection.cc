@@ -1,6 +1,7 @@
 // The table of algorithms: what it says is what runs, and the probe of init finds thresholds that all ranks share.
 #include <doctest/doctest.h>
 
+#include "collective/gpu/device_state.h"
 #include "collective/selection.h"
 #include "tests/mesh_world.h"
 #include "tests/world.h"
@@ -105,17 +106,27 @@ TEST_CASE("selection: layouts, and what is decided before there is a task") {
   CHECK(most_fused_in_arenas(false, 0) == 0);
 }
 
-TEST_CASE("selection: on GPUs NCCL comes first, then peers, then host memory") {
+TEST_CASE("selection: what each backend for GPUs can do, the same on every rank") {
+  const Group group;
+  DeviceState state;
+  const auto nccl = make_nccl_backend(&state, group), peers = make_peers_backend(&state, group),
+             staged = make_staged_backend(&state, group);
   Task task;
-  CHECK(select_on_device(task, true, true) == DeviceAlgorithm::kNccl);
-  CHECK(select_on_device(task, false, true) == DeviceAlgorithm::kPeers);
-  CHECK(select_on_device(task, false, false) == DeviceAlgorithm::kThroughHost);
+  CHECK(nccl->can(task));
+  CHECK(peers->can(task));
   task.reduce = Reduce::kAdasum;
-  CHECK(select_on_device(task, true, false) == DeviceAlgorithm::kNcclAdasum);
-  CHECK(select_on_device(task, false, true) == DeviceAlgorithm::kThroughHost);
+  CHECK_FALSE(nccl->can(task));  // without our kernels
+  CHECK_FALSE(peers->can(task));
+  CHECK(staged->can(task));
+  state.kernels_everywhere = true;
+  CHECK(nccl->can(task));
   task = {};
   task.op = Op::kScatter;
-  CHECK(select_on_device(task, false, true) == DeviceAlgorithm::kThroughHost);
+  CHECK_FALSE(peers->can(task));
+  CHECK(staged->can(task));
+  CHECK(nccl->order() == GpuBackend::Order::kLaunches);
+  CHECK(peers->order() == GpuBackend::Order::kPlan);
+  CHECK(staged->order() == GpuBackend::Order::kPlan);
 }
 
 TEST_CASE("selection: the probe ends with one threshold for all ranks, and what was given is not probed") {

@@ -85,15 +85,15 @@ void agrees(Engine& engine, FrameworkOnGpu& gpu, const Case& c, const std::strin
   CHECK_MESSAGE(gpu.read(out, count * item) == on_host, name);
 }
 
-constexpr DType kDTypes[] = {DType::kBool, DType::kU8,  DType::kI8,   DType::kU16, DType::kI16, DType::kI32,
-                             DType::kI64,  DType::kF16, DType::kBF16, DType::kF32, DType::kF64};
+constexpr DType kReducedTypes[] = {DType::kBool, DType::kU8,  DType::kI8,   DType::kU16, DType::kI16, DType::kI32,
+                                   DType::kI64,  DType::kF16, DType::kBF16, DType::kF32, DType::kF64};
 
 constexpr Reduce kNumberReductions[] = {Reduce::kAverage, Reduce::kSum, Reduce::kMin, Reduce::kMax, Reduce::kProduct};
 constexpr Reduce kBitReductions[] = {Reduce::kAnd, Reduce::kOr, Reduce::kXor};
 
 void all_agree(Engine& engine, FrameworkOnGpu& gpu, std::span<const Reduce> reductions) {
   for (const Op op : {Op::kAllreduce, Op::kReducescatter, Op::kReduce})
-    for (const DType dtype : kDTypes)
+    for (const DType dtype : kReducedTypes)
       for (const Reduce reduce : reductions)
         for (const bool scaled : {false, true}) {
           if (!takes(reduce, dtype) || (dtype == DType::kBool && scaled)) continue;

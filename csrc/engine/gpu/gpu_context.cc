@@ -1,4 +1,4 @@
-#include "engine/gpu/gpu_desk.h"
+#include "engine/gpu/gpu_context.h"
 
 #include <algorithm>
 
@@ -16,7 +16,7 @@ GpuOperations operations_of(const std::string& word) {
 
 }  // namespace
 
-Result<std::shared_ptr<Gpu>> GpuDesk::adopt(int index) {
+Result<std::shared_ptr<Gpu>> GpuContext::adopt(int index) {
   MutexLock lock(mu_);
   if (!gpu_) {
     auto api = CudaApi::load(context_.config.cuda_library);
@@ -34,7 +34,7 @@ Result<std::shared_ptr<Gpu>> GpuDesk::adopt(int index) {
   return gpu_;
 }
 
-Result<std::unique_ptr<DeviceWork>> GpuDesk::prepare(const Submission& s, bool may_be_captured) {
+Result<std::unique_ptr<DeviceWork>> GpuContext::prepare(const Submission& s, bool may_be_captured) {
   if (s.tensors.empty() && (s.op == Op::kScatter || s.op == Op::kReceive)) return offer(s.device_index);
   auto gpu = adopt(s.device_index);
   if (s.op == Op::kJoin && !gpu.is_ok()) return std::unique_ptr<DeviceWork>();  // its identity elements lie on the host
@@ -53,7 +53,7 @@ Result<std::unique_ptr<DeviceWork>> GpuDesk::prepare(const Submission& s, bool m
 
 // For what may come from another GPU, or not: this rank works on that device only once something has come. Null: there
 // is nothing to offer, what comes has to come to host memory.
-std::unique_ptr<DeviceWork> GpuDesk::offer(int index) {
+std::unique_ptr<DeviceWork> GpuContext::offer(int index) {
   MutexLock lock(mu_);
   if (!gpu_ && (!offered_gpu_ || offered_gpu_->index() != index)) {
     auto api = CudaApi::load(context_.config.cuda_library);
@@ -67,7 +67,7 @@ std::unique_ptr<DeviceWork> GpuDesk::offer(int index) {
   return work;
 }
 
-Status GpuDesk::refuse_captured(const Submission& s, Gpu& gpu) const {
+Status GpuContext::refuse_captured(const Submission& s, Gpu& gpu) const {
   if (s.ready_event || s.op == Op::kJoin) return Status::ok();
   auto captured = gpu.is_captured(s.stream);
   HC_TRY(captured.status());
@@ -78,19 +78,19 @@ Status GpuDesk::refuse_captured(const Submission& s, Gpu& gpu) const {
                kWarmUpBeforeCapture, ", and call other operations outside of it");
 }
 
-void GpuDesk::settle(Operation* op) {
+void GpuContext::settle(Operation* op) {
   MutexLock lock(mu_);
   if (!gpu_) gpu_ = op->device->gpu;
   op->device->gpu = gpu_;
   has_gpu_.store(true);
 }
 
-Status GpuDesk::wait_on_stream(const Operation* op, int64_t handle, CuStream stream) const {
+Status GpuContext::wait_on_stream(const Operation* op, int64_t handle, CuStream stream) const {
   if (!op || !op->device) return error(Code::kInvalidArgument, "handle ", handle, " is no finished work on a device");
   return op->device->done ? op->device->gpu->wait(stream, op->device->done->get()) : Status::ok();
 }
 
-Status GpuDesk::copy_result(Operation* op, int64_t handle, size_t i, void* to, size_t bytes, CuStream stream) const {
+Status GpuContext::copy_result(Operation* op, int64_t handle, size_t i, void* to, size_t bytes, CuStream stream) const {
   HC_TRY(wait_on_stream(op, handle, stream));
   DeviceWork& work = *op->device;
   if (!bytes) return Status::ok();
@@ -104,7 +104,7 @@ Status GpuDesk::copy_result(Operation* op, int64_t handle, size_t i, void* to, s
   return Status::ok();
 }
 
-DeviceOptions GpuDesk::options() const {
+DeviceOptions GpuContext::options() const {
   DeviceOptions options;
   options.operations = operations_of(context_.config.gpu_operations);
   options.nccl_library = context_.config.nccl_library;
@@ -118,7 +118,7 @@ DeviceOptions GpuDesk::options() const {
   return options;
 }
 
-Result<std::shared_ptr<const NcclApi>> GpuDesk::nccl_of_memory(const Gpu& gpu) {
+Result<std::shared_ptr<const NcclApi>> GpuContext::nccl_of_memory(const Gpu& gpu) {
   if (!memory_nccl_) {
     auto loaded = NcclApi::load(context_.config.nccl_library, context_.config.nccl_folders, gpu.api().version);
     HC_TRY(loaded.status());
@@ -130,7 +130,7 @@ Result<std::shared_ptr<const NcclApi>> GpuDesk::nccl_of_memory(const Gpu& gpu) {
   return memory_nccl_;
 }
 
-Result<std::shared_ptr<Memory>> GpuDesk::allocate(int device_index, size_t bytes) {
+Result<std::shared_ptr<Memory>> GpuContext::allocate(int device_index, size_t bytes) {
   HC_TRY(context_.check_connected());
   if (!context_.config.gpu_register) return error(Code::kUnsupported, "HOROCLONE_GPU_REGISTER is off");
   if (context_.config.gpu_operations == "host" || context_.config.gpu_operations == "peers")
@@ -156,7 +156,7 @@ Result<std::shared_ptr<Memory>> GpuDesk::allocate(int device_index, size_t bytes
   return made;
 }
 
-bool GpuDesk::find_memory(BucketSet* buckets) {
+bool GpuContext::find_memory(BucketSet* buckets) {
   MutexLock lock(mu_);
   for (const BucketSet::Bucket& b : buckets->buckets) {
     const auto at = memory_.find(b.data);
@@ -169,12 +169,12 @@ bool GpuDesk::find_memory(BucketSet* buckets) {
   return false;
 }
 
-void GpuDesk::note_way(int process_set, Way way) {
+void GpuContext::note_way(int process_set, Way way) {
   MutexLock lock(mu_);
   ways_[process_set] = std::move(way);
 }
 
-std::string GpuDesk::ways_json() const {
+std::string GpuContext::ways_json() const {
   const auto quoted = [](const std::string& text) {
     std::string out = "\"";
     for (const char c : text) {
@@ -191,7 +191,7 @@ std::string GpuDesk::ways_json() const {
   return text + "}";
 }
 
-void GpuDesk::fail(const Status& status) {
+void GpuContext::fail(const Status& status) {
   if (!failure_.is_ok()) return;
   const auto gpu = this->gpu();
   const std::string device = gpu ? text_of(" (device ", gpu->index(), ")") : "";
@@ -199,19 +199,19 @@ void GpuDesk::fail(const Status& status) {
   failed_at_ = Clock::now();
 }
 
-Status GpuDesk::blame(TimePoint now) const {
+Status GpuContext::blame(TimePoint now) const {
   if (failure_.is_ok() || seconds_between(failed_at_, now) < kBlameS) return Status::ok();
   return Status(failure_.code(), text_of(failure_.text(),
                                          ". No rank's end was noticed: is it the network between GPUs, or this GPU? "
                                          "NCCL_DEBUG=INFO shows more"));
 }
 
-std::shared_ptr<Gpu> GpuDesk::gpu() const {
+std::shared_ptr<Gpu> GpuContext::gpu() const {
   MutexLock lock(mu_);
   return gpu_;
 }
 
-void GpuDesk::close() {
+void GpuContext::close() {
   failure_ = Status::ok();
   MutexLock lock(mu_);
   has_gpu_.store(false);

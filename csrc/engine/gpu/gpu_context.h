@@ -22,9 +22,9 @@ namespace hc {
 inline constexpr const char* kWarmUpBeforeCapture =
     "Run at least two whole steps (forward, backward, optimizer.step()) on every rank before the capture";
 
-class GpuDesk {
+class GpuContext {
  public:
-  GpuDesk(Context& context, const Tuner& tuner) : context_(context), tuner_(tuner) {}
+  GpuContext(Context& context, const Tuner& tuner) : context_(context), tuner_(tuner) {}
 
   // The GPU that this rank works on; the first index decides. Unsupported for another one.
   Result<std::shared_ptr<Gpu>> adopt(int index);
