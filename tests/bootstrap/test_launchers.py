@@ -292,5 +292,5 @@ def test_rank_0_that_never_comes_is_named():
     started = time.monotonic()
     with pytest.raises(errors.Timeout, match="rank 0") as caught:
         exchange.open_job(None, step(1, 2), started + 1.0, None, None)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
     assert "unix:horoclone-" in str(caught.value)

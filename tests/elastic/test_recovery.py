@@ -24,7 +24,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module
 
 
-@pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.netns)])
+@pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=[pytest.mark.netns, pytest.mark.long(20)])])
 def test_survivors_go_on_wherever_a_rank_dies(
     launch: Any, request: pytest.FixtureRequest, tmp_path: Path, hosts: int
 ) -> None:

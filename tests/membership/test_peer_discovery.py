@@ -150,4 +150,4 @@ def test_a_coordinator_that_ends_waits_for_nobody_where_nobody_is(train: Service
     began = time.monotonic()
     second.hand_over()  # is no coordinator
     first.hand_over()  # has formed no generation that others would have to leave
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 4
