@@ -36,7 +36,7 @@ PYTHON = (
     Fault("horoclone/bootstrap/wire.py", "if not (hmac.compare_digest(hello[-PROOF_BYTES:], expected) and hello.startswith(HELLO)):", "if not hello.startswith(HELLO):", "tests/bootstrap/test_replica.py"),
     Fault("horoclone/bootstrap/rendezvous.py", "right = hmac.compare_digest(hello[-wire.PROOF_BYTES :], expected)", "right = True", "tests/bootstrap/test_rendezvous.py"),
     Fault("horoclone/membership/coordinator.py", "if self.finishing and not member.generation:", "if False:", "tests/membership/test_coordinator.py"),
-    Fault("horoclone/membership/decision.py", "if not job.votes(here)[2]:", "if False:", "tests/membership/test_coordinator.py"),
+    Fault("horoclone/membership/decision.py", "if not job.votes(here)[2]:", "if False:", "tests/membership/test_states.py"),
     Fault("horoclone/elastic/sampler.py", "self.processed_num += batch_size * self.num_replicas", "self.processed_num += batch_size", "tests/elastic/training/test_sampler.py"),
     Fault("horoclone/checkpoint/files.py", "if check.text() != written.digest:", "if False:", "tests/checkpoint/test_files.py"),
     Fault("horoclone/checkpoint/files.py", '_digest_of(whole["content"]) != whole.get("sha256")', "False", "tests/checkpoint/test_files.py"),
