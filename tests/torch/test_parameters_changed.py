@@ -121,3 +121,39 @@ def test_on_all_ranks_alike(option: str) -> None:
                 act(training.net)
             training.step()
             assert training.is_alike()
+
+
+@pytest.mark.parametrize("option", ["none", "sum", "predivide"])
+@ranks(2)
+def test_gradients_that_are_zeroed_in_place_outlive_a_change(option: str) -> None:
+    """With set_to_none=False a backward adds to the memory of the buckets, which the change ends."""
+    for change in ("layout", "group"):
+        training = Training(option)
+        net, optimizer = training.net, training.optimizer
+        more = torch.nn.Linear(8, 1)
+
+        def backward(net: Net, factor: float, more: torch.nn.Module = more) -> None:
+            hidden = net[1](net[0](torch.ones(1, 2, 3, 3)))
+            (net[2](hidden).sum() + more(hidden.detach()).sum()).mul(factor).backward()
+
+        for _ in range(3):
+            optimizer.zero_grad(set_to_none=False)
+            backward(net, 1 + hvd.rank())
+            optimizer.step()
+        alone = network()
+        alone.load_state_dict(net.state_dict())
+        backward(alone, 3.0 if option == "sum" else 1.5)
+        if change == "layout":
+            net.to(memory_format=torch.channels_last)
+        else:
+            optimizer.add_param_group({"params": more.parameters()})
+        optimizer.zero_grad(set_to_none=False)
+        more.zero_grad()
+        backward(net, 1 + hvd.rank())
+        optimizer.synchronize()
+        for (name, mine), right in zip(net.named_parameters(), alone.parameters(), strict=True):
+            assert mine.grad is not None and right.grad is not None
+            torch.testing.assert_close(mine.grad, right.grad, msg=lambda text, name=name: f"{name}: {text}")
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        assert training.is_alike()

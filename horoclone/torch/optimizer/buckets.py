@@ -46,6 +46,7 @@ class GradState:
         "apart",
         "arrived",
         "becomes_sparse",
+        "bits",
         "bucket",
         "call",
         "counted",
@@ -90,6 +91,7 @@ class GradState:
         self.used = False  # this rank had a gradient for it in this step
         self.apart = False  # in this step parameter.grad is not in the bucket: copied in, result copied back
         self.noted: tuple[Any, ...] | None = None  # parameter.grad as it was: see note()
+        self.bits: torch.Tensor | None = None  # of its content then, where that was noted
         self.sparse_dim = 0  # > 0: gradients are sparse, with so many sparse dimensions
         self.becomes_sparse = False  # reduced dense, and handed out sparse again
         self.pending: Any = None  # (handle, wire tensor, compression context) while reduced alone
@@ -182,20 +184,18 @@ class GradState:
 
     def note(self, content: bool = False) -> None:
         """Remembers parameter.grad as it is now, for is_changed(). A write through .data raises no version: it takes
-        the content to see it."""
+        the content to see it (with_other_content)."""
         grad = self.parameter.grad
-        bits = bits_of(grad) if content and grad is not None else None
-        self.noted = None if grad is None else (grad, grad._version, address_of(grad), bits)
+        self.bits = bits_of(grad) if content and grad is not None else None
+        self.noted = None if grad is None else (grad, grad._version, address_of(grad))
 
     def is_changed(self) -> bool:
         """Whether parameter.grad is another tensor, or has been written to, since note()."""
         grad = self.parameter.grad
         if grad is None or self.noted is None:
             return False
-        before, version, address, bits = self.noted
-        if grad is not before or grad._version != version or address_of(grad) != address:
-            return True
-        return bits is not None and not torch.equal(bits, bits_of(grad))
+        before, version, address = self.noted
+        return grad is not before or grad._version != version or address_of(grad) != address
 
     def is_same(self) -> bool:
         """Whether parameter.grad is the tensor that it was at note(), whatever has been written to it."""
@@ -212,10 +212,21 @@ _AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits_of(grad: torch.Tensor) -> torch.Tensor:
-    """A sum of a gradient's bits, which differs where the values do."""
-    values = grad._values() if grad.is_sparse else grad
-    values = torch.view_as_real(values) if values.is_complex() else values
-    return values.detach().view(_AS_INTEGER[values.element_size()]).sum(dtype=torch.int64)
+    """A checksum of a gradient's content, on its device; values that change places change it, too."""
+    values = (grad._values() if grad.is_sparse else grad).detach()
+    values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+    return values.view(_AS_INTEGER[values.element_size()]).flatten().cumsum(0, dtype=torch.int64).sum()
+
+
+def with_other_content(states: Iterable[GradState]) -> list[GradState]:
+    """Those whose content was noted and is another now. One look at the device for all of them."""
+    found = [(state, state.bits, state.parameter.grad) for state in states]
+    noted = [(state, bits, grad) for state, bits, grad in found if bits is not None and grad is not None]
+    if not noted:
+        return []
+    device = noted[0][1].device
+    same = torch.stack([(bits == bits_of(grad)).to(device) for _, bits, grad in noted]).tolist()
+    return [state for (state, _, _), is_same in zip(noted, same, strict=True) if not is_same]
 
 
 def address_of(grad: torch.Tensor) -> int:

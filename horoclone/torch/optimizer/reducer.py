@@ -37,6 +37,7 @@ from horoclone.torch.optimizer.buckets import (
     groups_of,
     is_dense,
     plan_buckets,
+    with_other_content,
 )
 from horoclone.torch.optimizer.gradient_bucket import OptimizerBucket, run_compressors
 from horoclone.torch.optimizer.residuals import Residuals
@@ -326,7 +327,7 @@ class Reducer:
         if not self._was_skipped():  # what is changed from now on is changed too early, through .data as well
             for state in self.states:
                 if state.reduced:
-                    state.note(content=True)
+                    state.note(content=not is_capturing())
 
     def _spread_overflow(self) -> None:
         """Where a rank has its shards only: what is not finite in another's shows here, so that gradient scalers leave
@@ -382,7 +383,7 @@ class Reducer:
 
     def _early_change(self) -> str | None:
         """What is wrong if gradients were changed while others, or they themselves, were not reduced."""
-        changed = [state for state in self.states if state.is_changed()]
+        changed = [state for state in self.states if state.is_changed()] or with_other_content(self.states)
         if not changed:
             return None
         for state in changed:
@@ -626,7 +627,7 @@ class Reducer:
             state.fired = state.arrived = state.reduced = state.apart = state.used = False
             state.passes = state.fires_in_pass = 0
             state.call = -1
-            state.pending = state.noted = None
+            state.pending = state.noted = state.bits = None
 
     def discard(self) -> None:
         """Gives up reductions in flight (a state is being restored); their memory is kept, not reused."""
@@ -664,16 +665,18 @@ class Reducer:
         """Makes the reductions in which other ranks may wait, and drops the buckets. False: there are none."""
         if not buckets:
             return False
+        kept = [bucket.flat.clone() for bucket in buckets]  # parameter.grad may be this memory
         for bucket in buckets:
             bucket.flat.zero_()
             bucket.mark.fill_(self._terms.process_set.size() or 1)  # an average of integers is not 0 either
             bucket.handle = self._submit_flat(bucket)
         errors: list[Exception] = []
-        for bucket in buckets:
+        for bucket, content in zip(buckets, kept, strict=True):
             assert self._runtime is not None
             try:
                 spans.wait(self._runtime, bucket.handle)
                 self._runtime.release(bucket.handle)
+                bucket.flat.copy_(content)
             except HorovodInternalError as error:
                 errors.append(error)
         self._drop_buckets()
