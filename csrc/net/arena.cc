@@ -59,14 +59,12 @@ size_t memory_left() {
   return left;
 }
 
-// Address space that this process may still map; half of what a limit leaves, since the peers' arenas and the program
-// need some too.
+// Address space that this process may still map.
 size_t mappable_bytes() {
   rlimit limit{};
   if (getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return std::numeric_limits<size_t>::max();
-  size_t used = number_in("/proc/self/statm", 0) * kPage;
-  size_t left = limit.rlim_cur > used + kHugePage ? limit.rlim_cur - used - kHugePage : 0;
-  return left / 2 >= kMinArenaBytes ? left / 2 : left;
+  const size_t used = number_in("/proc/self/statm", 0) * kPage;
+  return limit.rlim_cur > used + kHugePage ? limit.rlim_cur - used - kHugePage : 0;
 }
 
 // ftruncate beyond RLIMIT_FSIZE would raise SIGXFSZ.
@@ -84,6 +82,8 @@ Status out_of_memory(size_t bytes, int error_number) {
 }
 
 }  // namespace
+
+size_t room_for_arenas() { return mappable_bytes() / 4 * 3; }
 
 struct Arena::Mapping {
   using Key = std::pair<dev_t, ino_t>;
@@ -153,7 +153,8 @@ Result<std::shared_ptr<Arena>> Arena::create(size_t bytes) {
                  " is too small; HOROCLONE_ARENA_BYTES must be at least ", mib(kMinArenaBytes),
                  " (address space, not memory)");
   }
-  const size_t fits = std::min(mappable_bytes(), file_limit()) / kPage * kPage;
+  // Half of what a limit leaves, since the peers' arenas and the program need some, too.
+  const size_t fits = std::min(mappable_bytes() / 2, file_limit()) / kPage * kPage;
   if (fits < kMinArenaBytes) {
     return error(
         Code::kUnsupported, "the process may map only ", mib(fits), " more; shared memory needs ", mib(kMinArenaBytes),

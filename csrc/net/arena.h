@@ -49,6 +49,9 @@ struct RankBlock {
 };
 static_assert(sizeof(RankBlock) <= kPage);
 
+// Address space for the arenas of others: three quarters of what a limit leaves, since the program needs some, too.
+size_t room_for_arenas();
+
 class Arena {
  public:
   // Creates an arena that this rank owns. bytes >= kMinArenaBytes; only address space is taken until commit(). It is

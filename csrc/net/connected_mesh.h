@@ -83,6 +83,7 @@ class ConnectedMesh final : public Mesh {
   Status check_members(const MeshMembers& members) const;
   Status read_endpoints(const MeshMembers& members, std::vector<Endpoint>* endpoints) const;
   void number_nodes(const std::vector<Endpoint>& endpoints);
+  void find_who_shares(const std::vector<Endpoint>& endpoints);
   Status prepare_rings();
   Status make_channels(const std::vector<Endpoint>& endpoints, std::vector<PeerLinks> links, uint64_t generation);
   Status make_shared_channel(int rank, PeerLinks links);
@@ -104,11 +105,11 @@ class ConnectedMesh final : public Mesh {
   OwnDoorbell doorbell_;
   std::shared_ptr<Arena> arena_;
   std::string no_arena_because_;
-  bool announced_shared_ = false;  // what the endpoint said
 
   int local_size_ = 1, cross_rank_ = 0, cross_size_ = 1;
   bool homogeneous_ = true, connected_ = false;
   std::vector<int> node_{0}, local_{0};
+  std::vector<bool> shares_{false};  // by rank: it maps the arenas of its node, and the others map its own
   std::vector<Peer> peers_;
   RingNews shared_peers_;
   std::vector<int> tcp_peers_;

@@ -44,7 +44,8 @@ std::string Endpoint::encode() const {
   out.put_text(identity.label);
   out.put_text(host_name);
   out.put(pid);
-  out.put(static_cast<uint8_t>(shares_memory));
+  out.put(arena_bytes);
+  out.put(room_bytes);
   out.put_text(unix_name);
   out.put(static_cast<uint8_t>(addresses.size()));
   for (const Address& a : addresses) {
@@ -77,7 +78,8 @@ Result<Endpoint> Endpoint::decode(const std::string& bytes) {
   one.identity.label = in.get_text(kMaxText);
   one.host_name = in.get_text(kMaxText);
   one.pid = in.get<int32_t>();
-  one.shares_memory = in.get<uint8_t>() != 0;
+  one.arena_bytes = in.get<uint64_t>();
+  one.room_bytes = in.get<uint64_t>();
   one.unix_name = in.get_text(kMaxText);
   const size_t count = in.get<uint8_t>();
   if (count > kMaxAddresses) in.fail();

@@ -34,8 +34,9 @@ struct Endpoint {
   HostIdentity identity;
   std::string host_name;
   int32_t pid = 0;
-  bool shares_memory = false;
-  std::string unix_name;  // abstract
+  uint64_t arena_bytes = 0;  // 0: it shares no memory
+  uint64_t room_bytes = 0;   // address space that it has for the arenas of others
+  std::string unix_name;     // abstract
   std::vector<Address> addresses;
   std::vector<std::pair<std::string, std::string>> settings;  // MeshOptions::must_agree
 

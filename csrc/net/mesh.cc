@@ -35,7 +35,8 @@ Status ConnectedMesh::open() {
   HC_TRY(open_listeners(options_.interfaces, {options_.keepalive_s, options_.socket_buffer_bytes}, &listeners_,
                         &own_endpoint_));
   if (options_.shared_memory) open_arena();
-  announced_shared_ = own_endpoint_.shares_memory = arena_ != nullptr;
+  if (arena_) own_endpoint_.arena_bytes = arena_->bytes();
+  own_endpoint_.room_bytes = room_for_arenas();
   return Status::ok();
 }
 

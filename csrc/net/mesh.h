@@ -109,6 +109,8 @@ class Mesh {
   bool has_frames() const { return traffic_.frames_received.value() != traffic_.frames_taken.value(); }
   // True when every peer shares memory: then spinning needs no look at sockets in every iteration.
   bool all_shared() const { return all_shared_; }
+  // True when every rank, of every node, shares memory with the others of its node.
+  bool every_rank_shares() const { return every_rank_shares_; }
   // Readable (poll(2)) whenever poll() would find something. Lets a thread sleep without touching any channel. Any
   // thread.
   virtual int wait_fd() const = 0;
@@ -136,7 +138,7 @@ class Mesh {
  protected:
   // What each iteration of the engine asks for: no virtual call.
   int rank_ = 0, size_ = 1;
-  bool all_shared_ = true;
+  bool all_shared_ = true, every_rank_shares_ = false;
   Traffic traffic_;
 };
 

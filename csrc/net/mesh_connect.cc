@@ -98,6 +98,26 @@ void ConnectedMesh::number_nodes(const std::vector<Endpoint>& endpoints) {
   homogeneous_ = std::all_of(members.begin(), members.end(), [&](int m) { return m == members[0]; });
 }
 
+// A rank whose limit on address space leaves no room for the arenas of its node goes without, over TCP. Everybody finds
+// the same from the endpoints.
+void ConnectedMesh::find_who_shares(const std::vector<Endpoint>& endpoints) {
+  std::vector<uint64_t> arenas(size_, 0);  // by node
+  for (int r = 0; r < size_; ++r) arenas[node_[r]] += endpoints[r].arena_bytes;
+  shares_.assign(size_, false);
+  for (int r = 0; r < size_; ++r) {
+    const Endpoint& e = endpoints[r];
+    shares_[r] = e.arena_bytes > 0 && arenas[node_[r]] - e.arena_bytes <= e.room_bytes;
+  }
+  every_rank_shares_ = std::find(shares_.begin(), shares_.end(), false) == shares_.end();
+  if (!arena_ || shares_[rank_]) return;
+  const uint64_t others = arenas[node_[rank_]] - arena_->bytes();
+  no_arena_because_ =
+      text_of("`ulimit -v` leaves ", own_endpoint_.room_bytes >> 20, " MiB of address space for the ", others >> 20,
+              " MiB that the other ranks of this machine share. Raise it, or lower HOROCLONE_ARENA_BYTES on all ranks");
+  doorbell_.move_word(nullptr);
+  arena_.reset();
+}
+
 Status ConnectedMesh::prepare_rings() {
   if (!arena_) return Status::ok();
   arena_->block()->rank = rank_;
@@ -116,6 +136,7 @@ Status ConnectedMesh::connect(const MeshMembers& members) {
   std::vector<Endpoint> endpoints;
   HC_TRY(read_endpoints(members, &endpoints));
   number_nodes(endpoints);
+  find_who_shares(endpoints);
   HC_TRY(prepare_rings(), "shared memory for ", local_size_, " local ranks");
   if (!no_arena_because_.empty() && members.say)
     members.say("no shared memory, TCP is used instead: " + no_arena_because_);
@@ -128,7 +149,7 @@ Status ConnectedMesh::connect(const MeshMembers& members) {
   input.doorbell_fd = doorbell_.fd();
   if (arena_) input.arena_fd = arena_->fd(), input.arena_bytes = arena_->bytes();
   for (int r = 0; r < size_; ++r) {
-    input.shares.push_back(announced_shared_ && node_[r] == node_[rank_] && endpoints[r].shares_memory);
+    input.shares.push_back(node_[r] == node_[rank_] && shares_[rank_] && shares_[r]);
   }
   auto links = bootstrap(input);
   if (!links.is_ok()) return links.status();

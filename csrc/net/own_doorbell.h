@@ -20,8 +20,8 @@ class OwnDoorbell {
   // False: there is no eventfd, errno says why.
   bool open();
   int fd() const { return fd_.get(); }
-  // From now on the word lies here, in shared memory where peers see it.
-  void move_word(std::atomic<uint32_t>* asleep) { asleep_ = asleep; }
+  // From now on the word lies here, in shared memory where peers see it; null: in this object.
+  void move_word(std::atomic<uint32_t>* asleep) { asleep_ = asleep ? asleep : &own_word_; }
 
   // Sets the word; after kAsleep* the caller must look at every source of work once more before it sleeps.
   // A peer's Doorbell and this are the two halves of one agreement: each stores, then looks at what the other stores.

@@ -188,9 +188,7 @@ def _connect(job: Job, deadline: float) -> Runtime:
     if job.rank == 0:  # its choice holds for all
         known = selection.known_ways(os.environ)
         settings = selection.with_remembered(settings, os.environ, job.size)
-    settings, little_room = address_space.fitted(job.listening(settings), os.environ, job.size)
-    if little_room and job.rank == 0:
-        say(little_room)
+    settings = address_space.fitted(job.listening(settings), os.environ, job.size)
     runtime = new_runtime(settings)
     try:
         stacks.watch_stack(runtime, os.environ)

@@ -19,8 +19,8 @@ print("sum", hvd.allreduce(np.ones(300_000), op=hvd.Sum)[:2].tolist(), flush=Tru
 """
 
 
-def under(limit: str, ranks: int, tmp_path: Path) -> subprocess.CompletedProcess[str]:
-    (tmp_path / "program.py").write_text(PROGRAM)
+def under(limit: str, ranks: int, tmp_path: Path, program: str = PROGRAM) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "program.py").write_text(program)
     run = f"ulimit {limit}; exec {HOROCLONERUN} -np {ranks} {sys.executable} {tmp_path / 'program.py'}"
     return subprocess.run(
         ["bash", "-c", run],
@@ -44,6 +44,21 @@ def test_too_little_address_space_for_shared_memory_is_said_and_the_job_runs(tmp
     done = under(f"-v {2 * GIB}", 3, tmp_path)
     assert done.stdout.count("sum [3.0, 3.0]\n") == 3, done.stderr
     assert "ulimit -v" in done.stderr and "TCP" in done.stderr
+
+
+ONE_IS_LIMITED = """
+import os, resource
+if os.environ["HOROCLONE_RANK"] == "2":
+    resource.setrlimit(resource.RLIMIT_AS, ({0}, {0}))
+"""
+
+
+@pytest.mark.parametrize("gib", [2, 8, 100])
+def test_a_rank_that_has_no_room_for_the_others_memory_uses_tcp_alone(gib: int, tmp_path: Path) -> None:
+    """The others reserve 64 GiB each: it is not to end the job because they share what it cannot map."""
+    done = under("-c 0", 4, tmp_path, ONE_IS_LIMITED.format(gib << 30) + PROGRAM)
+    assert done.stdout.count("sum [4.0, 4.0]\n") == 4, done.stderr
+    assert "TCP" in done.stderr and "ulimit -v" in done.stderr
 
 
 @pytest.mark.parametrize("limit", ["-l 0", "-s 256", "-f 1000000", "-c 0", "-n 200"])

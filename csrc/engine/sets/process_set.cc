@@ -45,7 +45,7 @@ ProcessSet::ProcessSet(const SetParts& parts, std::shared_ptr<SetIntake> intake,
     bypass_.attach(shared_.get(), parts.context.config.bypass, 0, is_on_one_node());
     limit_bypass();
   }
-  may_be_two_level_ = parts.context.config.shared_memory && layout_of(group_.node) == Layout::kSeveralNodesOfSeveral;
+  may_be_two_level_ = mesh.every_rank_shares() && layout_of(group_.node) == Layout::kSeveralNodesOfSeveral;
   negotiator_ = std::make_unique<Negotiator>(parts.context, parts.link, parts.timeline, m, &intake_->stragglers,
                                              group_.node, is_on_one_node());
   set_tuning(parts.tuner.agreed());  // not the newest, which ranks may have learnt of at different moments
