@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -162,3 +165,23 @@ def test_many_new_names_at_once_are_all_held_until_they_are_done() -> None:
                 horoclone.allreduce_async(np.ones(3, np.float32), name=f"n{number}")
         got = [horoclone.synchronize(handle).tolist() for handle in handles]
         assert got == [[2.0 * number] * 3 for number in range(200)]
+
+
+def jemalloc() -> str | None:
+    found = sorted(Path("/usr/lib").glob("*/libjemalloc.so.2"))
+    return str(found[0]) if found else None
+
+
+@pytest.mark.skipif(jemalloc() is None, reason="needs jemalloc (Debian: libjemalloc2)")
+def test_another_allocator_gets_the_sizes_that_it_was_asked_for() -> None:
+    """jemalloc believes the size that operator delete tells it: a wrong one ends the process sooner or later."""
+    program = (
+        "import numpy as np, horoclone as hvd; hvd.init()\n"
+        "for n in range(2000): hvd.allreduce(np.ones(9), name=f'metric {n}')\n"
+        "hvd.shutdown(); print('done')"
+    )
+    env = {**os.environ, "LD_PRELOAD": str(jemalloc())}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout == "done\n" and done.returncode == 0, done.stderr
