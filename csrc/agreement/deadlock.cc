@@ -188,6 +188,7 @@ std::string describe_deadlock(const WaitingRanks& ranks, const std::set<int>& st
 
 void encode(const WaitingRank& rank, Writer* out) {
   out->put(rank.quiet_s);
+  out->put(rank.polls);
   out->put(rank.has_looked);
   out->put_text(rank.where);
   out->put(static_cast<uint32_t>(rank.awaited.size()));
@@ -211,6 +212,7 @@ Status decode(Reader* in, WaitingRank* rank) {
     return in->ok() ? n : 0;
   };
   rank->quiet_s = in->get<double>();
+  rank->polls = in->get<bool>();
   rank->has_looked = in->get<bool>();
   rank->where = in->get_text();
   for (uint32_t n = count(); n > 0 && in->ok(); --n) {

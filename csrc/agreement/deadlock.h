@@ -31,6 +31,7 @@ struct WaitingRank {
   std::vector<AwaitedCall> awaited;  // any of them may let the rank go on
   std::vector<uint64_t> submitted;   // keys of all that it has under way, sorted
   std::vector<uint16_t> joined;      // process sets in which it has joined
+  bool polls = false;                // some are awaited by a loop that polls, and may work between
   bool has_looked = false;           // it was asked where it stands
   std::string where;                 // "train.py:12"; empty: not known
 };

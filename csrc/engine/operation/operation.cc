@@ -33,7 +33,8 @@ void Operation::note_poll(TimePoint now) {
   const int64_t ticks = now.time_since_epoch().count();
   const TimePoint last{Clock::duration(polled.last.exchange(ticks, std::memory_order_relaxed))};
   if (seconds_between(last, now) >= kPollsWithinS) polled.since.store(ticks, std::memory_order_relaxed);
-  traces.awaited.thread.store(thread_id(), std::memory_order_relaxed);
+  if (traces.awaited.threads.load(std::memory_order_relaxed) == 0)
+    traces.awaited.thread.store(thread_id(), std::memory_order_relaxed);
 }
 
 uint64_t Operation::bytes() const {

@@ -88,22 +88,25 @@ struct Operation {
 
   bool released = false;  // guarded by Handles' mutex
 
-  // A thread waits for it, or has done so a moment ago, or a framework's program does until it is told, or a loop of
-  // the program's own asks again and again whether it is done.
+  // A thread waits for it, or has done so a moment ago, or a framework's program does until it is told.
   bool is_awaited(TimePoint now, double moment_s) const {
-    if (tell.call || traces.awaited.threads.load(std::memory_order_relaxed) > 0) return true;
-    const auto seconds_since = [now](const std::atomic<int64_t>& at) {
-      const int64_t then = at.load(std::memory_order_relaxed);
-      return then == 0 ? 1e9 : seconds_between(TimePoint{Clock::duration(then)}, now);
-    };
-    if (seconds_since(traces.awaited.left) < moment_s) return true;
-    return seconds_since(traces.polled.last) < kPollsWithinS && seconds_since(traces.polled.since) > kPollsWithinS;
+    return tell.call || traces.awaited.threads.load(std::memory_order_relaxed) > 0 ||
+           seconds_since(traces.awaited.left, now) < moment_s;
+  }
+  // A loop of the program's own asks again and again whether it is done; it may do other work between.
+  bool is_polled(TimePoint now) const {
+    return seconds_since(traces.polled.last, now) < kPollsWithinS &&
+           seconds_since(traces.polled.since, now) > kPollsWithinS;
   }
   // It was asked whether it is done, and is not.
   void note_poll(TimePoint now);
   const Signature& signature() const { return request.signature; }
   // Bytes of its tensors, or of its results where the core owns them and they exist.
   uint64_t bytes() const;
+  static double seconds_since(const std::atomic<int64_t>& at, TimePoint now) {
+    const int64_t then = at.load(std::memory_order_relaxed);
+    return then == 0 ? 1e9 : seconds_between(TimePoint{Clock::duration(then)}, now);
+  }
   // "allreduce 'layer1.weight'", "allgather no. 17 (unnamed)", "send to rank 3 (tag 0)"
   std::string describe() const;
 };

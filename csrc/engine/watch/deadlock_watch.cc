@@ -12,6 +12,7 @@ constexpr double kKnownS = 1;     // after which what they had begun without a m
 constexpr double kAwaitedS = 1;   // since a thread's last look: it waits in slices
 constexpr double kMessagesLaterS = 0.3;
 constexpr double kAgainS = 0.5;      // between two reports of a rank that is known to be stuck
+constexpr int kPollsLimit = 10;      // so many times the limit for a rank that polls: it may work between
 constexpr int kMaxEnds = 5;          // a second apart; if calls still have not ended, the job does
 constexpr size_t kMaxAwaited = 256;  // threads of one rank
 
@@ -26,7 +27,7 @@ bool is_under_way(const Operation* op) {
 std::vector<int> threads_of(const std::vector<const Operation*>& pending, TimePoint now) {
   std::vector<int> threads;
   for (const Operation* op : pending)
-    if (op->is_awaited(now, kAwaitedS))
+    if (op->is_awaited(now, kAwaitedS) || op->is_polled(now))
       threads.push_back(op->tell.call ? 0 : op->traces.awaited.thread.load(std::memory_order_relaxed));
   return threads;
 }
@@ -87,9 +88,10 @@ WaitingRank DeadlockWatch::report(TimePoint now, const std::vector<const Operati
   mine.quiet_s = seconds_between(quiet_since_, now);
   std::vector<const Operation*> awaited;
   for (const Operation* op : pending) {
-    const bool waits = op->is_awaited(now, kAwaitedS);
+    const bool waits = op->is_awaited(now, kAwaitedS) || op->is_polled(now);
     if (waits && is_under_way(op)) return {};
     if (waits) awaited.push_back(op);
+    if (waits && !op->is_awaited(now, kAwaitedS)) mine.polls = true;
     if (is_message(op->signature().op)) continue;
     if (op->signature().op == Op::kJoin)
       mine.joined.push_back(op->process_set);
@@ -148,13 +150,14 @@ Status DeadlockWatch::evaluate(TimePoint now, const MembersOf& members_of) {
     return notify({stuck_, ""});
   }
   double quiet_s = 1e9;
-  bool has_looked = true;
+  bool has_looked = true, polls = false;
   for (int rank : stuck_) {
+    polls = polls || ranks_.at(rank).polls;
     quiet_s = std::min(quiet_s, ranks_.at(rank).quiet_s);
     has_looked = has_looked && ranks_.at(rank).has_looked;
   }
   if (!has_looked && seconds_between(noticed_, now) < kAnswerS) return Status::ok();
-  const double limit_s = context_.config.deadlock_s;
+  const double limit_s = context_.config.deadlock_s * (polls ? kPollsLimit : 1);
   const std::string text = describe_deadlock(ranks_, stuck_, members_of);
   if (!std::exchange(is_said_, true))
     context_.log.warning(text, limit_s > 0 ? text_of(" If nothing changes, these calls fail after ", limit_s,
