@@ -89,9 +89,13 @@ xla::Error* start(xla::CallFrame* frame, std::unique_ptr<Pending> p) {
   std::shared_lock lock(link().mu);
   p->visits = visits().take(p->step_key);
   hc_request request;
-  if (xla::Error* error = make_request(p->api, *p, &request)) return error;
+  xla::Error* error = make_request(p->api, *p, &request);
   xla::FutureCreateArgs made{offsetof(xla::FutureCreateArgs, future), nullptr, nullptr};
-  if (xla::Error* error = p->api->future_create(&made)) return error;
+  if (!error) error = p->api->future_create(&made);
+  if (error) {
+    settle(*p, HC_INTERNAL);
+    return error;
+  }
   p->future = made.future;
   p->runtime = link().runtime;
   link().begun.fetch_add(1);
@@ -105,6 +109,7 @@ xla::Error* start(xla::CallFrame* frame, std::unique_ptr<Pending> p) {
   if (!status) return nullptr;
   link().ended.fetch_add(1);
   p.reset(kept);
+  settle(*p, hc_status_code(status));
   xla::FutureErrorArgs failed{sizeof failed, nullptr, p->future,
                               refuse(p->api, hc_status_code(status), hc_status_text(status))};
   hc_status_destroy(status);

@@ -89,7 +89,10 @@ xla::Error* submit(const xla::Api* api, Enqueuing* call, int32_t device) {
   std::shared_lock lock(link().mu);
   call->visits = visits().take(call->step_key);
   hc_request request;
-  if (xla::Error* error = make_request(api, *call, &request)) return error;
+  if (xla::Error* error = make_request(api, *call, &request)) {
+    settle(*call, HC_INTERNAL);
+    return error;
+  }
   request.device = HC_CUDA;
   request.device_index = device;
   request.stream = call->stream;
@@ -101,7 +104,9 @@ xla::Error* submit(const xla::Api* api, Enqueuing* call, int32_t device) {
                                 static_cast<int32_t>(call->tensors.list.size()), &handle);
   std::string text;
   const hc_code code = take(status, &text);
-  return code == HC_OK ? nullptr : refuse(api, code, text);
+  if (code == HC_OK) return nullptr;
+  settle(*call, code);
+  return refuse(api, code, text);
 }
 
 }  // namespace
