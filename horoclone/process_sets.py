@@ -1,6 +1,7 @@
 """Subsets of ranks. A set is registered by `init(process_sets=...)` or `add_process_set`, collectively.
 
-The table of registered sets lives here, one per process; runtime/life.py fills it at init and clears it at shutdown.
+The table of registered sets lives here, one per process; runtime/lifecycle.py fills it at init and clears it at
+shutdown.
 """
 
 from __future__ import annotations

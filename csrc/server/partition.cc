@@ -46,9 +46,14 @@ Status Partition::pause(const Patience& patience) {
   if (changed_.wait_for(mutex_, seconds(std::min(patience.sign_s, std::max(0.0, patience.deadline.remaining_s())))))
     return Status::ok();
   mutex_.unlock();
-  Status wanted = patience.still_wanted();
-  mutex_.lock();
-  return wanted;
+  try {
+    Status wanted = patience.still_wanted();
+    mutex_.lock();
+    return wanted;
+  } catch (...) {
+    mutex_.lock();  // the caller's scope unlocks it
+    throw;
+  }
 }
 
 Status Partition::wait_until_decided(const Patience& patience, bool* elsewhere) {

@@ -145,7 +145,8 @@ def register(kind: Kind) -> None:
 def _load_kinds() -> None:
     for framework in [one for one in _not_loaded if f"horoclone.{one}" in sys.modules]:
         importlib.import_module(f"horoclone.checkpoint.{framework}")
-        _not_loaded.remove(framework)
+        if framework in _not_loaded:  # another thread may have been as fast
+            _not_loaded.remove(framework)
 
 
 def kind_of(value: Any) -> Kind | None:

@@ -370,9 +370,10 @@ class Supervisor:
                 self._backend.say(
                     f"the worker in {self._backend.named(worker)} came to no commit in time; it is ended"
                 )
-                with self._service.mutex:
-                    self._coordinator.leave(worker.id, "its host is about to go", now)
-                self._ring()
+                if worker.id:
+                    with self._service.mutex:
+                        self._coordinator.leave(worker.id, "its host is about to go", now)
+                    self._ring()
                 worker.dismissed = True
                 self._backend.kill(worker)
 

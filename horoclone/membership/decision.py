@@ -69,7 +69,8 @@ class JobState:
 
     def coming(self) -> list[Member]:
         """Those who were started and have not come to form()."""
-        return [one for one in self.members.values() if one.state is State.STARTING]
+        started = [one for one in self.members.values() if one.state is State.STARTING]
+        return [one for one in started if one.waits_after is None]  # else it has come, and was turned away
 
     def comes(self, member: Member) -> bool:
         """Whether it waits for the generation after the newest."""

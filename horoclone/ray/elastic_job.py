@@ -331,7 +331,7 @@ class ElasticJob:
 
 def _addresses(hosts: Iterable[str]) -> list[str]:
     """Where a server for workers on these hosts listens."""
-    if set(hosts) <= {"localhost", "127.0.0.1"}:
+    if hosts and set(hosts) <= {"localhost", "127.0.0.1"}:
         return ["127.0.0.1"]
     found = routable_addresses("")
     return [one for one in found if not one.startswith("127.")] or found

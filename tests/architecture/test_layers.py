@@ -263,7 +263,7 @@ def test_the_launcher_loads_neither_native_code_nor_numpy_nor_a_framework() -> N
         [sys.executable, "-c", LOADED], capture_output=True, text=True, timeout=60, check=True
     )
     loaded = json.loads(done.stdout)
-    heavy = {"numpy", "cloudpickle", "mpi4py", "rich", "psutil", "yaml", *FRAMEWORKS} & first_words(
+    heavy = {"numpy", "cloudpickle", "mpi4py", "rich", "yaml", *FRAMEWORKS} & first_words(
         set(loaded)
     )
     assert not heavy, f"loaded before anything was asked for: {sorted(heavy)}"

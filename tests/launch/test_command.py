@@ -307,7 +307,7 @@ def test_the_launcher_loads_no_framework_and_no_native_code(launch):
         "import sys\n"
         "from horoclone.launch.cli import main\n"
         "assert main(['-np', '1', 'true']) == 0\n"
-        "heavy = {'numpy', 'torch', 'tensorflow', 'jax', 'yaml', 'rich', 'psutil', 'cloudpickle', 'asyncio'}\n"
+        "heavy = {'numpy', 'torch', 'tensorflow', 'jax', 'yaml', 'rich', 'cloudpickle', 'asyncio'}\n"
         "heavy.add('horoclone._core')\n"
         "print(sorted(heavy & set(sys.modules)), [m for m in sys.modules if m.startswith('horoclone.torch')])\n"
     )
