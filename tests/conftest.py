@@ -147,7 +147,16 @@ DOUBLES = (
 
 def build_doubles(compiler: str, folder: Path) -> None:
     """Compiles all of DOUBLES into `folder`, two at a time."""
-    flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", f"-I{ROOT / 'csrc'}", "-pthread"]
+    flags = [
+        "-std=c++20",
+        "-O1",
+        "-fPIC",
+        "-shared",
+        "-fvisibility=hidden",
+        f"-I{ROOT / 'csrc'}",
+        f"-I{ROOT / 'csrc' / 'include'}",
+        "-pthread",
+    ]
 
     def build(source: str, name: str, *extra: str) -> None:
         path = folder / name

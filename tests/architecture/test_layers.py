@@ -263,9 +263,7 @@ def test_the_launcher_loads_neither_native_code_nor_numpy_nor_a_framework() -> N
         [sys.executable, "-c", LOADED], capture_output=True, text=True, timeout=60, check=True
     )
     loaded = json.loads(done.stdout)
-    heavy = {"numpy", "cloudpickle", "mpi4py", "rich", "yaml", *FRAMEWORKS} & first_words(
-        set(loaded)
-    )
+    heavy = {"numpy", "cloudpickle", "mpi4py", "rich", "yaml", *FRAMEWORKS} & first_words(set(loaded))
     assert not heavy, f"loaded before anything was asked for: {sorted(heavy)}"
     assert "horoclone._core" not in loaded and "horoclone.runtime" not in loaded
     # What its start costs: some tens of milliseconds (modules are counted, because time depends on the machine).

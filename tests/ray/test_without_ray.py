@@ -58,7 +58,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "min and num": ({"min_workers": 1, "num_workers": 2}, "cannot be elastic and non-elastic"),
     "nothing": ({}, "Either `num_workers` or `num_hosts`"),
     "hosts and workers": ({"num_workers": 1, "num_hosts": 1}, "Either `num_workers` or `num_hosts`"),
-    "no workers": ({"num_workers": 0}, "`num_workers` must be at least 1"),
+    "no workers": ({"num_workers": 0}, "`num_workers` must be from 1 to 32768, not 0"),
     "min above max": ({"min_workers": 3, "max_workers": 2}, "less than `min_workers`"),
     "GPUs without use_gpu": ({"num_workers": 1, "gpus_per_worker": 1}, "use_gpu must be True"),
     "no GPU with use_gpu": ({"num_workers": 1, "use_gpu": True, "gpus_per_worker": -1}, "must be >= 1"),

@@ -21,7 +21,7 @@ class OptimizerBucket(GradientBucket):
     """A bucket of an optimizer, whose operations are those of its process set."""
 
     def __init__(self, bucket: Bucket, name: str, op: int, process_set: ProcessSet) -> None:
-        self.flat = bucket.flat  # 1-d, all gradients; where there are gaps between them, zeros
+        self.flat = bucket.gradients  # 1-d, all gradients; where there are gaps between them, zeros
         self.gradients: list[torch.Tensor] = [state.view for state in bucket.states]  # type: ignore[misc]
         self.names = [state.name for state in bucket.states]
         self.index = bucket.index
