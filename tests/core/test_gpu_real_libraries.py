@@ -81,7 +81,7 @@ def compare(source: str, folder: Path, tmp_path: Path, *more: Path) -> str:
     if compiler is None:
         pytest.skip("no C++ compiler")
     program = tmp_path / source
-    places = [f"-I{place}" for place in (folder, ABI, ROOT / "csrc", *more)]
+    places = [f"-I{place}" for place in (folder, ABI, ROOT / "csrc", ROOT / "csrc/include", *more)]
     # Nothing is called: the addresses of what the libraries define are left open.
     link = ["-o", program, "-Wl,--unresolved-symbols=ignore-all"]
     built = subprocess.run(
