@@ -1,5 +1,5 @@
-// The measurements of one rank as they lie in shared memory, 4 KiB. horoclone/live/rank_metrics.py reads them; whoever changes
-// this changes kPageMagic, and that file.
+// The measurements of one rank as they lie in shared memory, 4 KiB. horoclone/live/rank_metrics.py reads them; whoever
+// changes this changes kPageMagic, and that file.
 //
 // Thread: see Page. Every word is an atomic, as other threads and processes read while it is written.
 #pragma once
