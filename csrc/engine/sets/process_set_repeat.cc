@@ -23,7 +23,8 @@ constexpr double kLongestUs = 80;
 // root: as a group rank.
 bool is_like(const Submission& s, int root, const Signature& known) {
   return s.op == known.op && s.reduce == known.reduce && root == known.root && s.prescale == known.prescale &&
-         s.postscale == known.postscale && (s.op != Op::kAllreduce || (s.priority == known.priority && s.left_out == known.left_out)) &&
+         s.postscale == known.postscale &&
+         (s.op != Op::kAllreduce || (s.priority == known.priority && s.left_out == known.left_out)) &&
          s.splits.empty() &&
          std::ranges::equal(s.tensors, known.tensors, [](const auto& t, const auto& k) { return is_like(t, k); });
 }
