@@ -1,6 +1,6 @@
 """horoclone for JAX: `import horoclone.jax as hvd`. Collectives on pytrees, under jit and outside, and for Optax."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from horoclone import ops, optional
 from horoclone.errors import (
@@ -55,11 +55,4 @@ __all__ = [
 if TYPE_CHECKING:
     from horoclone import checkpoint as checkpoint
 else:  # a type checker would take it for a sign that every name is there
-    if not optional.is_there("checkpoint"):
-        __all__.remove("checkpoint")
-
-    def __getattr__(name: str) -> Any:
-        """What is loaded only where it is used."""
-        if name == "checkpoint" and optional.is_there(name):
-            return optional.load("checkpoint")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    __getattr__ = optional.offers(__name__, __all__, checkpoint="checkpoint")

@@ -51,14 +51,7 @@ __all__ = [
 if TYPE_CHECKING:
     from horoclone import checkpoint as checkpoint
 else:  # a type checker would take it for a sign that every name is there
-    if not optional.is_there("checkpoint"):
-        __all__.remove("checkpoint")
-
-    def __getattr__(name: str) -> Any:
-        """What is loaded only where it is used."""
-        if name == "checkpoint" and optional.is_there(name):
-            return optional.load("checkpoint")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    __getattr__ = optional.offers(__name__, __all__, checkpoint="checkpoint")
 
 
 OptimizerT = TypeVar("OptimizerT")  # the class is another one of its name, derived from it

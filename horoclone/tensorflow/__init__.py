@@ -70,8 +70,7 @@ if TYPE_CHECKING:
     from horoclone import checkpoint as checkpoint
     from horoclone.tensorflow.sync_batch_norm import SyncBatchNormalization as SyncBatchNormalization
 else:  # a type checker would take it for a sign that every name is there
-    if not optional.is_there("checkpoint"):
-        __all__.remove("checkpoint")
+    _offered = optional.offers(__name__, __all__, checkpoint="checkpoint")
 
     def __getattr__(name: str) -> Any:
         """What is loaded only where it is used; SyncBatchNormalization needs Keras."""
@@ -80,9 +79,7 @@ else:  # a type checker would take it for a sign that every name is there
 
             globals()[name] = SyncBatchNormalization
             return SyncBatchNormalization
-        if name == "checkpoint" and optional.is_there(name):
-            return optional.load("checkpoint")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return _offered(name)
 
 
 def __dir__() -> list[str]:

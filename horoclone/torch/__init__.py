@@ -50,8 +50,7 @@ __all__ = [
 
 
 if not TYPE_CHECKING:  # a type checker would take it for a sign that every name is there
-    if not optional.is_there("checkpoint"):
-        __all__.remove("checkpoint")
+    _offered = optional.offers(__name__, __all__, checkpoint="checkpoint", ps="ps.torch")
 
     def __getattr__(name: str) -> Any:
         """What is loaded only where it is used."""
@@ -59,8 +58,4 @@ if not TYPE_CHECKING:  # a type checker would take it for a sign that every name
             from horoclone.torch import local_sgd
 
             return getattr(local_sgd, name)
-        if name == "checkpoint" and optional.is_there(name):
-            return optional.load("checkpoint")
-        if name == "ps" and optional.is_there(name):
-            return optional.load("ps.torch")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return _offered(name)

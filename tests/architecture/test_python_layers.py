@@ -416,6 +416,8 @@ def names_looked_up(module: str) -> set[str]:
             called, given = ast.unparse(node.func), ast.unparse(node.args[0]) if node.args else ""
             if called == "optional.load" and given.startswith("'"):
                 found.add(given.strip("'"))
+            elif called == "optional.offers":
+                found.update(ast.literal_eval(one.value) for one in node.keywords)
             elif called == "importlib.import_module" and given.startswith("'horoclone."):
                 found.add(given.strip("'").removeprefix("horoclone."))
     return found
