@@ -145,14 +145,11 @@ class HorocloneInt8(Horoclone):
     tolerance = 2e-2
 
     def prepare(self, tensor: torch.Tensor, _: torch.Tensor, name: str) -> Call:
-        from types import SimpleNamespace
-
         from horoclone.process_sets import global_process_set
         from horoclone.torch.optimizer.gradient_bucket import OptimizerBucket
 
         compressor = hvd.Compression.int8(error_feedback=False)
-        flat: Any = SimpleNamespace(flat=tensor, slots=[], index=0)
-        bucket = OptimizerBucket(flat, name, hvd.Sum, global_process_set)
+        bucket = OptimizerBucket(tensor, {}, 0, name, hvd.Sum, global_process_set)
 
         def run() -> None:
             work = compressor.reduce(bucket)

@@ -8,7 +8,6 @@ steps compute. Thread: the one that trains.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,9 +34,8 @@ class _Sum:
         self.flat = torch.zeros(sum(t.numel() for t in like), dtype=like[0].dtype, device=like[0].device)
         parts = self.flat.split([t.numel() for t in like])
         self.views = [part.view(t.shape) for part, t in zip(parts, like, strict=True)]
-        states = [SimpleNamespace(view=view, name=f"{name}.{i}") for i, view in enumerate(self.views)]
-        bucket: Any = SimpleNamespace(flat=self.flat, states=states, index=0)
-        self._bucket = OptimizerBucket(bucket, name, Average, members)
+        named = {f"{name}.{i}": view for i, view in enumerate(self.views)}
+        self._bucket = OptimizerBucket(self.flat, named, 0, name, Average, members)
         self._work: Iterator[None] | None = None
 
     @property

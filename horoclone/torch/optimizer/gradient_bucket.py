@@ -14,22 +14,32 @@ from horoclone.process_sets import ProcessSet
 from horoclone.torch import operations
 from horoclone.torch.compressor import GradientBucket
 from horoclone.torch.operations.gpu import HOST, memory_beside, place_of
-from horoclone.torch.optimizer.buckets import Bucket
 
 
 class OptimizerBucket(GradientBucket):
-    """A bucket of an optimizer, whose operations are those of its process set."""
+    """A bucket of an optimizer, whose operations are those of its process set.
 
-    def __init__(self, bucket: Bucket, name: str, op: int, process_set: ProcessSet) -> None:
-        self.flat = bucket.gradients  # 1-d, all gradients; where there are gaps between them, zeros
-        self.gradients: list[torch.Tensor] = [state.view for state in bucket.states]  # type: ignore[misc]
-        self.names = [state.name for state in bucket.states]
-        self.index = bucket.index
+    flat: 1-d, all gradients; where there are gaps between them, zeros. views: its parts, by the gradients' names.
+    """
+
+    def __init__(
+        self,
+        flat: torch.Tensor,
+        views: Mapping[str, torch.Tensor],
+        index: int,
+        name: str,
+        op: int,
+        process_set: ProcessSet,
+    ) -> None:
+        self.flat = flat
+        self.gradients = list(views.values())
+        self.names = list(views)
+        self.index = index
         self.state: dict[Any, Any] = {}  # the compressor's; kept from step to step
         self.size = process_set.size() or 1
         self.rank = process_set.rank() or 0  # within the process set
         self.divisor = self.size if op == Average else 1
-        self.on_gpu = place_of(bucket.flat) is not HOST
+        self.on_gpu = place_of(flat) is not HOST
         self._name, self._op, self._set = name, op, process_set
 
     def memory(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

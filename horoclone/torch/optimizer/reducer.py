@@ -809,8 +809,14 @@ class Reducer:
 
     def _expose(self) -> None:
         for bucket in self.buckets:
+            views = {state.name: state.view for state in bucket.states}
             bucket.exposed = OptimizerBucket(
-                bucket, self._name_of(bucket), self._terms.op, self._terms.process_set
+                bucket.gradients,
+                views,
+                bucket.index,
+                self._name_of(bucket),
+                self._terms.op,
+                self._terms.process_set,
             )
             self.residuals.enter(bucket)
 
