@@ -6,7 +6,7 @@ python benchmarks/gpu.py --graphs --buckets 16 --json gpu.json                  
 All contestants live in every rank and take turns in random order, a round each; the ratios are of rounds that follow
 each other. --graphs adds captured steps, --buckets what a persistent bucket costs the host, --bytes plain allreduces,
 for ranks on one GPU with the bound that its memory and the traffic set. --device cpu (gloo, host memory) and --device
-double (the doubles of CUDA and NCCL that the tests have) only show that the script runs: `make gpu` runs it on a GPU.
+fake (the fakes of CUDA and NCCL that the tests have) only show that the script runs: `make gpu` runs it on a GPU.
 """
 
 from __future__ import annotations

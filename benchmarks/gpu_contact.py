@@ -3,7 +3,7 @@
 One GPU is enough; nothing is fetched. A part that fails or runs out of time is named and the rest goes on; out/gpu.json
 and out/gpu.txt (a table with a verdict for every part and every aim) are there whatever happens, and out/gpu/ has the
 output of each part. --few FOLDER also puts all of that there in three files, after each part. --long has the 1,000
-lives and the soak instead. --doubles FOLDER tries all of it without a GPU, on the doubles of the tests: then no figure
+lives and the soak instead. --fakes FOLDER tries all of it without a GPU, on the fakes of the tests: then no figure
 means anything.
 """
 
@@ -37,19 +37,19 @@ BUDGET_S = 540.0  # of all parts together
 END_S = 10.0  # what a part that is being ended has left
 SHOWN = 1500  # characters: the end of its log, which is printed where a part fails
 PASSED, FAILED, TIMED_OUT, ABSENT = "passed", "FAILED", "OUT OF TIME", "not here"
-STAND_IN_SANITIZER = ROOT / "tests" / "doubles" / "compute_sanitizer.py"
-# No test that is for the doubles: minutes of a GPU are not spent on them.
+STAND_IN_SANITIZER = ROOT / "tests" / "fakes" / "compute_sanitizer.py"
+# No test that is for the fakes: minutes of a GPU are not spent on them.
 TESTS = (
     "tests/torch/test_gpu.py",
     "tests/torch/test_gpu_features.py",
     "tests/keras/test_torch_on_gpus.py::test_keras_on_torch_trains_on_real_gpus_as_on_the_host",
 )
-TESTS_ON_DOUBLES = ("tests/torch/test_gpu_double.py", "tests/torch/test_gpu_double_features.py")
+TESTS_ON_FAKES = ("tests/torch/test_gpu_fake.py", "tests/torch/test_gpu_fake_features.py")
 OTHERS = {
-    "cupy": ("tests/cupy/test_cupy_double.py::test_cupy_arrays_on_real_gpus",),
+    "cupy": ("tests/cupy/test_cupy_fake.py::test_cupy_arrays_on_real_gpus",),
     "jax": ("tests/jax/test_gpu.py",),
 }
-OTHERS_ON_DOUBLES = {"cupy": ("tests/cupy/test_cupy_double.py",), "jax": ("tests/jax/test_gpu_double.py",)}
+OTHERS_ON_FAKES = {"cupy": ("tests/cupy/test_cupy_fake.py",), "jax": ("tests/jax/test_gpu_fake.py",)}
 
 
 @dataclass
@@ -89,8 +89,8 @@ class Run:
         return other
 
     @property
-    def on_doubles(self) -> bool:
-        return self.options.doubles is not None
+    def on_fakes(self) -> bool:
+        return self.options.fakes is not None
 
     def environment(self) -> dict[str, str]:
         env = {
@@ -101,10 +101,10 @@ class Run:
             "RES_OPTIONS": "timeout:1 attempts:1",
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         }
-        if self.on_doubles:
-            doubles = self.options.doubles.resolve()
+        if self.on_fakes:
+            fakes = self.options.fakes.resolve()
             libraries = {"CUDA": "libcuda.so.1", "NCCL": "libnccl.so.2", "NVRTC": "libnvrtc.so.13"}
-            env |= {f"HOROCLONE_{name}_LIBRARY": str(doubles / file) for name, file in libraries.items()}
+            env |= {f"HOROCLONE_{name}_LIBRARY": str(fakes / file) for name, file in libraries.items()}
             env |= {"HOROCLONE_KERNEL_CACHE": "off"}
         return env
 
@@ -164,7 +164,7 @@ def torchrun(count: int, *command: str | Path) -> list[str | Path]:
 
 
 def kind(run: Run) -> list[str]:
-    return ["--device", "double"] if run.on_doubles else []
+    return ["--device", "fake"] if run.on_fakes else []
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -214,7 +214,7 @@ def pytest(run: Run, files: Sequence[str]) -> Result:
 
 
 def tests(run: Run) -> Result:
-    return pytest(run, TESTS_ON_DOUBLES if run.on_doubles else TESTS)
+    return pytest(run, TESTS_ON_FAKES if run.on_fakes else TESTS)
 
 
 def one_rank(run: Run) -> Result:
@@ -232,7 +232,7 @@ def one_rank(run: Run) -> Result:
         "--bucket-bytes",
         "65536",
     ]
-    sizes = [*small, *kind(run)] if run.on_doubles else ["--graphs", "--rounds", "11"]
+    sizes = [*small, *kind(run)] if run.on_fakes else ["--graphs", "--rounds", "11"]
     run([sys.executable, HERE / "gpu.py", *sizes, "--buckets", "16", "--json", path])
     found = read(path)
     return Result(figures=found, gates=found.get("gates", []))
@@ -241,7 +241,7 @@ def one_rank(run: Run) -> Result:
 def shared_gpu(run: Run) -> Result:
     """Two ranks on one GPU through memory that both map, beside gloo."""
     path = run.folder / "two_ranks.json"
-    sizes = ["65536"] if run.on_doubles else ["1048576", "67108864", "268435456"]
+    sizes = ["65536"] if run.on_fakes else ["1048576", "67108864", "268435456"]
     options = ["--backend", "gloo", "--no-steps", "--rounds", "5", "--steps", "5", "--bytes", *sizes]
     env = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
     run(torchrun(2, HERE / "gpu.py", *options, *kind(run), "--json", path), **env)
@@ -251,7 +251,7 @@ def shared_gpu(run: Run) -> Result:
 
 def other_frameworks(run: Run) -> Result:
     """CuPy's tests beside JAX's, whose programs take their time to be compiled."""
-    files = OTHERS_ON_DOUBLES if run.on_doubles else OTHERS
+    files = OTHERS_ON_FAKES if run.on_fakes else OTHERS
     with ThreadPoolExecutor(len(files)) as at_once:
         found = dict(
             zip(files, at_once.map(lambda name: pytest(run.beside(name), files[name]), files), strict=True)
@@ -304,7 +304,7 @@ def sanitized(run: Run) -> Result:
 
     They use no shared memory and no barrier, so racecheck and synccheck would look at nothing.
     """
-    program: list[str | Path] = [sys.executable, STAND_IN_SANITIZER] if run.on_doubles else sanitizer()
+    program: list[str | Path] = [sys.executable, STAND_IN_SANITIZER] if run.on_fakes else sanitizer()
     if not program:
         raise Failed("no compute-sanitizer, which is part of CUDA's toolkit", ABSENT)
 
@@ -319,7 +319,7 @@ def sanitized(run: Run) -> Result:
         found = dict(zip(GATE_OF_TOOL, at_once.map(one, GATE_OF_TOOL), strict=True))
     if silent := [tool for tool, what in found.items() if len(what["errors, by rank"]) != 2]:
         return Result(FAILED, f"{silent[0]} gave no summary for each rank", figures=found)
-    if run.on_doubles:
+    if run.on_fakes:
         return Result(ABSENT, "there is no GPU: only the command was tried", figures=found)
     return Result(figures=found)
 
@@ -329,7 +329,7 @@ def traced(run: Run) -> Result:
     path = run.folder / "trace.json"
     run(ranks(2, HERE / "gpu_programs.py", "trace", "--json", path, *kind(run)))
     found = read(path)
-    if run.on_doubles:
+    if run.on_fakes:
         return Result(ABSENT, "there is no GPU to trace: only the program was tried", figures=found)
     if not found.get("kernels that communicate"):
         return Result(FAILED, "the trace has no kernel of ours: did the profiler see the GPU?", figures=found)
@@ -451,7 +451,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--patience", type=float, default=1.0, help="times the limit of each part, where it is slow"
     )
     parser.add_argument("--tests", default="", help="more options for pytest")
-    parser.add_argument("--doubles", type=Path, help="folder of the doubles of CUDA, NCCL and NVRTC")
+    parser.add_argument("--fakes", type=Path, help="folder of the fakes of CUDA, NCCL and NVRTC")
     options = parser.parse_args(argv)
     parts = LONG if options.long else PARTS
     chosen = options.parts.split(",") if options.parts else list(parts)

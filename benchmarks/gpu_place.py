@@ -1,6 +1,6 @@
-"""Where the tensors of the GPU benchmarks lie: on this rank's GPU, in host memory, or in the memory of CUDA's double.
+"""Where the tensors of the GPU benchmarks lie: on this rank's GPU, in host memory, or in the memory of CUDA's fake.
 
-The last two only show that a program runs: the double (tests/doubles, tests/torch/gpu_double.py) is host memory behind
+The last two only show that a program runs: the fake (tests/fakes, tests/torch/gpu_fake.py) is host memory behind
 threads with delays, and no figure that comes from it means anything.
 """
 
@@ -14,8 +14,8 @@ import torch
 
 import horoclone.torch as hvd
 
-DOUBLE = Path(__file__).resolve().parent.parent / "tests" / "torch" / "gpu_double.py"
-KINDS = ("cuda", "cpu", "double")
+FAKE = Path(__file__).resolve().parent.parent / "tests" / "torch" / "gpu_fake.py"
+KINDS = ("cuda", "cpu", "fake")
 
 
 class Place:
@@ -49,7 +49,7 @@ class OnGpu(Place):
     def __init__(self) -> None:
         if not torch.cuda.is_available():
             raise SystemExit(
-                "torch sees no GPU here; --device cpu and --device double show only that this runs"
+                "torch sees no GPU here; --device cpu and --device fake show only that this runs"
             )
         index = hvd.local_rank() % torch.cuda.device_count()
         torch.cuda.set_device(index)
@@ -69,31 +69,31 @@ class OnGpu(Place):
         return int(torch.cuda.mem_get_info(self.device)[0])
 
 
-class OnDouble(Place):
-    """CPU tensors in memory that the double has given out. share: all ranks are on its device 0."""
+class OnFake(Place):
+    """CPU tensors in memory that the fake has given out. share: all ranks are on its device 0."""
 
-    name = "double"
+    name = "fake"
 
     def __init__(self, share: bool) -> None:
-        spec = importlib.util.spec_from_file_location("gpu_double", DOUBLE)
+        spec = importlib.util.spec_from_file_location("gpu_fake", FAKE)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        self._double: Any = module.Double(0 if share else hvd.local_rank())
-        self._double.install()
+        self._fake: Any = module.Fake(0 if share else hvd.local_rank())
+        self._fake.install()
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._double.tensor(tensor)
+        return self._fake.tensor(tensor)
 
     def moved(self, model: torch.nn.Module) -> torch.nn.Module:
         for parameter in model.parameters():
-            parameter.data = self._double.tensor(parameter.data)
+            parameter.data = self._fake.tensor(parameter.data)
         return model
 
     def synchronize(self) -> None:
-        self._double.synchronize()
+        self._fake.synchronize()
 
 
 def place_for(kind: str, share: bool) -> Place:
     """After hvd.init(). kind: one of KINDS."""
-    return OnGpu() if kind == "cuda" else OnDouble(share) if kind == "double" else Place()
+    return OnGpu() if kind == "cuda" else OnFake(share) if kind == "fake" else Place()

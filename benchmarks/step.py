@@ -64,7 +64,7 @@ START_S = 900.0  # a contestant imports its framework
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark with `argv` and returns the exit code."""
     arguments = parse(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the crews are ended on the way out
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the worker_pools are ended on the way out
     with only_one():
         before = load_before(2.0)
         if before > MAX_LOAD and not arguments.force:
@@ -75,19 +75,19 @@ def main(argv: list[str] | None = None) -> int:
             return 3
         load = Load()
         with tempfile.TemporaryDirectory() as folder:
-            crews: dict[str, Crew] = {}
+            worker_pools: dict[str, WorkerPool] = {}
             try:
                 for name in arguments.contestants:
-                    crews[name] = Crew(name, arguments, Path(folder))
-                for crew in crews.values():
-                    crew.join()
-                times, outcomes = measure(crews, arguments)
+                    worker_pools[name] = WorkerPool(name, arguments, Path(folder))
+                for worker_pool in worker_pools.values():
+                    worker_pool.join()
+                times, outcomes = measure(worker_pools, arguments)
             except (EOFError, OSError) as error:
                 print(f"step.py: a rank failed ({error!r}); what it wrote is above", file=sys.stderr)
                 return 1
             finally:
-                for crew in crews.values():
-                    crew.end()
+                for worker_pool in worker_pools.values():
+                    worker_pool.end()
         during = load.others()
     result = {
         "settings": {k: v for k, v in vars(arguments).items() if k != "json"},
@@ -135,7 +135,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return arguments
 
 
-class Crew:
+class WorkerPool:
     """The processes of one contestant. They start together with the others'; join() waits until they are ready."""
 
     def __init__(self, name: str, arguments: argparse.Namespace, folder: Path) -> None:
@@ -207,22 +207,24 @@ def free_ports(count: int) -> list[int]:
 Times = dict[str, dict[str, list[float]]]
 
 
-def measure(crews: dict[str, Crew], arguments: argparse.Namespace) -> tuple[Times, dict[str, Any]]:
+def measure(
+    worker_pools: dict[str, WorkerPool], arguments: argparse.Namespace
+) -> tuple[Times, dict[str, Any]]:
     """Per contestant and round: wall time of a step (of the slowest rank) and processor time (mean), milliseconds."""
-    times: Times = {name: {"wall": [], "cpu": []} for name in crews}
+    times: Times = {name: {"wall": [], "cpu": []} for name in worker_pools}
     losses: dict[str, list[float]] = {}
-    for crew in crews.values():
-        crew.ask(2)  # compiles
+    for worker_pool in worker_pools.values():
+        worker_pool.ask(2)  # compiles
     for number in range(arguments.rounds):
-        order = random.Random(f"{arguments.seed}.{number}").sample(list(crews), len(crews))
+        order = random.Random(f"{arguments.seed}.{number}").sample(list(worker_pools), len(worker_pools))
         for name in order:
-            answers = crews[name].ask(arguments.steps)
+            answers = worker_pools[name].ask(arguments.steps)
             times[name]["wall"].append(1e3 * max(answer["wall"] for answer in answers))
             times[name]["cpu"].append(1e3 * float(np.mean([answer["cpu"] for answer in answers])))
             losses[name] = [answer["loss"] for answer in answers]
     outcomes = {
-        name: {"ranks": crew.ask("outcome"), "mean loss": float(np.mean(losses[name]))}
-        for name, crew in crews.items()
+        name: {"ranks": worker_pool.ask("outcome"), "mean loss": float(np.mean(losses[name]))}
+        for name, worker_pool in worker_pools.items()
     }
     return times, outcomes
 

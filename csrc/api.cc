@@ -211,11 +211,11 @@ hc_status* hc_submit_declared(hc_runtime* rt, int32_t process_set, int32_t id, i
     return rt->engine->submit_declared(process_set, id, bucket, {static_cast<hc::CuStream>(stream), priority}, out);
   });
 }
-int32_t hc_memory_relief(hc_runtime* rt, hc_relief what) {
-  hc::MemoryRelief& relief = rt->engine->relief();
-  if (what == HC_RELIEF_OFFER) relief.offer();
-  if (what == HC_RELIEF_GAVE) relief.gave();
-  return relief.is_wanted() ? 1 : 0;
+int32_t hc_memory_pressure(hc_runtime* rt, hc_memory_state what) {
+  hc::MemoryPressure& pressure = rt->engine->memory_pressure();
+  if (what == HC_MEMORY_CAN_FREE) pressure.offer();
+  if (what == HC_MEMORY_FREED) pressure.gave();
+  return pressure.is_wanted() ? 1 : 0;
 }
 hc_status* hc_undeclare(hc_runtime* rt, int32_t process_set, int32_t id) {
   return guarded([&] { return rt->engine->undeclare(process_set, id); });
@@ -323,9 +323,9 @@ void hc_timeline_span(hc_runtime* rt, const char* name, double from_s, double se
 void hc_watch_stack(hc_runtime* rt, int32_t signal, int32_t fd, int32_t thread, const char* libraries) {
   rt->engine->watch_stack(signal, fd, thread, libraries);
 }
-hc_status* hc_page_share(hc_runtime* rt, int32_t fd, uint64_t offset, const char* program) {
-  return guarded([&] { return rt->engine->share_page(fd, offset, program); });
+hc_status* hc_rank_metrics_share(hc_runtime* rt, int32_t fd, uint64_t offset, const char* program) {
+  return guarded([&] { return rt->engine->share_rank_metrics(fd, offset, program); });
 }
-const char* hc_page(hc_runtime* rt) { return keep(rt->engine->page()); }
+const char* hc_rank_metrics(hc_runtime* rt) { return keep(rt->engine->rank_metrics()); }
 const char* hc_describe(hc_runtime* rt) { return keep(rt->engine->describe()); }
 }  // extern "C"

@@ -249,10 +249,10 @@ class Runtime:
     def watch_stack(self, signal: int, fd: int, thread: int, libraries: str) -> None:
         """Before connect(): `signal`, sent to the kernel's `thread`, makes it write its stack to the pipe that `fd` reads."""
     def flight_record(self, reason: str = "asked for") -> str: ...  # JSON
-    def share_page(
+    def share_rank_metrics(
         self, fd: int, offset: int, program: bytes
     ) -> None: ...  # before connect; fd stays the caller's
-    def page(self) -> bytes: ...  # horoclone.live.rank_metrics decodes it
+    def rank_metrics(self) -> bytes: ...  # horoclone.live.rank_metrics decodes it
     def counters(self) -> str: ...  # JSON
     def describe(self) -> str: ...
 

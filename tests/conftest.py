@@ -46,7 +46,7 @@ def _make_importable(name: str) -> Any:
 
 
 world = sys.modules.get("world") or _make_importable("world")
-crew_of = sys.modules.get("crew") or _make_importable("crew")
+pools = sys.modules.get("worker_pool") or _make_importable("worker_pool")
 checkout = sys.modules.get("checkout") or _make_importable("checkout")
 
 
@@ -135,18 +135,18 @@ def worlds() -> Iterator[Any]:
     pool.end()
 
 
-DOUBLES = (
+FAKES = (
     ("cuda", "libcuda.so.1"),
     ("nccl", "libnccl.so.2"),
-    ("nccl", "incomplete/libnccl.so.2", "-DHC_DOUBLE_WITHOUT_AVERAGING"),
+    ("nccl", "incomplete/libnccl.so.2", "-DHC_FAKE_WITHOUT_AVERAGING"),
     ("nvrtc", "libnvrtc.so.13"),
     ("nvrtc_builtins", "libnvrtc-builtins.so.13.0"),
-    ("nvrtc", "incomplete/libnvrtc.so.13", "-DHC_DOUBLE_WITHOUT_PTX"),
+    ("nvrtc", "incomplete/libnvrtc.so.13", "-DHC_FAKE_WITHOUT_PTX"),
 )
 
 
-def build_doubles(compiler: str, folder: Path) -> None:
-    """Compiles all of DOUBLES into `folder`, two at a time."""
+def build_fakes(compiler: str, folder: Path) -> None:
+    """Compiles all of FAKES into `folder`, two at a time."""
     flags = [
         "-std=c++20",
         "-O1",
@@ -161,68 +161,68 @@ def build_doubles(compiler: str, folder: Path) -> None:
     def build(source: str, name: str, *extra: str) -> None:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        code = ROOT / "tests" / "doubles" / f"{source}_double.cc"
+        code = ROOT / "tests" / "fakes" / f"{source}_fake.cc"
         end = [f"-Wl,-soname,{path.name}", "-o", str(path), "-ldl", "-lrt"]
         subprocess.run([*compiler.split(), *flags, *extra, str(code), *end], check=True, timeout=300)
 
     with ThreadPoolExecutor(2) as two:
-        jobs = [two.submit(build, *job) for job in DOUBLES]
+        jobs = [two.submit(build, *job) for job in FAKES]
     for job in jobs:
         job.result()
 
 
 @pytest.fixture(scope="session")
-def doubles() -> Path:
-    """Folder with the doubles of libcuda.so.1, libnccl.so.2 and libnvrtc.so.13 (tests/doubles): no GPU takes part where they are used.
+def fakes() -> Path:
+    """Folder with the fakes of libcuda.so.1, libnccl.so.2 and libnvrtc.so.13 (tests/fakes): no GPU takes part where they are used.
 
     They are built once for all processes that run tests, and again where their sources change.
     """
     compiler = os.environ.get("CXX") or shutil.which("g++")
     if compiler is None:
-        pytest.skip("no C++ compiler: the doubles of CUDA and NCCL are built by the tests")
+        pytest.skip("no C++ compiler: the fakes of CUDA and NCCL are built by the tests")
     whole = hashlib.sha256(compiler.encode())
     for path in [
         Path(__file__),
-        *sorted((ROOT / "tests" / "doubles").rglob("*")),
+        *sorted((ROOT / "tests" / "fakes").rglob("*")),
         *sorted((ROOT / "csrc").rglob("*.h")),
     ]:
         whole.update(path.read_bytes() if path.is_file() else b"")
-    folder = ROOT / "build" / "doubles" / whole.hexdigest()[:32]
+    folder = ROOT / "build" / "fakes" / whole.hexdigest()[:32]
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "complete").exists():
-            build_doubles(compiler, folder)
+            build_fakes(compiler, folder)
             (folder / "complete").touch()
     return folder
 
 
 @pytest.fixture(scope="session")
-def warm_crew() -> Iterator[Any]:
-    """The process from which the ranks of `crew` are forked."""
-    made = crew_of.Crew(clean_environment(), "numpy", "horoclone.arrays")
+def warm_worker_pool() -> Iterator[Any]:
+    """The process from which the ranks of `worker_pool` are forked."""
+    made = pools.WorkerPool(clean_environment(), "numpy", "horoclone.arrays")
     yield made
     made.close()
 
 
 @pytest.fixture
-def crew(warm_crew: Any) -> Iterator[Any]:
-    """crew(body, size, ...) forks ranks that may die (see crew.py); none lives when the test is over."""
-    yield from crew_of.teams_of(warm_crew)
+def worker_pool(warm_worker_pool: Any) -> Iterator[Any]:
+    """worker_pool(body, size, ...) forks ranks that may die (see worker_pool.py); none lives when the test is over."""
+    yield from pools.teams_of(warm_worker_pool)
 
 
 @pytest.fixture(scope="session")
-def warm_torch_crew() -> Iterator[Any]:
-    """The process from which the ranks of `torch_crew` are forked: torch and our binding are imported there, once."""
-    made = crew_of.Crew(clean_environment(), "torch._dynamo", "torch.distributed.fsdp", "horoclone.torch")
+def warm_torch_worker_pool() -> Iterator[Any]:
+    """The process from which the ranks of `torch_worker_pool` are forked: torch and our binding are imported there, once."""
+    made = pools.WorkerPool(clean_environment(), "torch._dynamo", "torch.distributed.fsdp", "horoclone.torch")
     yield made
     made.close()
 
 
 @pytest.fixture
-def torch_crew(warm_torch_crew: Any) -> Iterator[Any]:
-    """As `crew`, for ranks that use torch."""
-    yield from crew_of.teams_of(warm_torch_crew)
+def torch_worker_pool(warm_torch_worker_pool: Any) -> Iterator[Any]:
+    """As `worker_pool`, for ranks that use torch."""
+    yield from pools.teams_of(warm_torch_worker_pool)
 
 
 @dataclass

@@ -171,7 +171,7 @@ constexpr LauncherSettingRow kLauncherRows[] = {
      "Job secret, at least 16 bytes, equal on all ranks; authenticates every connection."},
     {"SECRET_FILE", "", "text", "",
      "File that holds the job secret."},
-    {"PAGE", "", "text", "",
+    {"RANK_METRICS", "", "text", "",
      "Inherited descriptor and offset of the memory for this rank's measurements; set by the launcher."},
     {"SECRET_FD", "", "count", "",
      "Inherited descriptor from which the job secret is read; set by the launcher."},

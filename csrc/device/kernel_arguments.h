@@ -39,7 +39,7 @@ struct ReduceArguments {
   bool scaled;    // pre or post is not 1
 };
 
-// Adasum. A line is what one row's threads have summed: for each of a.a, a.b and b.b, one double of every lane.
+// Adasum. A line is what one row's threads have summed: for each of a.a, a.b and b.b, one fake of every lane.
 constexpr int kMaxAdasumRows = 160, kMaxAdasumSums = 500;
 constexpr unsigned kAdasumLanes = kThreadsPerBlock;  // of a line that the products write
 

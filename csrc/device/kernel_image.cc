@@ -116,7 +116,7 @@ Result<KernelImage> compiled_kernels(const KernelOptions& options, int capabilit
   hash.update(bytes_of(hc_kernel_header));
   hash.update(bytes_of(hc_reductions_header));
   hash.update(bytes_of(hc_kernel_source));
-  // The file as well: another build of one version may differ, and the tests' double does.
+  // The file as well: another build of one version may differ, and the tests' fake does.
   hash.update(bytes_of(api.file));
   const std::string key = text_of("kernels-sm_", capability, "-nvrtc-", version, "-", hex(hash.finish()));
   MutexLock lock(made_mu);  // whoever comes second waits for the first's result

@@ -135,7 +135,7 @@ Status Calls::wait(int64_t handle, double timeout_s, bool* done) {
   if (!op->done.load(std::memory_order_acquire)) {
     const TimePoint now = Clock::now();
     const Deadline deadline = Deadline::after(now, timeout_s < 0 ? 1e9 : timeout_s);
-    Page::Waiting waiting(context_.page, now);
+    RankMetrics::Waiting waiting(context_.rank_metrics, now);
     const Awaits awaits(op->traces.awaited);
     *done = progress_.until(op->done, deadline, &waiting);
     waiting.over(op->traces.started.load(std::memory_order_relaxed), *done ? op->traces.ended : 0);

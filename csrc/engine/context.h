@@ -1,5 +1,5 @@
 // What every part of one engine knows: the settings, the log, the channels to the other ranks, the counters and the
-// page of measurements.
+// rank metrics.
 //
 // Owner: the engine. Thread: any; `config`, `mesh` and `generation` are constant once connect() has returned.
 #pragma once
@@ -11,7 +11,7 @@
 #include "base/config.h"
 #include "base/log.h"
 #include "base/status.h"
-#include "engine/page/page.h"
+#include "engine/rank_metrics/rank_metrics.h"
 #include "net/mesh.h"
 
 namespace hc {
@@ -37,7 +37,7 @@ struct Context {
   std::unique_ptr<Mesh> mesh;
   uint64_t generation = 0;
   Counters counters;
-  Page page;
+  RankMetrics rank_metrics;
   std::atomic<bool> connected{false};
   std::atomic<bool> failed{false};    // no operation succeeds any more; Intake has the reason
   std::atomic<bool> stopping{false};  // shutdown has said goodbye

@@ -20,7 +20,7 @@ Engine::Engine(Config config)
       tuner_(context_, notifier_),
       intake_(context_),
       records_(context_, intake_, notifier_),
-      completion_(context_.page, intake_, timeline_, tuner_, records_, notifier_, progress_lock_),
+      completion_(context_.rank_metrics, intake_, timeline_, tuner_, records_, notifier_, progress_lock_),
       gpu_(context_, tuner_),
       order_(context_, link_, intake_),
       messages_(context_, link_, intake_, completion_, gpu_, order_),
@@ -192,7 +192,7 @@ Status Engine::shutdown(double timeout_s) {
   context_.connected.store(false);
   progress_.end_thread();
   loop_.fail_latecomers();
-  context_.page.end();
+  context_.rank_metrics.end();
   for (ProcessSet* set : sets_.mine()) set->close();
   messages_.links().leave();
   order_.tickets().clear();
@@ -206,7 +206,7 @@ Status Engine::shutdown(double timeout_s) {
 
 void Engine::after_fork_child() {
   context_.connected.store(false);
-  context_.page.forget();
+  context_.rank_metrics.forget();
   progress_.forget();
   notifier_.forget();
   timeline_.forget();

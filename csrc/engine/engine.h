@@ -77,7 +77,7 @@ class Engine {
   Result<std::shared_ptr<Memory>> allocate_on_device(int device_index, size_t bytes) {
     return gpu_.allocate(device_index, bytes);
   }
-  MemoryRelief& relief() { return gpu_.relief(); }
+  MemoryPressure& memory_pressure() { return gpu_.memory_pressure(); }
   bool shares_memory() const;  // all ranks of the world do
 
   void abort(const std::string& text);
@@ -100,11 +100,11 @@ class Engine {
   // Adds a span `name` to the timeline, from a moment of the monotonic clock on; args: the members of a JSON object.
   // Does nothing when no timeline is written.
   void timeline_span(const std::string& name, double from_s, double seconds, const std::string& args);
-  // Before connect: the page of measurements lies in this file from then on (Page::share).
-  Status share_page(int fd, size_t offset, const std::string& program) {
-    return context_.page.share(fd, offset, program);
+  // Before connect: the rank metrics lies in this file from then on (RankMetrics::share).
+  Status share_rank_metrics(int fd, size_t offset, const std::string& program) {
+    return context_.rank_metrics.share(fd, offset, program);
   }
-  std::string page() const { return context_.page.copy(); }
+  std::string rank_metrics() const { return context_.rank_metrics.copy(); }
   // Before connect: see StackSource.
   void watch_stack(int signal, int fd, int thread, const std::string& libraries) {
     stacks_.watch(signal, fd, thread, libraries);

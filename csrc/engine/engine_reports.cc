@@ -106,13 +106,13 @@ Status Engine::stop_timeline() {
   return Status::ok();
 }
 
-// ---- the page of measurements
+// ---- the rank metrics
 
 void Engine::begin_page() {
   char host[256] = "";
   (void)::gethostname(host, sizeof host - 1);
   const Mesh& mesh = *context_.mesh;
-  context_.page.begin({mesh.rank(), mesh.size(), mesh.local_rank(), context_.generation, host});
+  context_.rank_metrics.begin({mesh.rank(), mesh.size(), mesh.local_rank(), context_.generation, host});
 }
 
 // ---- state

@@ -193,8 +193,8 @@ HC_EXPORT hc_status* hc_stream_wait(hc_runtime* rt, hc_handle handle, void* stre
 HC_EXPORT hc_status* hc_copy_result(hc_runtime* rt, hc_handle handle, int32_t i, void* to, size_t bytes, void* stream);
 HC_EXPORT void hc_release(hc_runtime* rt, hc_handle handle);
 /* Can the caller free GPU memory for the core (OFFER)? WANTED: 1 when some is needed; GAVE: what could be was freed. */
-typedef enum hc_relief { HC_RELIEF_OFFER = 0, HC_RELIEF_WANTED = 1, HC_RELIEF_GAVE = 2 } hc_relief;
-HC_EXPORT int32_t hc_memory_relief(hc_runtime* rt, hc_relief what);
+typedef enum hc_memory_state { HC_MEMORY_CAN_FREE = 0, HC_MEMORY_IS_WANTED = 1, HC_MEMORY_FREED = 2 } hc_memory_state;
+HC_EXPORT int32_t hc_memory_pressure(hc_runtime* rt, hc_memory_state what);
 
 /* Collective: every member of the world calls it in the same order. */
 HC_EXPORT hc_status* hc_process_set_add(hc_runtime* rt, const int32_t* ranks, int32_t n, int32_t* id);

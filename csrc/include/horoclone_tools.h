@@ -23,11 +23,11 @@ HC_EXPORT const char* hc_counters(hc_runtime* rt);                          /* w
 HC_EXPORT const char* hc_flight_record(hc_runtime* rt, const char* reason); /* the last 1,000 operations */
 HC_EXPORT const char* hc_describe(hc_runtime* rt); /* state for humans, no JSON: pending tensors, plan, peers */
 /* Call before hc_connect. This rank's measurements lie in the file behind fd from then on, at `offset`, where it has
- * HC_PAGE_BYTES; it stays the caller's. hc_page: a copy of them, no JSON. horoclone/live/rank_metrics.py knows the
- * layout. */
-#define HC_PAGE_BYTES 4096
-HC_EXPORT hc_status* hc_page_share(hc_runtime* rt, int32_t fd, uint64_t offset, const char* program);
-HC_EXPORT const char* hc_page(hc_runtime* rt);
+ * HC_RANK_METRICS_BYTES; it stays the caller's. hc_rank_metrics: a copy of them, no JSON.
+ * horoclone/live/rank_metrics.py knows the layout. */
+#define HC_RANK_METRICS_BYTES 4096
+HC_EXPORT hc_status* hc_rank_metrics_share(hc_runtime* rt, int32_t fd, uint64_t offset, const char* program);
+HC_EXPORT const char* hc_rank_metrics(hc_runtime* rt);
 HC_EXPORT const char* hc_knobs(void); /* the table of settings: [{name, type, default, help, horovod}] */
 HC_EXPORT const char* hc_build_info(void);
 /* Which algorithm runs for each operation, by size and layout; settings as for hc_runtime_create. */

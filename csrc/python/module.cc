@@ -233,12 +233,12 @@ class Runtime {
   // `free` lets GPU memory go that the framework keeps for later; called from wait() when the core lacks some.
   void offer_memory(py::object free) {
     free_memory_ = std::move(free);
-    hc_memory_relief(rt_, HC_RELIEF_OFFER);
+    hc_memory_pressure(rt_, HC_MEMORY_CAN_FREE);
   }
   void relieve_memory() {
-    if (!free_memory_ || !hc_memory_relief(rt_, HC_RELIEF_WANTED)) return;
+    if (!free_memory_ || !hc_memory_pressure(rt_, HC_MEMORY_IS_WANTED)) return;
     free_memory_();
-    hc_memory_relief(rt_, HC_RELIEF_GAVE);
+    hc_memory_pressure(rt_, HC_MEMORY_FREED);
   }
 
   std::unique_ptr<Result> result(hc_handle handle, int index) {
@@ -340,10 +340,10 @@ class Runtime {
     }
     return hc_python::shown(record);
   }
-  void share_page(int fd, uint64_t offset, const std::string& program) {
-    raise_if(hc_page_share(rt_, fd, offset, program.c_str()));
+  void share_rank_metrics(int fd, uint64_t offset, const std::string& program) {
+    raise_if(hc_rank_metrics_share(rt_, fd, offset, program.c_str()));
   }
-  py::bytes page() const { return py::bytes(hc_page(rt_), HC_PAGE_BYTES); }
+  py::bytes rank_metrics() const { return py::bytes(hc_rank_metrics(rt_), HC_RANK_METRICS_BYTES); }
   py::str counters() const { return hc_python::shown(hc_counters(rt_)); }
   py::str describe() const {
     std::string text;
@@ -483,8 +483,8 @@ PYBIND11_MODULE(_core, m) {
       .def("timeline_span", &Runtime::timeline_span, "name"_a, "from_s"_a, "seconds"_a, "args"_a = "")
       .def("watch_stack", &Runtime::watch_stack, "signal"_a, "fd"_a, "thread"_a, "libraries"_a)
       .def("flight_record", &Runtime::flight_record, "reason"_a = "asked for")
-      .def("share_page", &Runtime::share_page, "fd"_a, "offset"_a, "program"_a)
-      .def("page", &Runtime::page)
+      .def("share_rank_metrics", &Runtime::share_rank_metrics, "fd"_a, "offset"_a, "program"_a)
+      .def("rank_metrics", &Runtime::rank_metrics)
       .def("counters", &Runtime::counters)
       .def("describe", &Runtime::describe);
   m.def("knobs", &hc_knobs);

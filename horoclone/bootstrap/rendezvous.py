@@ -68,9 +68,9 @@ class Server:
                 listener.close()
             raise
         self._selector = selectors.DefaultSelector()
-        self._bell, self._bell_rope = socket.socketpair()
-        self._bell.setblocking(False)
-        self._selector.register(self._bell, selectors.EVENT_READ, self._bell)
+        self._wakeup, self._wakeup_sender = socket.socketpair()
+        self._wakeup.setblocking(False)
+        self._selector.register(self._wakeup, selectors.EVENT_READ, self._wakeup)
         for listener in self._listeners:
             self._selector.register(listener, selectors.EVENT_READ, listener)
         self._thread = threading.Thread(target=self._serve, name="hc-store", daemon=True)
@@ -85,7 +85,7 @@ class Server:
     def rank_ended(self, rank: int, text: str) -> None:
         """The launcher has seen the rank's process end, with whatever code: no other rank need wait for it any more."""
         self._detector.ended(rank, text)
-        self.ring()
+        self.wake()
 
     def arrived(self) -> set[int]:
         """Ranks that have come to a gather at least once."""
@@ -101,7 +101,7 @@ class Server:
         with self._mutex:
             self._mutex.wait_for(lambda: self._pending_takes == 0, timeout=linger_s)
         self._stop = True
-        self.ring()
+        self.wake()
         if self._thread is not threading.current_thread():
             self._thread.join(5.0)
         self._detector.settle(
@@ -115,12 +115,12 @@ class Server:
                     self._reply(connection, wire.FAILED, cause.packed())
         self._release()
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """The thread looks again: something is new."""
         if self._service is not None:
             self._service.look()
         try:
-            self._bell_rope.send(b"x")
+            self._wakeup_sender.send(b"x")
         except OSError:
             pass
 
@@ -134,7 +134,7 @@ class Server:
         self._selector.close()
         for connection in self._connections.values():
             connection.socket.close()
-        for one in (*self._listeners, self._bell, self._bell_rope):
+        for one in (*self._listeners, self._wakeup, self._wakeup_sender):
             one.close()
         self._connections.clear()
         self._listeners.clear()
@@ -160,8 +160,8 @@ class Server:
     def _serve(self) -> None:
         while not self._stop:
             for key, events in self._selector.select(self._next_deadline_s()):
-                if key.data is self._bell:
-                    self._bell.recv(4096)
+                if key.data is self._wakeup:
+                    self._wakeup.recv(4096)
                     if self._stop:
                         return
                 elif isinstance(key.data, socket.socket):

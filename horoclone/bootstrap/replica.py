@@ -20,7 +20,7 @@ from typing import NamedTuple
 from horoclone import errors
 from horoclone.bootstrap import seal, wire
 from horoclone.bootstrap.client import HELLO_S, SLICE_S, Client
-from horoclone.visitors import Visitors
+from horoclone.connection_limits import UnauthenticatedConnections
 
 KEY = "replica"  # [generation u64][addresses, comma-separated]
 MAX_SPARES = 64  # and as many unauthenticated connections, of which the oldest goes when another comes
@@ -64,7 +64,7 @@ class Feeder:
         self._offered: tuple[int, Pack] | None = None
         self._packed: Replica | None = None
         self._spares = 0
-        self._strangers = Visitors(MAX_SPARES, HELLO_S)
+        self._strangers = UnauthenticatedConnections(MAX_SPARES, HELLO_S)
         self._closed = False
         self._packing = threading.Lock()
         self._listeners = [

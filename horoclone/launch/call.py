@@ -49,7 +49,7 @@ def _descriptors() -> tuple[int, int]:
     folder = os.environ.pop("HOROCLONE_FUNCTION_FOLDER", None)
     if folder is None:
         inherited = [int(one) for one in os.environ.pop("HOROCLONE_FUNCTION_FDS").split(",")]
-        metrics = os.environ.get("HOROCLONE_PAGE", "").partition(":")[0]
+        metrics = os.environ.get("HOROCLONE_RANK_METRICS", "").partition(":")[0]
         for descriptor in (
             *inherited,
             int(os.environ["HOROCLONE_SECRET_FD"]),

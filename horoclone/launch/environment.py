@@ -10,12 +10,12 @@ from horoclone.launch.hosts import Placement
 # Of the other host, or of our terminal: they would be wrong there.
 _STAYS_HERE = re.compile(
     r"^(BASH_FUNC_.*|BASHOPTS|SHELLOPTS|OLDPWD|PWD|SHLVL|_|HOME|USER|LOGNAME|SHELL|MAIL|HOSTNAME|HOST|TERM|TTY|DISPLAY"
-    r"|XAUTHORITY|WINDOWID|SSH_.*|XDG_.*|DBUS_.*|GPG_.*|TMUX.*|STY|LS_COLORS|HOROCLONE_SECRET.*|HOROCLONE_PAGE|_HOROVOD_SECRET_KEY)$"
+    r"|XAUTHORITY|WINDOWID|SSH_.*|XDG_.*|DBUS_.*|GPG_.*|TMUX.*|STY|LS_COLORS|HOROCLONE_SECRET.*|HOROCLONE_RANK_METRICS|_HOROVOD_SECRET_KEY)$"
 )
 # What another launcher told *us* about this process would contradict the rank's own numbers.
 _STALE = (
     "HOROCLONE_FUNCTION_FDS",
-    "HOROCLONE_PAGE",
+    "HOROCLONE_RANK_METRICS",
     "HOROCLONE_FUNCTION_FOLDER",
     "HOROCLONE_SECRET_FD",
     "HOROCLONE_SECRET",

@@ -223,8 +223,8 @@ class Job:
         assert self._owner is not None
         member, request = self._members[rank], self._request
         stdin = 0 if rank == 0 and request.give_stdin and is_open(0) else None
-        folder, page = self._folder_of(member), self._metrics.passed(rank)
-        local = self._owner.start(rank, request.command, environment, request.cwd, stdin, folder, page)
+        folder, metrics = self._folder_of(member), self._metrics.passed(rank)
+        local = self._owner.start(rank, request.command, environment, request.cwd, stdin, folder, metrics)
         member.local = local
         self.started(rank, local.pid)
         for stream, pipe in ((STDOUT, local.stdout), (STDERR, local.stderr)):
@@ -314,7 +314,7 @@ class Job:
         if member.code != 0:
             self._termination.fail(now)
 
-    def page(self, rank: int, packed: bytes) -> None:
+    def rank_metrics(self, rank: int, packed: bytes) -> None:
         self._metrics.take(rank, packed)
 
     def result(self, rank: int, part: bytes) -> None:

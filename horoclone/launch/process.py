@@ -272,15 +272,15 @@ class LocalRanks:
         cwd: str,
         stdin: int | None = None,
         folder: str = "",
-        page: tuple[int, int] | None = None,
+        metrics: tuple[int, int] | None = None,
     ) -> LocalRank:
         """LaunchError with exit code 127 or 126 when the command cannot be run. stdin None: /dev/null. folder: where
-        its output goes, too; only a relay asks. page: JobMetrics.passed()."""
+        its output goes, too; only a relay asks. metrics: JobMetrics.passed()."""
         inherited = [self._secret]
         environment = {**environment, "HOROCLONE_SECRET_FD": str(self._secret)}
-        if page is not None:
-            inherited.append(page[0])
-            environment["HOROCLONE_PAGE"] = f"{page[0]}:{page[1]}"
+        if metrics is not None:
+            inherited.append(metrics[0])
+            environment["HOROCLONE_RANK_METRICS"] = f"{metrics[0]}:{metrics[1]}"
         result = None
         if self._payload is not None:
             result = anonymous_file("horoclone-result")

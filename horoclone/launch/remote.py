@@ -138,7 +138,7 @@ class Remote:
                 self._spec["command"],
                 {**environment, **own},
                 self._spec["cwd"],
-                page=self._metrics.passed(rank),
+                metrics=self._metrics.passed(rank),
             )
             self._ranks[rank] = local
             self._metrics.started(rank, local.pid, True)

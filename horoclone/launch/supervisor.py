@@ -511,4 +511,4 @@ class Supervisor:
 
     def _ring(self) -> None:
         if self._server is not None:
-            self._server.ring()
+            self._server.wake()

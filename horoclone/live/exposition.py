@@ -21,7 +21,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from horoclone import visitors
+from horoclone import connection_limits
 from horoclone.live import rank_metrics
 from horoclone.live.overview import late_seconds, late_times, state_of, upper_bounds_s
 from horoclone.live.rank_metrics import RankMetrics
@@ -187,7 +187,7 @@ def _operations(ranks: Sequence[RankMetrics]) -> Iterator[Metric]:
     yield from (count, moved, queued, running, duration)
 
 
-class _Server(visitors.BoundedThreads, WSGIServer):
+class _Server(connection_limits.BoundedThreads, WSGIServer):
     """Anybody may scrape it, so it takes a bounded number of connections, and none for long."""
 
     request_queue_size = 64

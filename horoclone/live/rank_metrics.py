@@ -1,7 +1,7 @@
 """The metrics of one rank: a block of 4 KiB of shared memory that the core writes and anyone may read. Pure.
 
-The layout is csrc/engine/page/layout.h's; a test compares the two. All numbers are native: blocks of other hosts are
-copies, and hosts of one job have the same byte order.
+The layout is csrc/engine/rank_metrics/layout.h's; a test compares the two. All numbers are native:
+blocks of other hosts are copies, and hosts of one job have the same byte order.
 """
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ class Failover:
 
     def _take(self, assignment: Assignment, is_whole: bool, absent: list[int]) -> None:
         self._standby.take(assignment, is_whole, absent)
-        self._server.ring()
+        self._server.wake()
         link = MembershipClient(self.who._replace(addresses=self.who.own), CONNECT_S, shows=False)
         link.reach(CONNECT_S)
         self._move(link, self.who.own)

@@ -143,7 +143,7 @@ class PeerDiscovery(Failover):
         least = max(bounds.smallest, place.size // 2 + 1) if bounds.majority else bounds.smallest
         limits = Limits(place.size, least, bounds.largest, bounds.timeout_s, None, bounds.majority)
         self._standby.found(limits, tuple(place.host_of(index) for index in range(place.size)))
-        self._server.ring()
+        self._server.wake()
         link = MembershipClient(self.who._replace(addresses=self.who.own), CONNECT_S, shows=False)
         link.reach(CONNECT_S)
         self._move(link, self.who.own)
@@ -172,7 +172,7 @@ class PeerDiscovery(Failover):
                 "coordinator"
             )
             self._standby.give_up(FRESH)
-            self._server.ring()
+            self._server.wake()
 
     def hand_over(self) -> None:
         """A coordinator that ends waits, for a while, until the others have formed a generation without it: then all of
@@ -184,7 +184,7 @@ class PeerDiscovery(Failover):
             coordinator = self._standby.coordinator
             if self.who.id in coordinator.members:
                 coordinator.dead(self.who.id, "its process has ended", time.monotonic())
-        self._server.ring()
+        self._server.wake()
         while time.monotonic() < deadline:
             with self._standby.mutex:
                 others = [one for one in coordinator.live() if one.id != self.who.id and one.connections]

@@ -183,7 +183,7 @@ class MembershipService:
             return 0.0 if self._is_new else self._due
 
     def look(self) -> None:
-        """Called after the coordinator has changed: checks every waiting member. Server.ring() then wakes its
+        """Called after the coordinator has changed: checks every waiting member. Server.wake() then wakes its
         thread."""
         with self.mutex:
             self._is_new = True

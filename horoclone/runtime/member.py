@@ -307,7 +307,7 @@ class _MembershipThread(threading.Thread):
         self._moves = 0  # of the failover, when the link was made
         self._asked_s = 0.0  # when SIGTERM came
         self._ends = False  # the job does
-        self._bell = threading.Event()
+        self._wakeup = threading.Event()
 
     def begin(self) -> None:
         if threading.current_thread() is threading.main_thread():
@@ -331,11 +331,11 @@ class _MembershipThread(threading.Thread):
         if is_second:
             return
         self._asked_s, self.leaving = time.monotonic(), signal.Signals(number).name
-        self._bell.set()
+        self._wakeup.set()
 
     def _announce(self) -> None:
         """Thread hc-notice: tells the coordinator of the wish to leave, and leaves when no commit comes."""
-        self._bell.wait()
+        self._wakeup.wait()
         self._member.announce(self.leaving)
         limit_s = seconds(os.environ, "NOTICE", 30.0)
         time.sleep(max(0.0, self._asked_s + limit_s - time.monotonic()))

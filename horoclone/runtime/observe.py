@@ -53,7 +53,7 @@ def metrics() -> dict[str, Any]:
     """
     runtime = native()
     counters: dict[str, Any] = json.loads(runtime.counters())
-    counters.update(_times(rank_metrics.read(runtime.page())))
+    counters.update(_times(rank_metrics.read(runtime.rank_metrics())))
     last_ready = {int(set_id): ranks for set_id, ranks in counters["last_ready"].items()}
     counters["last_ready"] = last_ready
     counters["gpu"] = {int(set_id): way for set_id, way in counters["gpu"].items()}

@@ -42,7 +42,7 @@ def share(runtime: Runtime, job: Job, environ: Mapping[str, str]) -> None:
         _memory = _in_job_segment(environ) or _in_runtime_directory(job, environ)
     if _memory is not None:
         try:
-            runtime.share_page(_memory.descriptor, _memory.offset, bytes_of(program()))
+            runtime.share_rank_metrics(_memory.descriptor, _memory.offset, bytes_of(program()))
         except (errors.HorovodInternalError, ValueError):
             _memory = None
 
@@ -55,7 +55,7 @@ def program() -> str:
 
 def _in_job_segment(environ: Mapping[str, str]) -> _Memory | None:
     """The launcher's, whose descriptor this process has inherited; another process of the rank may not have it."""
-    descriptor, _, offset = environ.get("HOROCLONE_PAGE", "").partition(":")
+    descriptor, _, offset = environ.get("HOROCLONE_RANK_METRICS", "").partition(":")
     try:
         number, at = int(descriptor), int(offset)
         if os.readlink(f"/proc/self/fd/{number}") != f"/memfd:{job_segment.NAME} (deleted)":

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from horoclone.bootstrap import wire
+from horoclone.connection_limits import UnauthenticatedConnections
 from horoclone.launch.hosts import Host
 from horoclone.launch.link import HostEvents, Link
 from horoclone.launch.usage import LaunchError
 from horoclone.spark.executor import END, START, keep_alive, own_versions
-from horoclone.visitors import Visitors
 
 HELLO_S = 5.0
 MAX_UNAUTHENTICATED = 64  # connections that have proved nothing yet; who comes displaces the oldest
@@ -92,7 +92,7 @@ class TaskServer:
         self._waiting: dict[str, tuple[Task, socket.socket]] = {}
         self._busy: dict[str, Task] = {}
         self._trouble = ""  # why a task was refused
-        self._unauthenticated = Visitors(MAX_UNAUTHENTICATED, HELLO_S)
+        self._unauthenticated = UnauthenticatedConnections(MAX_UNAUTHENTICATED, HELLO_S)
         self._changes = self._seen = 0
         self._closed = False
         self._selector = selectors.DefaultSelector()

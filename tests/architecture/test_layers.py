@@ -39,7 +39,7 @@ MAY_INCLUDE = {
 LEVELS = {
     "collective": (".", "shared", "channels", "gpu", "host.cc"),
     "engine": (
-        "page",
+        "rank_metrics",
         "operation threads context.h iteration.h",
         "record control tune",
         "intake",

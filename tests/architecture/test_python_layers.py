@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "anonymous_file": set(),
     "arguments": set(),
     "arrays": {"arguments", "handles", "ops", "process_sets", "runtime"},
-    "bootstrap": {"errors", "selection", "settings", "visitors"},
+    "bootstrap": {"errors", "selection", "settings", "connection_limits"},
     "checkpoint": {"anonymous_file", "errors", "failpoints", "objects", "owned", "runtime"},
     "checkpoint.jax": set(),
     "checkpoint.torch": set(),
@@ -96,7 +96,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "simulate",
     },
     "lightning": {"errors", "objects", "runtime", "runtime.lifecycle", "torch", "tracking"},
-    "live": {"visitors"},
+    "live": {"connection_limits"},
     "membership": {"bootstrap", "errors", "failpoints"},
     "objects": {"arguments", "arrays", "bootstrap", "errors", "process_sets", "runtime"},
     "ops": {"arguments", "errors"},
@@ -126,7 +126,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "selection": set(),
     "settings": set(),
     "simulate": {"replay", "runtime"},
-    "spark": {"bootstrap", "errors", "launch", "runner", "visitors"},
+    "spark": {"bootstrap", "errors", "launch", "runner", "connection_limits"},
     "spark.keras": {"keras"},
     "spark.torch": {"torch"},
     "stand_ins": {"errors"},
@@ -226,7 +226,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "torch.sync_batch_norm": {"errors", "ops", "process_sets", "torch.operations"},
     "torch.torchft": {"torch.c10d"},
     "tracking": {"runtime"},
-    "visitors": set(),
+    "connection_limits": set(),
 }
 
 # (module, what it looks up by name) -> why it cannot import it

@@ -170,7 +170,7 @@ def test_last_words_are_about_ranks_that_the_reader_waits_for(server, dies):
         rank.put("there", b"")
     if dies == "just before":
         ranks[1].close()
-        server.ring()
+        server.wake()
         time.sleep(0.05)  # less than a rank has to come back
     else:
         ranks[3].leave(process_ends=True)  # in order, and not in the list

@@ -32,10 +32,10 @@ from horoclone.checkpoint.leaves import NUMPY
 from horoclone.checkpoint.saving import Save, shares
 from horoclone.checkpoint.tree import Flat
 
-spec = importlib.util.spec_from_file_location("checkpoint_doubles", Path(__file__).with_name("doubles.py"))
-doubles: Any = importlib.util.module_from_spec(spec)
-sys.modules["checkpoint_doubles"] = doubles
-spec.loader.exec_module(doubles)
+spec = importlib.util.spec_from_file_location("checkpoint_fakes", Path(__file__).with_name("fakes.py"))
+fakes: Any = importlib.util.module_from_spec(spec)
+sys.modules["checkpoint_fakes"] = fakes
+spec.loader.exec_module(fakes)
 
 
 class Moments(NamedTuple):
@@ -53,7 +53,7 @@ def a_state(value: float = 1.0) -> dict[str, Any]:
 
 def save_on(path: Path, states: list[Any], keep: int = 3, timeout_s: float = 20.0) -> list[Save]:
     """A save of len(states) ranks, as threads of this process; raises what rank 0 failed with."""
-    world = doubles.Ranks(len(states))
+    world = fakes.Ranks(len(states))
     every = [Save(path, state, keep, timeout_s, world.of(rank)) for rank, state in enumerate(states)]
     for one in every:
         one.start()

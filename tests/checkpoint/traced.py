@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from doubles import Ranks
+from fakes import Ranks
 
 from horoclone.checkpoint import files, load
 from horoclone.checkpoint.saving import Save

@@ -257,8 +257,8 @@ def test_the_flags_of_the_launcher_reach_it(tmp_path):
     assert len(purposes) <= 2 + 4 + 1
 
 
-def test_a_log_that_cannot_be_written_costs_a_warning(crew):
-    team = crew(
+def test_a_log_that_cannot_be_written_costs_a_warning(worker_pool):
+    team = worker_pool(
         settle,
         2,
         env={**QUICK, "HOROVOD_AUTOTUNE_LOG": "/no such folder/x.csv", "HOROVOD_LOG_LEVEL": "warning"},

@@ -16,10 +16,10 @@ ENOUGH = 40  # calls in a row after which a session is open
 
 
 def say(**facts):
-    """crew.say, which only the ranks of a crew can import; warm worlds load this module too."""
-    import crew
+    """worker_pool.say, which only the ranks of a worker_pool can import; warm worlds load this module too."""
+    import worker_pool
 
-    crew.say(**facts)
+    worker_pool.say(**facts)
 
 
 def loop(name=None, calls=ENOUGH):
@@ -64,8 +64,8 @@ def come_late():
     say(rounds=hvd.metrics()["bypassed"])
 
 
-def test_a_rank_that_is_late_in_a_round_of_the_bypass_is_named(crew):
-    team = crew(come_late, 3, env={"HOROVOD_STALL_CHECK_TIME_SECONDS": "0.5"})
+def test_a_rank_that_is_late_in_a_round_of_the_bypass_is_named(worker_pool):
+    team = worker_pool(come_late, 3, env={"HOROVOD_STALL_CHECK_TIME_SECONDS": "0.5"})
     assert team.wait() == [0, 0, 0], team.outputs()
     report = team.output(0)
     assert re.search(r"allreduce 'loop' \(\d+ s\): missing rank 1", report), report
@@ -86,8 +86,8 @@ def die_in_a_turn():
         say(text=str(error), seconds=time.monotonic() - began)
 
 
-def test_a_rank_that_dies_in_a_round_of_the_bypass_is_named(crew):
-    team = crew(die_in_a_turn, 3)
+def test_a_rank_that_dies_in_a_round_of_the_bypass_is_named(worker_pool):
+    team = worker_pool(die_in_a_turn, 3)
     team.wait()
     for rank in (0, 2):
         said = team.said(rank, "text")[0]

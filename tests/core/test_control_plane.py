@@ -107,18 +107,18 @@ CHAIN = {"HOROCLONE_SHARED_MEMORY": "0", "HOROCLONE_CONTROL_FANOUT": "1"}
 
 
 def two_come_late():
-    import crew
+    import worker_pool
 
     hvd.init()
     hvd.allreduce(np.ones(2, np.float32), name="known")
     if hvd.rank() in (1, 3):
         time.sleep(2.0)
     hvd.allreduce(np.ones(2, np.float32), name="known")
-    crew.say(sent=hvd.metrics()["request_lists_sent"])
+    worker_pool.say(sent=hvd.metrics()["request_lists_sent"])
 
 
-def test_a_stall_report_names_who_is_missing_below_others(crew):
-    team = crew(two_come_late, 4, env={**CHAIN, "HOROVOD_STALL_CHECK_TIME_SECONDS": "0.8"})
+def test_a_stall_report_names_who_is_missing_below_others(worker_pool):
+    team = worker_pool(two_come_late, 4, env={**CHAIN, "HOROVOD_STALL_CHECK_TIME_SECONDS": "0.8"})
     assert team.wait() == [0] * 4, team.outputs()
     assert re.search(r"allreduce.known \([01] s\): missing ranks 1,3; ready ranks 0,2", team.output(0)), (
         team.output(0)

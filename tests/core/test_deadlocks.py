@@ -17,10 +17,10 @@ MODES = pytest.mark.parametrize("shared", ["1", "0"], ids=["shared", "tcp"])
 
 
 def say(**facts):
-    """crew.say, which only the ranks of a crew can import."""
-    import crew
+    """worker_pool.say, which only the ranks of a worker_pool can import."""
+    import worker_pool
 
-    crew.say(**facts)
+    worker_pool.say(**facts)
 
 
 def ends(call):
@@ -49,8 +49,8 @@ def line_of(words):
 
 @MODES
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_call_in_a_branch_of_rank_0_is_named_with_both_lines_and_ends(crew, size, shared):
-    team = crew(in_branch, size, env={**SOON, "HOROCLONE_SHARED_MEMORY": shared})
+def test_a_call_in_a_branch_of_rank_0_is_named_with_both_lines_and_ends(worker_pool, size, shared):
+    team = worker_pool(in_branch, size, env={**SOON, "HOROCLONE_SHARED_MEMORY": shared})
     assert team.wait() == [0] * size, team.outputs()
     others = "rank 1" if size == 2 else "ranks 1,2"
     where = "tests/core/test_deadlocks.py:"
@@ -71,8 +71,8 @@ def in_other_order():
         ends(lambda name=name: hvd.allgather(np.ones(2), name=name))
 
 
-def test_calls_in_another_order(crew):
-    team = crew(in_other_order, 2, env=SOON)
+def test_calls_in_another_order(worker_pool):
+    team = worker_pool(in_other_order, 2, env=SOON)
     assert team.wait() == [0, 0], team.outputs()
     assert [len(team.said(rank, "text")) for rank in range(2)] == [2, 2], team.outputs()
 
@@ -86,8 +86,8 @@ def in_two_sets():
         ends(hvd.barrier)
 
 
-def test_a_circle_through_two_process_sets(crew):
-    team = crew(in_two_sets, 3, env=SOON)
+def test_a_circle_through_two_process_sets(worker_pool):
+    team = worker_pool(in_two_sets, 3, env=SOON)
     assert team.wait() == [0, 0, 0], team.outputs()
     text = team.said(2, "text")[0]["text"]
     assert "of the process set of ranks 0,1" in text and "of the process set of ranks 1,2" in text, text
@@ -105,8 +105,8 @@ def polling():
     ends(lambda: waits_by_polling(hvd.allreduce_async(np.ones(2), name="ab"[hvd.rank()])))
 
 
-def test_a_loop_that_polls_is_a_wait_that_ends_after_ten_times_the_limit(crew):
-    team = crew(polling, 2, env={**SOON, "HOROCLONE_DEADLOCK_TIME_SECONDS": "0.5"})
+def test_a_loop_that_polls_is_a_wait_that_ends_after_ten_times_the_limit(worker_pool):
+    team = worker_pool(polling, 2, env={**SOON, "HOROCLONE_DEADLOCK_TIME_SECONDS": "0.5"})
     assert team.wait() == [0, 0], team.outputs()
     for rank in range(2):
         text = team.said(rank, "text")[0]["text"]
@@ -128,9 +128,9 @@ def polling_at_work():
     hvd.synchronize(handle) if hvd.rank() == 0 else hvd.allreduce(np.ones(2), name="last")
 
 
-def test_a_program_that_polls_beside_its_work_ends_when_the_others_come(crew):
+def test_a_program_that_polls_beside_its_work_ends_when_the_others_come(worker_pool):
     """It comes four seconds late, which is more than the limit for calls that only wait."""
-    team = crew(polling_at_work, 2, env=SOON)
+    team = worker_pool(polling_at_work, 2, env=SOON)
     assert team.wait() == [0, 0], team.outputs()
 
 
@@ -145,8 +145,8 @@ def alone_in_a_save():
         ends(lambda: hvd.allreduce(np.ones(3), name="step"))
 
 
-def test_a_save_on_one_rank_ends_on_all(crew):
-    team = crew(alone_in_a_save, 2, env=SOON)
+def test_a_save_on_one_rank_ends_on_all(worker_pool):
+    team = worker_pool(alone_in_a_save, 2, env=SOON)
     assert team.wait() == [0, 0], team.outputs()
 
 
@@ -170,9 +170,9 @@ def each_alone():
     assert one.process_set_id == 1
 
 
-def test_every_kind_of_call_ends_and_can_be_repeated(crew):
+def test_every_kind_of_call_ends_and_can_be_repeated(worker_pool):
     env = {**SOON, "HOROCLONE_DYNAMIC_PROCESS_SETS": "1"}
-    team = crew(each_alone, 2, env=env)
+    team = worker_pool(each_alone, 2, env=env)
     assert team.wait() == [0, 0], team.outputs()
     for rank in range(2):
         assert len(team.said(rank, "text")) == len(CALLS), team.outputs()
@@ -185,8 +185,8 @@ def compute():
     assert hvd.allreduce(np.ones(2), name="late", op=hvd.Sum)[0] == 2
 
 
-def test_a_rank_that_does_something_else_is_waited_for(crew):
-    team = crew(compute, 2, env=SOON)
+def test_a_rank_that_does_something_else_is_waited_for(worker_pool):
+    team = worker_pool(compute, 2, env=SOON)
     assert team.wait() == [0, 0], team.outputs()
     assert "stands in" not in team.output(0)
 
@@ -209,8 +209,8 @@ def threads():
     other.join()
 
 
-def test_a_rank_whose_other_thread_goes_on_is_waited_for(crew):
-    team = crew(threads, 2, env=SOON)
+def test_a_rank_whose_other_thread_goes_on_is_waited_for(worker_pool):
+    team = worker_pool(threads, 2, env=SOON)
     assert team.wait() == [0, 0], team.outputs()
     assert "stands in" not in team.output(0)
 

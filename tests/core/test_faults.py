@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from crew import left_over, say, traces
+from worker_pool import left_over, say, traces
 
 import horoclone as hvd
 
@@ -66,13 +66,13 @@ def check_death(team, victim, number=signal.SIGKILL):
 
 
 @MODES
-def test_a_rank_killed_at_any_moment_is_named_within_a_second_and_nothing_is_left(crew, shared):
+def test_a_rank_killed_at_any_moment_is_named_within_a_second_and_nothing_is_left(worker_pool, shared):
     for _ in range(20 if shared else 10):
-        check_death(crew(reduce_until_it_fails, 3, env=mode(shared)), random.randrange(3))
+        check_death(worker_pool(reduce_until_it_fails, 3, env=mode(shared)), random.randrange(3))
 
 
-def test_all_ranks_killed_leave_nothing(crew):
-    team = crew(reduce_until_it_fails, 3)
+def test_all_ranks_killed_leave_nothing(worker_pool):
+    team = worker_pool(reduce_until_it_fails, 3)
     held = [team.wait_for(rank, "traces")["traces"] for rank in range(3)]
     assert any(one["files"] for one in held)
     for rank in range(3):
@@ -99,8 +99,8 @@ def be_survived_by_a_child():
 
 
 @MODES
-def test_a_killed_rank_counts_as_dead_although_a_child_that_it_forked_lives(crew, shared):
-    team = crew(be_survived_by_a_child, 2, env=mode(shared, **SOON))
+def test_a_killed_rank_counts_as_dead_although_a_child_that_it_forked_lives(worker_pool, shared):
+    team = worker_pool(be_survived_by_a_child, 2, env=mode(shared, **SOON))
     team.wait_for(0, "running")
     team.wait_for(1, "running")
     killed = team.send(1, signal.SIGKILL)
@@ -175,8 +175,8 @@ def reduce_for(seconds, linger=0):
 
 
 @MODES
-def test_a_stopped_rank_that_goes_on_in_time_costs_a_warning(crew, shared):
-    team = crew(reduce_for, 2, env=mode(shared, **SOON), seconds=0.3)
+def test_a_stopped_rank_that_goes_on_in_time_costs_a_warning(worker_pool, shared):
+    team = worker_pool(reduce_for, 2, env=mode(shared, **SOON), seconds=0.3)
     team.wait_for(0, "running")
     team.wait_for(1, "running")
     team.send(1, signal.SIGSTOP)
@@ -190,8 +190,8 @@ def test_a_stopped_rank_that_goes_on_in_time_costs_a_warning(crew, shared):
 
 
 @MODES
-def test_a_rank_that_stays_stopped_is_lost_and_learns_it_when_it_goes_on(crew, shared):
-    team = crew(reduce_for, 3, env=mode(shared, **SOON), seconds=30, linger=2)
+def test_a_rank_that_stays_stopped_is_lost_and_learns_it_when_it_goes_on(worker_pool, shared):
+    team = worker_pool(reduce_for, 3, env=mode(shared, **SOON), seconds=30, linger=2)
     for rank in range(3):
         team.wait_for(rank, "running")
     stopped = team.send(1, signal.SIGSTOP)
@@ -207,8 +207,8 @@ def test_a_rank_that_stays_stopped_is_lost_and_learns_it_when_it_goes_on(crew, s
 
 
 @pytest.mark.long(30)
-def test_with_the_real_deadlines_ten_seconds_pass_and_twenty_do_not(crew):
-    short, long = crew(reduce_for, 2, seconds=1), crew(reduce_for, 2, seconds=60)
+def test_with_the_real_deadlines_ten_seconds_pass_and_twenty_do_not(worker_pool):
+    short, long = worker_pool(reduce_for, 2, seconds=1), worker_pool(reduce_for, 2, seconds=60)
     for team in (short, long):
         team.wait_for(0, "running")
         team.wait_for(1, "running")
@@ -238,8 +238,8 @@ def wait_for_a_slow_rank():
 
 
 @MODES
-def test_a_slow_rank_is_no_error_and_costs_the_waiting_one_no_processor(crew, shared):
-    team = crew(wait_for_a_slow_rank, 2, env=mode(shared, HOROCLONE_LIVENESS_PROBE_S="0.3"))
+def test_a_slow_rank_is_no_error_and_costs_the_waiting_one_no_processor(worker_pool, shared):
+    team = worker_pool(wait_for_a_slow_rank, 2, env=mode(shared, HOROCLONE_LIVENESS_PROBE_S="0.3"))
     assert team.wait() == [0, 0]
     assert team.said(0, "share")[0]["share"] < 0.2, team.outputs()
     assert "not responding" not in team.outputs()
@@ -265,8 +265,8 @@ def leave(how):
 
 @MODES
 @pytest.mark.parametrize("how", ["raise", "exit"])
-def test_a_rank_that_raises_or_leaves_is_named_by_all_others_within_a_second(crew, shared, how):
-    team = crew(leave, 3, env=mode(shared), how=how)
+def test_a_rank_that_raises_or_leaves_is_named_by_all_others_within_a_second(worker_pool, shared, how):
+    team = worker_pool(leave, 3, env=mode(shared), how=how)
     assert team.wait() == [0, int(how == "raise"), 0], team.outputs()
     for rank in (0, 2):
         heard = team.said(rank, "error")[0]
@@ -305,8 +305,10 @@ def wait_with_an_alarm(torch_tensor):
 
 
 @pytest.mark.parametrize("torch_tensor", [False, True], ids=["array", "tensor"])
-def test_an_exception_of_a_signal_handler_is_told_with_its_rank_its_text_and_the_call(crew, torch_tensor):
-    team = crew(wait_with_an_alarm, 3, torch_tensor=torch_tensor)
+def test_an_exception_of_a_signal_handler_is_told_with_its_rank_its_text_and_the_call(
+    worker_pool, torch_tensor
+):
+    team = worker_pool(wait_with_an_alarm, 3, torch_tensor=torch_tensor)
     assert team.wait() == [0, 0, 0], team.outputs()
     for rank in (0, 2):
         heard = team.said(rank, "error")[0]
@@ -326,8 +328,8 @@ def finish_early():
         pytest.fail("the steps that rank 2 does not have were completed")
 
 
-def test_uneven_steps_without_join_name_the_rank_that_has_finished(crew):
-    team = crew(finish_early, 3)
+def test_uneven_steps_without_join_name_the_rank_that_has_finished(worker_pool):
+    team = worker_pool(finish_early, 3)
     codes = team.wait()
     assert codes[2] == 0 and codes[:2] == [1, 1], team.outputs()
     for rank in (0, 1):
@@ -353,10 +355,10 @@ def name_differently(limit, reported):
 
 
 @pytest.mark.parametrize("limit", [0, 3])
-def test_different_names_are_reported_with_their_ranks_and_fail_at_the_limit(crew, limit, tmp_path):
+def test_different_names_are_reported_with_their_ranks_and_fail_at_the_limit(worker_pool, limit, tmp_path):
     env = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(limit)}
     reported = tmp_path / "reported"
-    team = crew(name_differently, 3, env=env, limit=limit, reported=str(reported))
+    team = worker_pool(name_differently, 3, env=env, limit=limit, reported=str(reported))
     expected = [
         "submitted to be reduced, gathered or broadcasted by a subset of ranks",
         r"layer\.1.*missing rank 2; ready ranks 0,1",
@@ -390,8 +392,8 @@ def shuffle(rounds):
 
 
 @MODES
-def test_two_hundred_rounds_in_an_order_of_each_ranks_own(crew, shared):
-    team = crew(shuffle, 3, env=mode(shared), rounds=200)
+def test_two_hundred_rounds_in_an_order_of_each_ranks_own(worker_pool, shared):
+    team = worker_pool(shuffle, 3, env=mode(shared), rounds=200)
     assert team.wait(40) == [0, 0, 0], team.outputs()
 
 
@@ -421,8 +423,8 @@ def move_special_values():
 
 
 @MODES
-def test_nan_and_infinity_are_moved_bit_by_bit(crew, shared):
-    team = crew(move_special_values, 3, env=mode(shared))
+def test_nan_and_infinity_are_moved_bit_by_bit(worker_pool, shared):
+    team = worker_pool(move_special_values, 3, env=mode(shared))
     assert team.wait() == [0, 0, 0], team.outputs()
     for first, second, third in zip(*(team.said(rank, "gathered") for rank in range(3)), strict=True):
         assert first["gathered"] == second["gathered"] == third["gathered"]

@@ -1,7 +1,7 @@
 """The kernels for GPUs compile: by the real NVRTC through our own loader, and by nvcc as the wheel's build calls it.
 
 No GPU takes part: machine code is made and looked at. It is run nowhere; what the same source computes is tested in C++
-by the double of the driver (csrc/tests/gpu/test_gpu_double_kernels.cc).
+by the fake of the driver (csrc/tests/gpu/test_gpu_fake_kernels.cc).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def kernel_names() -> set[str]:
     return names | {f"hc_{way}_{name}" for way in ("pack", "unpack") for name in both}
 
 
-# One rank on the driver's double, which takes an image for what it is and looks for the kernels' names in it.
+# One rank on the driver's fake, which takes an image for what it is and looks for the kernels' names in it.
 COMPILE = """
 import ctypes, os, sys
 cuda = ctypes.CDLL(os.environ["HOROCLONE_CUDA_LIBRARY"])
@@ -52,16 +52,16 @@ hvd.init()
 """
 
 
-def environment(doubles: Path, cache: Path, capability: int) -> dict[str, str]:
+def environment(fakes: Path, cache: Path, capability: int) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HOROCLONE_", "HC_"))}
     return {
         **kept,
-        "HOROCLONE_CUDA_LIBRARY": str(doubles / "libcuda.so.1"),
-        "HOROCLONE_NCCL_LIBRARY": str(doubles / "libnccl.so.2"),
+        "HOROCLONE_CUDA_LIBRARY": str(fakes / "libcuda.so.1"),
+        "HOROCLONE_NCCL_LIBRARY": str(fakes / "libnccl.so.2"),
         "HOROCLONE_GPU_OPERATIONS": "auto",
         "HOROCLONE_KERNEL_CACHE": str(cache),
-        "HC_DOUBLE_CAPABILITY": str(capability),
-        "HC_DOUBLE_CUDA_VERSION": "13000",
+        "HC_FAKE_CAPABILITY": str(capability),
+        "HC_FAKE_CUDA_VERSION": "13000",
     }
 
 
@@ -75,7 +75,7 @@ for name in ("one", "two"):
     core.stream_wait(handle, stream.value)
     assert cuda.cuStreamSynchronize(stream) == 0
 print("why no kernels:", hvd.metrics()["gpu"][0]["no_kernels"])
-print("launches", cuda.hc_double_count(b"launches", 0))
+print("launches", cuda.hc_fake_count(b"launches", 0))
 hvd.shutdown()
 """
 
@@ -87,25 +87,25 @@ def one_rank(env: dict[str, str]) -> int:
 
 def told_by_one_rank(env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     if json.loads(core.device_report({}))["kernels"].get("where") == "built in":
-        env = {**env, "HC_DOUBLE_CUDA_FAIL": "cuModuleLoadData:1:209"}  # then NVRTC is asked
+        env = {**env, "HC_FAKE_CUDA_FAIL": "cuModuleLoadData:1:209"}  # then NVRTC is asked
     command = [sys.executable, "-c", COMPILE + REDUCE, str(dtype_of(np.zeros(1, np.int16)))]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
 
-def test_kernels_that_cannot_be_had_are_told_once_and_in_the_metrics(doubles: Path, tmp_path: Path) -> None:
+def test_kernels_that_cannot_be_had_are_told_once_and_in_the_metrics(fakes: Path, tmp_path: Path) -> None:
     env = {
-        **environment(doubles, tmp_path / "cache", 90),
-        "HOROCLONE_NVRTC_LIBRARY": str(doubles / "libnvrtc.so.13"),
-        "HC_DOUBLE_NVRTC_FAIL": "nvrtcCompileProgram:1:6",
+        **environment(fakes, tmp_path / "cache", 90),
+        "HOROCLONE_NVRTC_LIBRARY": str(fakes / "libnvrtc.so.13"),
+        "HC_FAKE_NVRTC_FAIL": "nvrtcCompileProgram:1:6",
     }
     done = told_by_one_rank(env)
     assert "launches 0" in done.stdout, "two allreduces went through host memory"
     assert done.stderr.count("kernels for GPUs cannot be used") == 1, done.stderr
     assert "NVRTC_ERROR_COMPILATION" in done.stderr and "horoclone doctor" in done.stderr
     assert "NVRTC_ERROR_COMPILATION" in done.stdout.partition("why no kernels:")[2]
-    healthy = told_by_one_rank({**env, "HC_DOUBLE_NVRTC_FAIL": ""})
+    healthy = told_by_one_rank({**env, "HC_FAKE_NVRTC_FAIL": ""})
     assert "cannot be used" not in healthy.stderr and "why no kernels: \n" in healthy.stdout
 
 
@@ -114,14 +114,14 @@ def compiled(cache: Path) -> Path:
     return file
 
 
-def test_nvrtc_compiles_the_kernels_for_every_generation_of_gpus(doubles: Path, tmp_path: Path) -> None:
+def test_nvrtc_compiles_the_kernels_for_every_generation_of_gpus(fakes: Path, tmp_path: Path) -> None:
     folders = [f for f in nvrtc_folders() if os.path.exists(os.path.join(f, "libnvrtc.so.13"))]
     if not folders:
         pytest.skip("NVRTC 13 is not installed: pip install nvidia-cuda-nvrtc")
 
     def check(capability: int) -> None:
         cache = tmp_path / str(capability)
-        env = environment(doubles, cache, capability)
+        env = environment(fakes, cache, capability)
         env["HOROCLONE_NVRTC_LIBRARY"] = os.path.join(folders[0], "libnvrtc.so.13")
         assert one_rank(env) == 4, "two allreduces, each packed and unpacked"
         code = compiled(cache).read_bytes()[64:]
@@ -133,15 +133,15 @@ def test_nvrtc_compiles_the_kernels_for_every_generation_of_gpus(doubles: Path, 
 
 
 def test_what_was_compiled_is_kept_and_a_damaged_or_foreign_file_is_not_used(
-    doubles: Path, tmp_path: Path
+    fakes: Path, tmp_path: Path
 ) -> None:
     cache = tmp_path / "made" / "here"
-    env = {**environment(doubles, cache, 90), "HOROCLONE_NVRTC_LIBRARY": str(doubles / "libnvrtc.so.13")}
+    env = {**environment(fakes, cache, 90), "HOROCLONE_NVRTC_LIBRARY": str(fakes / "libnvrtc.so.13")}
     assert one_rank(env) == 4
     file = compiled(cache)
     good = file.read_bytes()
     assert (file.stat().st_mode & 0o777, cache.stat().st_mode & 0o777) == (0o600, 0o700)
-    fails = {**env, "HC_DOUBLE_NVRTC_FAIL": "nvrtcCompileProgram:1:6"}
+    fails = {**env, "HC_FAKE_NVRTC_FAIL": "nvrtcCompileProgram:1:6"}
     assert one_rank(fails) == 4, "it is not compiled again"
     for spoil in ("damaged", "writable"):
         if spoil == "damaged":

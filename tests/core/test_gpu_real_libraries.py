@@ -123,9 +123,9 @@ def report(**settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("spec", NCCL)
-def test_the_real_nccl_is_loaded_and_has_what_its_version_should(spec: str, doubles: Path) -> None:
+def test_the_real_nccl_is_loaded_and_has_what_its_version_should(spec: str, fakes: Path) -> None:
     library = package(spec) / "libnccl.so.2"
-    found = report(CUDA_LIBRARY=doubles / "libcuda.so.1", NCCL_LIBRARY=library, GPU_KERNELS="off")["nccl"]
+    found = report(CUDA_LIBRARY=fakes / "libcuda.so.1", NCCL_LIBRARY=library, GPU_KERNELS="off")["nccl"]
     assert found["found"], found
     if "==" in spec:
         assert found["version"] == spec.partition("==")[2]
@@ -134,7 +134,7 @@ def test_the_real_nccl_is_loaded_and_has_what_its_version_should(spec: str, doub
 
 
 @pytest.mark.parametrize("spec", NVRTC)
-def test_the_real_nvrtc_compiles_every_kernel(spec: str, doubles: Path, tmp_path: Path) -> None:
+def test_the_real_nvrtc_compiles_every_kernel(spec: str, fakes: Path, tmp_path: Path) -> None:
     path = ROOT / "tests/core/test_gpu_kernels.py"
     found = importlib.util.spec_from_file_location("gpu_kernels", path)
     assert found is not None and found.loader is not None
@@ -146,9 +146,9 @@ def test_the_real_nvrtc_compiles_every_kernel(spec: str, doubles: Path, tmp_path
             continue  # CUDA 13 has left that generation
         cache = tmp_path / str(capability)
         env = {
-            **kernels.environment(doubles, cache, capability),
+            **kernels.environment(fakes, cache, capability),
             "HOROCLONE_NVRTC_LIBRARY": str(library),
-            "HC_DOUBLE_CUDA_VERSION": f"{library.suffix[1:]}000",
+            "HC_FAKE_CUDA_VERSION": f"{library.suffix[1:]}000",
         }
         assert kernels.one_rank(env) == 4, "two allreduces, each packed and unpacked"
         code = kernels.compiled(cache).read_bytes()

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from crew import say
+from worker_pool import say
 
 import horoclone as hvd
 
@@ -129,12 +129,12 @@ def histories_of(team: Any) -> list[list[Any]]:
 
 
 @pytest.mark.timeout(180 + 4 * int(LONG_S))
-def test_no_history_of_random_programs_with_kills_breaks_a_rule(crew) -> None:
+def test_no_history_of_random_programs_with_kills_breaks_a_rule(worker_pool) -> None:
     began, programs, operations, kills, dice = time.monotonic(), 0, 0, 0, random.Random(SEED)
     while time.monotonic() - began < LONG_S or programs < 4:
         size, seed, shared = dice.choice((2, 3, 4)), dice.randrange(1 << 30), dice.choice("01")
         kill = dice.random() < 0.75
-        team = crew(
+        team = worker_pool(
             live, size, env={"HOROCLONE_SHARED_MEMORY": shared}, seed=seed, limit_s=5.0 if kill else 0.3
         )
         for rank in range(size):

@@ -9,10 +9,10 @@ import time
 import zlib
 from importlib.util import find_spec
 
-import crew as crews
 import numpy as np
 import pytest
-from crew import say
+import worker_pool as worker_pools
+from worker_pool import say
 
 import horoclone as hvd
 
@@ -95,11 +95,11 @@ def hosts():
 
 
 @pytest.fixture
-def team(crew, hosts):
+def team(worker_pool, hosts):
     """team(body, per_host=2, ...) forks ranks on both hosts, which meet at an address of the first one."""
 
     def start(body, per_host=2, **kwargs):
-        return crew(
+        return worker_pool(
             body,
             2 * per_host,
             namespaces=hosts.places(per_host),
@@ -276,7 +276,7 @@ def test_a_reset_connection_is_an_error_at_once(team, hosts):
 
 def die_on_the_other_host():
     hvd.init()
-    say(running=True, traces=crews.traces())
+    say(running=True, traces=worker_pools.traces())
     reduce_until_it_fails()
 
 
@@ -325,9 +325,9 @@ def train():
 
 
 @pytest.mark.skipif(find_spec("torch") is None, reason="no PyTorch")
-def test_an_optimizer_on_two_hosts_equals_one_process(hosts, warm_crew):
-    with_torch = crews.Crew(
-        warm_crew.env, "torch", "horoclone.torch"
+def test_an_optimizer_on_two_hosts_equals_one_process(hosts, warm_worker_pool):
+    with_torch = worker_pools.WorkerPool(
+        warm_worker_pool.env, "torch", "horoclone.torch"
     )  # four imports at once would take their time
     try:
         started = with_torch.start(

@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 import pytest
-from crew import say, traces
+from worker_pool import say, traces
 
 import horoclone as hvd
 from horoclone import runtime
@@ -55,9 +55,9 @@ def live_often(lives):
 
 @pytest.mark.long(40)
 @MODES
-def test_a_thousand_lives_cost_nothing_that_stays(crew, shared):
+def test_a_thousand_lives_cost_nothing_that_stays(worker_pool, shared):
     lives = 1000 if shared else 300
-    team = crew(live_often, 2, env=mode(shared), lives=lives)
+    team = worker_pool(live_often, 2, env=mode(shared), lives=lives)
     assert team.wait(90) == [0, 0], team.outputs()
     for rank in range(2):
         found = team.said(rank, "p50")[0]
@@ -91,8 +91,8 @@ def use_memory_of_an_earlier_life():
 
 
 @MODES
-def test_shared_memory_outlives_the_runtime_that_gave_it(crew, shared):
-    team = crew(use_memory_of_an_earlier_life, 2, env=mode(shared))
+def test_shared_memory_outlives_the_runtime_that_gave_it(worker_pool, shared):
+    team = worker_pool(use_memory_of_an_earlier_life, 2, env=mode(shared))
     assert team.wait() == [0, 0], team.outputs()
 
 
@@ -113,8 +113,8 @@ def crowd():
 
 
 @MODES
-def test_eight_ranks_on_two_processors_make_progress(crew, shared):
-    team = crew(crowd, 8, env=mode(shared))
+def test_eight_ranks_on_two_processors_make_progress(worker_pool, shared):
+    team = worker_pool(crowd, 8, env=mode(shared))
     assert team.wait(60) == [0] * 8, team.outputs()
     print(team.said(0, "small_us"))
 
@@ -131,8 +131,8 @@ def start_with_few_descriptors(left):
 
 
 @pytest.mark.parametrize("left", [1, 7, 8])
-def test_too_few_descriptors_are_an_error_of_init_that_names_the_limit(crew, left):
-    team = crew(start_with_few_descriptors, 8, left=left, env={"HOROCLONE_START_TIMEOUT": "10"})
+def test_too_few_descriptors_are_an_error_of_init_that_names_the_limit(worker_pool, left):
+    team = worker_pool(start_with_few_descriptors, 8, left=left, env={"HOROCLONE_START_TIMEOUT": "10"})
     assert team.wait(30) == [0] * 8, team.outputs()
     texts = [team.said(rank, "error")[0]["text"] for rank in range(8)]
     assert all("ulimit -n" in text for text in texts) and (left < 8 or any("64" in text for text in texts)), (
@@ -158,8 +158,8 @@ def work_with_a_tiny_shm():
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it mounts a file system")
-def test_a_tiny_dev_shm_does_not_matter(crew):
-    team = crew(work_with_a_tiny_shm, 2)
+def test_a_tiny_dev_shm_does_not_matter(worker_pool):
+    team = worker_pool(work_with_a_tiny_shm, 2)
     assert team.wait() == [0, 0], team.outputs()
 
 
@@ -227,12 +227,12 @@ def pry(pid, names):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it becomes another user")
-def test_another_user_gets_at_nothing(crew):
-    team = crew(stay, 2, seconds=3)
+def test_another_user_gets_at_nothing(worker_pool):
+    team = worker_pool(stay, 2, seconds=3)
     held = team.wait_for(0, "traces")["traces"]
     team.wait_for(1, "traces")
     assert held["files"] and held["ports"] == []
-    other = crew(pry, 1, pid=team.pids[0], names=held["names"])
+    other = worker_pool(pry, 1, pid=team.pids[0], names=held["names"])
     assert other.wait() == [0], other.outputs()
     found = other.said(0, "got")[0]
     assert found["uid"] == 65534 and found["got"] == [], found
@@ -270,9 +270,9 @@ def start_slowly(late, seconds):
 
 
 @MODES
-def test_strangers_at_every_listener_of_a_job_hold_up_nobody(crew, tmp_path, shared):
+def test_strangers_at_every_listener_of_a_job_hold_up_nobody(worker_pool, tmp_path, shared):
     late = tmp_path / "now"
-    team = crew(start_slowly, 2, env=mode(shared), late=str(late), seconds=1)
+    team = worker_pool(start_slowly, 2, env=mode(shared), late=str(late), seconds=1)
     host, _, port = team.server.addresses[0].rpartition(":")
     listeners = [(host, int(port))] + [
         ("127.0.0.1", port) for port in team.wait_for(0, "listeners")["listeners"]
@@ -339,7 +339,7 @@ def unpickle_nothing():
 
 
 @MODES
-def test_nothing_that_comes_from_a_socket_is_unpickled(crew, shared):
-    team = crew(unpickle_nothing, 2, env=mode(shared))
+def test_nothing_that_comes_from_a_socket_is_unpickled(worker_pool, shared):
+    team = worker_pool(unpickle_nothing, 2, env=mode(shared))
     assert team.wait() == [0, 0], team.outputs()
     assert [team.said(rank, "called")[0]["called"] for rank in range(2)] == [0, 0]

@@ -1,4 +1,4 @@
-"""NVTX ranges around submission, launch and completion, heard by a tool of our own; on the doubles, so no GPU takes part."""
+"""NVTX ranges around submission, launch and completion, heard by a tool of our own; on the fakes, so no GPU takes part."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def heard(path: Path) -> list[tuple[str, str]]:
     return [(what, text) for what, _, text in (line.partition("\t") for line in lines)]
 
 
-def reduces_on_the_double() -> None:
-    """Without a framework: memory and stream of the double, through the runtime's own calls."""
+def reduces_on_the_fake() -> None:
+    """Without a framework: memory and stream of the fake, through the runtime's own calls."""
     hvd.init()
     cuda = ctypes.CDLL(os.environ["HOROCLONE_CUDA_LIBRARY"])
     context, stream, at = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_uint64()
@@ -69,16 +69,16 @@ def reduces_on_the_double() -> None:
 
 
 def test_a_tool_hears_of_submission_launch_and_completion(
-    crew, tool: Path, doubles: Path, tmp_path: Path
+    worker_pool, tool: Path, fakes: Path, tmp_path: Path
 ) -> None:
     env = {
-        "HOROCLONE_CUDA_LIBRARY": str(doubles / "libcuda.so.1"),
-        "HOROCLONE_NCCL_LIBRARY": str(doubles / "libnccl.so.2"),
-        "HOROCLONE_NVRTC_LIBRARY": str(doubles / "libnvrtc.so.13"),
+        "HOROCLONE_CUDA_LIBRARY": str(fakes / "libcuda.so.1"),
+        "HOROCLONE_NCCL_LIBRARY": str(fakes / "libnccl.so.2"),
+        "HOROCLONE_NVRTC_LIBRARY": str(fakes / "libnvrtc.so.13"),
         "HOROCLONE_KERNEL_CACHE": "off",
         "NVTX_INJECTION64_PATH": str(tool),
     }
-    team = crew(reduces_on_the_double, 2, env={**env, "HC_TEST_NVTX": str(tmp_path / "heard")})
+    team = worker_pool(reduces_on_the_fake, 2, env={**env, "HC_TEST_NVTX": str(tmp_path / "heard")})
     assert team.wait(60) == [0, 0], team.outputs()
     events = heard(tmp_path / "heard")
     count = Counter(what for what, _ in events)
@@ -101,9 +101,11 @@ def reduces() -> None:
     hvd.shutdown()
 
 
-def test_without_a_tool_nothing_is_loaded_and_a_wrong_one_is_named(crew, tool: Path, tmp_path: Path) -> None:
-    quiet = crew(reduces, 2, env={"HC_TEST_NVTX": str(tmp_path / "heard")})
+def test_without_a_tool_nothing_is_loaded_and_a_wrong_one_is_named(
+    worker_pool, tool: Path, tmp_path: Path
+) -> None:
+    quiet = worker_pool(reduces, 2, env={"HC_TEST_NVTX": str(tmp_path / "heard")})
     assert quiet.wait(60) == [0, 0] and heard(tmp_path / "heard") == []
-    wrong = crew(reduces, 2, env={"NVTX_INJECTION64_PATH": str(tmp_path / "no_tool.so")})
+    wrong = worker_pool(reduces, 2, env={"NVTX_INJECTION64_PATH": str(tmp_path / "no_tool.so")})
     assert wrong.wait(60) == [0, 0], "a job goes on without its tool"
     assert "NVTX_INJECTION64_PATH names a tool that cannot be loaded" in wrong.outputs()

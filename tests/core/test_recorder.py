@@ -18,10 +18,10 @@ from horoclone.launch.usage import LaunchError
 
 
 def say(**facts):
-    """crew.say, which only the ranks of a crew can import; warm worlds load this module too."""
-    import crew
+    """worker_pool.say, which only the ranks of a worker_pool can import; warm worlds load this module too."""
+    import worker_pool
 
-    crew.say(**facts)
+    worker_pool.say(**facts)
 
 
 @ranks(2)
@@ -94,9 +94,9 @@ def lose_a_rank(folder):
         say(lost=True)
 
 
-def test_a_lost_peer_leaves_the_survivors_records(crew, tmp_path):
+def test_a_lost_peer_leaves_the_survivors_records(worker_pool, tmp_path):
     folder = tmp_path / "records"
-    team = crew(lose_a_rank, 3, env={"HOROCLONE_RECORDER_DIR": str(folder)}, folder=str(folder))
+    team = worker_pool(lose_a_rank, 3, env={"HOROCLONE_RECORDER_DIR": str(folder)}, folder=str(folder))
     team.wait()
     assert sorted(p.name for p in folder.iterdir()) == ["horoclone-rank0.json", "horoclone-rank2.json"]
     records = debug.read([folder])
@@ -157,14 +157,14 @@ def stall(kind, members):
         ("unnamed", "allgather no. 1 (unnamed) float64[3]"),
     ],
 )
-def test_debug_names_the_first_divergent_call(crew, tmp_path, kind, expected, members):
+def test_debug_names_the_first_divergent_call(worker_pool, tmp_path, kind, expected, members):
     env = {
         "HOROCLONE_RECORDER_DIR": str(tmp_path),
         "HOROVOD_STALL_CHECK_TIME_SECONDS": "0.5",
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "1",
         "HOROCLONE_STALL_STACKS": "0",
     }
-    team = crew(stall, 3, env=env, kind=kind, members=members)
+    team = worker_pool(stall, 3, env=env, kind=kind, members=members)
     assert team.wait(30) == [0, 0, 0], team.outputs()
     records = [r for r in debug.read([tmp_path]) if r.rank in members]
     assert len(records) == len(members)

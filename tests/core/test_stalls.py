@@ -20,10 +20,10 @@ MODES = pytest.mark.parametrize("shared", ["1", "0"], ids=["shared", "tcp"])
 
 
 def say(**facts):
-    """crew.say, which only the ranks of a crew can import; warm worlds load this module too."""
-    import crew
+    """worker_pool.say, which only the ranks of a worker_pool can import; warm worlds load this module too."""
+    import worker_pool
 
-    crew.say(**facts)
+    worker_pool.say(**facts)
 
 
 def wait_until_reported_for(seconds, how):
@@ -53,8 +53,8 @@ def come_late(how):
 
 @MODES
 @pytest.mark.parametrize("how", ["python", "extension", "extension with the GIL"])
-def test_the_report_shows_what_the_late_rank_does(crew, how, shared):
-    team = crew(come_late, 3, env={**SOON, "HOROCLONE_SHARED_MEMORY": shared}, how=how)
+def test_the_report_shows_what_the_late_rank_does(worker_pool, how, shared):
+    team = worker_pool(come_late, 3, env={**SOON, "HOROCLONE_SHARED_MEMORY": shared}, how=how)
     assert team.wait() == [0, 0, 0], team.outputs()
     report = team.output(0)
     assert re.search(r"allreduce\.late \(\d+ s\): missing rank 1; ready ranks 0,2", report), report
@@ -79,9 +79,9 @@ def wait_in_b():
 
 
 @MODES
-def test_two_ranks_that_wait_in_different_collectives_are_both_shown(crew, shared):
+def test_two_ranks_that_wait_in_different_collectives_are_both_shown(worker_pool, shared):
     env = {**SOON, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "1", "HOROCLONE_SHARED_MEMORY": shared}
-    team = crew(wait_for_each_other, 2, env=env)
+    team = worker_pool(wait_for_each_other, 2, env=env)
     assert team.wait() == [0, 0], team.outputs()
     for rank in range(2):  # the job's end says it on every rank
         text = team.said(rank, "text")[0]["text"]
@@ -97,9 +97,9 @@ def test_two_ranks_that_wait_in_different_collectives_are_both_shown(crew, share
     ("setting", "reported", "stack"),
     [("HOROVOD_STALL_CHECK_DISABLE=1", False, False), ("HOROCLONE_STALL_STACKS=0", True, False)],
 )
-def test_both_can_be_switched_off(crew, setting, reported, stack):
+def test_both_can_be_switched_off(worker_pool, setting, reported, stack):
     name, _, value = setting.partition("=")
-    team = crew(come_late, 2, env={**SOON, name: value}, how="python")
+    team = worker_pool(come_late, 2, env={**SOON, name: value}, how="python")
     assert team.wait() == [0, 0], team.outputs()
     assert ("missing rank 1" in team.output(0)) == reported, team.outputs()
     assert ("wait_until_reported_for" in team.output(0)) == stack, team.outputs()
@@ -122,8 +122,8 @@ def take_over_later():
 
 
 @pytest.mark.parametrize("body", [keep_own_handlers, take_over_later])
-def test_a_program_that_uses_the_signals_keeps_them(crew, body):
-    team = crew(body, 2, env=SOON)
+def test_a_program_that_uses_the_signals_keeps_them(worker_pool, body):
+    team = worker_pool(body, 2, env=SOON)
     assert team.wait() == [0, 0], team.outputs()
     assert "its stack is not available" in team.output(0), team.outputs()
     assert all(not said["heard"] for rank in range(2) for said in team.said(rank, "heard"))
@@ -138,8 +138,8 @@ def stop_in_the_middle():
     hvd.allreduce(np.ones(2), name="late")
 
 
-def test_a_stopped_rank_has_not_answered(crew):
-    team = crew(stop_in_the_middle, 2, env=SOON)
+def test_a_stopped_rank_has_not_answered(worker_pool):
+    team = worker_pool(stop_in_the_middle, 2, env=SOON)
     team.wait_for(1, "stops")
     deadline = time.monotonic() + 20
     while "has not answered" not in team.output(0) and time.monotonic() < deadline:

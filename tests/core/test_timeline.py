@@ -20,10 +20,10 @@ PLAIN_NAMES = {"HOROCLONE_TIMELINE_OPERATION_NAMES": "0"}
 
 
 def say(**facts):
-    """crew.say, which only the ranks of a crew can import; warm worlds load this module too."""
-    import crew
+    """worker_pool.say, which only the ranks of a worker_pool can import; warm worlds load this module too."""
+    import worker_pool
 
-    crew.say(**facts)
+    worker_pool.say(**facts)
 
 
 # What the Trace Event Format (JSON array form) asks of each kind of event, as Perfetto reads it: the keys beside "ph"
@@ -378,9 +378,9 @@ def trace_until_killed():
         say(running=True)
 
 
-def test_after_kill_9_the_file_can_be_read(crew, tmp_path):
+def test_after_kill_9_the_file_can_be_read(worker_pool, tmp_path):
     path = tmp_path / "t.json"
-    team = crew(trace_until_killed, 2, env={"HOROVOD_TIMELINE": str(path)})
+    team = worker_pool(trace_until_killed, 2, env={"HOROVOD_TIMELINE": str(path)})
     team.wait_for(1, "running")
     while not path.exists() or path.stat().st_size < 20_000:
         team.wait_for(0, "running")
@@ -404,7 +404,7 @@ def write_to_a_full_disk():
     say(right=os.path.exists("/dev/full"))
 
 
-def test_a_full_disk_ends_the_timeline_and_not_the_job(crew):
-    team = crew(write_to_a_full_disk, 2, env={"HOROVOD_TIMELINE": "/dev/full"})
+def test_a_full_disk_ends_the_timeline_and_not_the_job(worker_pool):
+    team = worker_pool(write_to_a_full_disk, 2, env={"HOROVOD_TIMELINE": "/dev/full"})
     assert team.wait() == [0, 0], team.outputs()
     assert "the timeline ends here" in team.output(0) and team.said(0, "right"), team.outputs()

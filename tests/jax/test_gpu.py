@@ -1,6 +1,6 @@
 """JAX programs on real GPUs; skipped where JAX sees none. Two ranks may share a GPU.
 
-tests/jax/test_gpu_double.py has the same handlers on the doubles.
+tests/jax/test_gpu_fake.py has the same handlers on the fakes.
 """
 
 from __future__ import annotations

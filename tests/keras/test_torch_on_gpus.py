@@ -1,7 +1,7 @@
-"""Keras on the torch backend with variables and gradients on GPUs: on the doubles of CUDA and NCCL, and on real GPUs.
+"""Keras on the torch backend with variables and gradients on GPUs: on the fakes of CUDA and NCCL, and on real GPUs.
 
-The double's device memory is host memory, so Keras computes as on the CPU; horoclone sees tensors on a GPU. The stand-in
-for torch.cuda is the torch binding's (tests/torch/test_gpu_double.py).
+The fake's device memory is host memory, so Keras computes as on the CPU; horoclone sees tensors on a GPU. The stand-in
+for torch.cuda is the torch binding's (tests/torch/test_gpu_fake.py).
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("keras")
 
-STAND_IN = Path(__file__).resolve().parent.parent / "torch" / "test_gpu_double.py"
+STAND_IN = Path(__file__).resolve().parent.parent / "torch" / "test_gpu_fake.py"
 
 
 @pytest.fixture(scope="module")
 def warm() -> Iterator[Any]:
-    import crew
+    import worker_pool
 
     # Keras asks at its import whether there is a GPU. Without the second variable torch then begins to use CUDA, and
     # the ranks, which are forked from there, cannot.
     env = {**os.environ, "KERAS_BACKEND": "torch", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    made = crew.Crew(env, "torch", "keras", "horoclone.keras")
+    made = worker_pool.WorkerPool(env, "torch", "keras", "horoclone.keras")
     yield made
     made.close()
 
@@ -43,7 +43,7 @@ def stand_in() -> Any:
     return module
 
 
-def trained(double: Any, **options: Any) -> tuple[list[Any], dict[str, list[float]]]:
+def trained(fake: Any, **options: Any) -> tuple[list[Any], dict[str, list[float]]]:
     """Weights and history of a fit in which ranks start apart and see different data."""
     import keras
 
@@ -54,9 +54,9 @@ def trained(double: Any, **options: Any) -> tuple[list[Any], dict[str, list[floa
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), **options)
     model.compile(optimizer, "mse", metrics=["mae"])
     optimizer.build(model.trainable_variables)
-    if double is not None:
+    if fake is not None:
         for variable in (*model.weights, *optimizer.variables):
-            variable.value.data = double.tensor(variable.value.data)
+            variable.value.data = fake.tensor(variable.value.data)
     chance = np.random.default_rng(hvd.rank())
     x, y = chance.normal(size=(24, 6)).astype("float32"), chance.normal(size=(24, 2)).astype("float32")
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
@@ -78,8 +78,8 @@ def checked(weights: list[Any], history: dict[str, list[float]], reference: Any)
     np.testing.assert_allclose(history["mae"], reference[1]["mae"], rtol=1e-4)
 
 
-def trains_on_the_double() -> None:
-    double = stand_in().begin()
+def trains_on_the_fake() -> None:
+    fake = stand_in().begin()
     import horoclone.keras as hvd
     from horoclone.keras import on_torch
     from horoclone.torch.operations import gpu
@@ -87,20 +87,20 @@ def trains_on_the_double() -> None:
     dense, seen = on_torch.dense, []
 
     def on_the_gpu(gradient: Any) -> Any:  # where the backward pass of a model on a GPU leaves it
-        seen.append(double.tensor(dense(gradient)))
-        assert double.place_of(seen[-1]) is not gpu.HOST
+        seen.append(fake.tensor(dense(gradient)))
+        assert fake.place_of(seen[-1]) is not gpu.HOST
         return seen[-1]
 
     for options in ({}, {"op": hvd.Sum, "groups": 2}, {"backward_passes_per_step": 2}, {"op": hvd.Adasum}):
         reference = trained(None, **options)
         seen.clear()
         on_torch.dense = on_the_gpu
-        checked(*trained(double, **options), reference)
+        checked(*trained(fake, **options), reference)
         on_torch.dense = dense
         assert seen, "gradients were on the GPU"
     cuda = ctypes.CDLL(os.environ["HOROCLONE_CUDA_LIBRARY"])
-    assert cuda.hc_double_count(b"launches", 0) > 0, "kernels packed the gradients"
-    assert cuda.hc_double_count(b"pinned", 0) == 0, "nothing went through host memory"
+    assert cuda.hc_fake_count(b"launches", 0) > 0, "kernels packed the gradients"
+    assert cuda.hc_fake_count(b"pinned", 0) == 0, "nothing went through host memory"
 
 
 def trains_on_real_gpus() -> None:
@@ -118,22 +118,22 @@ def trains_on_real_gpus() -> None:
 
 
 def run(warm: Any, body: Any, env: dict[str, str]) -> None:
-    import crew
+    import worker_pool
 
-    for start in crew.teams_of(warm):
+    for start in worker_pool.teams_of(warm):
         team = start(body, 2, env=env)
         assert team.wait(120) == [0, 0], team.outputs()
 
 
 @pytest.mark.long(15)
-def test_double_keras_on_torch_trains_on_gpus_as_on_the_host(warm: Any, doubles: Path) -> None:
+def test_fake_keras_on_torch_trains_on_gpus_as_on_the_host(warm: Any, fakes: Path) -> None:
     libraries = {
-        "HOROCLONE_CUDA_LIBRARY": str(doubles / "libcuda.so.1"),
-        "HOROCLONE_NCCL_LIBRARY": str(doubles / "libnccl.so.2"),
-        "HOROCLONE_NVRTC_LIBRARY": str(doubles / "libnvrtc.so.13"),
+        "HOROCLONE_CUDA_LIBRARY": str(fakes / "libcuda.so.1"),
+        "HOROCLONE_NCCL_LIBRARY": str(fakes / "libnccl.so.2"),
+        "HOROCLONE_NVRTC_LIBRARY": str(fakes / "libnvrtc.so.13"),
         "HOROCLONE_KERNEL_CACHE": "off",
     }
-    run(warm, trains_on_the_double, libraries)
+    run(warm, trains_on_the_fake, libraries)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: torch.cuda.is_available() is False")

@@ -50,8 +50,8 @@ def runtime_dir(tmp_path, monkeypatch):
 
 
 def test_the_layout_is_the_cores() -> None:
-    text = (ROOT / "csrc/engine/page/layout.h").read_text()
-    asserted = dict(re.findall(r"offsetof\(PageLayout, (\w+)\) == (\d+)", text))
+    text = (ROOT / "csrc/engine/rank_metrics/layout.h").read_text()
+    asserted = dict(re.findall(r"offsetof\(RankMetricsLayout, (\w+)\) == (\d+)", text))
     assert {name: int(at) for name, at in asserted.items()} == {
         "rank": rank_metrics._IDENTITY_AT,
         "step": rank_metrics._STEPS_AT,
@@ -66,7 +66,7 @@ def test_the_layout_is_the_cores() -> None:
         f"kRecentCalls = {(rank_metrics._NOTES_AT - rank_metrics._CALLS_AT) // rank_metrics._CALL.size};"
         in text
     )
-    assert f'kPageMagic[9] = "{rank_metrics.MAGIC.decode()}"' in text
+    assert f'kRankMetricsMagic[9] = "{rank_metrics.MAGIC.decode()}"' in text
     assert f"kLatencyBuckets = {rank_metrics.BUCKETS};" in text
     core = (ROOT / "csrc/base/dtype.h").read_text()
     names = re.search(r"name_of\(Op op\) \{.*?\{(.*?)\}", core, re.DOTALL)

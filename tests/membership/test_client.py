@@ -45,7 +45,7 @@ class Rendezvous:
         link.close()
         with self.service.mutex:
             self.service.coordinator.dead(link._who.id, "it was killed", time.monotonic())
-        self.server.ring()
+        self.server.wake()
 
     def close(self) -> None:
         for link in self.links:
@@ -167,7 +167,7 @@ def test_notices_come_while_a_generation_runs(two: Rendezvous) -> None:
     b.depart("SIGTERM", at_once=False)
     assert watcher.notice(1, 0) == (2, 3, 1)
     b.depart("SIGTERM", at_once=True)
-    two.server.ring()
+    two.server.wake()
 
 
 def test_the_end_of_the_job_reaches_everybody(two: Rendezvous) -> None:
@@ -177,7 +177,7 @@ def test_the_end_of_the_job_reaches_everybody(two: Rendezvous) -> None:
         time.sleep(0.1)
         with two.service.mutex:
             two.service.coordinator.stop(3, "enough")
-        two.server.ring()
+        two.server.wake()
         assert waiting.result(5) == Stop(3, "enough")
 
 

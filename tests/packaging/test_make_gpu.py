@@ -1,4 +1,4 @@
-"""`make gpu` from a copy of the tree, without network, in an environment that has torch: on the doubles, so no GPU takes part."""
+"""`make gpu` from a copy of the tree, without network, in an environment that has torch: on the fakes, so no GPU takes part."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ def environment_with_torch(folder: Path) -> Path:
 
 @pytest.mark.long(400)
 @pytest.mark.timeout(1500)
-def test_make_gpu_builds_without_network_and_gives_every_part_a_verdict(
-    tmp_path: Path, doubles: Path
-) -> None:
+def test_make_gpu_builds_without_network_and_gives_every_part_a_verdict(tmp_path: Path, fakes: Path) -> None:
     pytest.importorskip("pybind11", reason="the build needs pybind11 beside torch: make installs it")
     tree = tmp_path / "tree"
     ignore = shutil.ignore_patterns(
@@ -47,7 +45,7 @@ def test_make_gpu_builds_without_network_and_gives_every_part_a_verdict(
            "GPU_PYTHON": str(environment_with_torch(tmp_path / "there"))}  # fmt: skip
     for name in ("MAKEFLAGS", "MAKELEVEL", "VIRTUAL_ENV", "PYTHONPATH"):
         env.pop(name, None)
-    arguments = f"--doubles {doubles} --budget 900 --few few --tests='-k test_double_join'"
+    arguments = f"--fakes {fakes} --budget 900 --few few --tests='-k test_fake_join'"
     done = subprocess.run(
         ["make", "gpu", f"ARGS={arguments}"], cwd=tree, env=env, capture_output=True, text=True, timeout=1400
     )
@@ -61,7 +59,7 @@ def test_make_gpu_builds_without_network_and_gives_every_part_a_verdict(
         "sanitizer": "not here", "trace": "not here",
     }, f"{said}\n{logs}"  # fmt: skip
     assert done.returncode == 0, said
-    assert results["doctor"]["figures"]["device"] == "double" and results["tests"]["figures"]["passed"] == 1
+    assert results["doctor"]["figures"]["device"] == "fake" and results["tests"]["figures"]["passed"] == 1
     one = results["one rank"]["figures"]
     assert set(one["buckets"]) == {"torch.distributed", "horoclone"} and one["facts"]["ranks"] == 1
     assert sum(one["driver calls"].values()) > 1, "what is counted is what horoclone calls"

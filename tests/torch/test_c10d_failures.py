@@ -1,6 +1,6 @@
 """torch.distributed on the backend `horoclone` when ranks die or never call: an error that names them, never a hang.
 
-The ranks are forked from a process that has imported torch (crew.py) and killed with SIGKILL. What a survivor raises
+The ranks are forked from a process that has imported torch (worker_pool.py) and killed with SIGKILL. What a survivor raises
 goes through the interpreter, as in a program that catches nothing: its exit code is 1.
 """
 
@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from crew import say
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from worker_pool import say
 
 LIMIT_S = 60.0  # of one case; they take about a second
 
@@ -159,13 +159,13 @@ def expect_peer_lost(team: Any, traces: Sequence[Any], folder: Path, rank: int =
     for fact in said:
         assert fact["kind"] == "PeerLost" and f"rank {lost}" in fact["text"], (fact, team.outputs())
     assert said, team.outputs()
-    left = sys.modules["crew"].left_over(traces)
+    left = sys.modules["worker_pool"].left_over(traces)
     assert not left and not list(folder.iterdir()), (left, list(folder.iterdir()))
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_a_lost_peer_is_named_by(operation: str, torch_crew: Any, tmp_path: Path) -> None:
-    team = torch_crew(peer_is_lost_in, 2, env={"TMPDIR": str(tmp_path)}, operation=operation)
+def test_a_lost_peer_is_named_by(operation: str, torch_worker_pool: Any, tmp_path: Path) -> None:
+    team = torch_worker_pool(peer_is_lost_in, 2, env={"TMPDIR": str(tmp_path)}, operation=operation)
     killed_with(team, 1)
     assert team.wait(LIMIT_S) == [1, -signal.SIGKILL], team.outputs()
     assert team.said(0, "destroyed")[0]["destroyed"] == ["callback"], team.outputs()
@@ -220,16 +220,16 @@ def trained_until_death(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["plain", "view", "unused", "static", "fp16"])
-def test_a_lost_peer_under_ddp_is_an_error(how: str, torch_crew: Any, tmp_path: Path) -> None:
-    team = torch_crew(trained_until_death, 2, env={"TMPDIR": str(tmp_path)}, how=how)
+def test_a_lost_peer_under_ddp_is_an_error(how: str, torch_worker_pool: Any, tmp_path: Path) -> None:
+    team = torch_worker_pool(trained_until_death, 2, env={"TMPDIR": str(tmp_path)}, how=how)
     assert team.wait(LIMIT_S) == [1, -signal.SIGKILL], team.outputs()
     assert "PeerLost" in team.output(0), team.output(0)
     assert "rank 1" in team.output(0).rpartition("PeerLost")[2], team.output(0)
     assert not list(tmp_path.iterdir())
 
 
-def test_an_exception_in_a_hook_ends_that_rank_and_the_others_name_it(torch_crew: Any) -> None:
-    team = torch_crew(trained_until_death, 2, how="hook")
+def test_an_exception_in_a_hook_ends_that_rank_and_the_others_name_it(torch_worker_pool: Any) -> None:
+    team = torch_worker_pool(trained_until_death, 2, how="hook")
     assert team.wait(LIMIT_S) == [1, 1], team.outputs()
     assert "ZeroDivisionError" in team.output(0) and "the hook of rank 0 broke" in team.output(0)
     assert "rank 0" in team.output(1) and "Error" in team.output(1), team.outputs()
@@ -260,8 +260,8 @@ def sharded_until_death(where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "optimizer"])
-def test_a_lost_peer_under_fsdp_is_an_error(where: str, torch_crew: Any, tmp_path: Path) -> None:
-    team = torch_crew(sharded_until_death, 2, env={"TMPDIR": str(tmp_path)}, where=where)
+def test_a_lost_peer_under_fsdp_is_an_error(where: str, torch_worker_pool: Any, tmp_path: Path) -> None:
+    team = torch_worker_pool(sharded_until_death, 2, env={"TMPDIR": str(tmp_path)}, where=where)
     assert team.wait(LIMIT_S) == [1, -signal.SIGKILL], team.outputs()
     assert "PeerLost" in team.output(0), team.output(0)
     assert "rank 1" in team.output(0).rpartition("PeerLost")[2], team.output(0)
@@ -277,7 +277,7 @@ def a_member_is_lost() -> None:
     living, mixed = dist.new_group([0, 2]), dist.new_group([1, 2])
     if rank == 1:
         wait_to_be_killed()
-    say(waits=True, traces=sys.modules["crew"].traces())
+    say(waits=True, traces=sys.modules["worker_pool"].traces())
     told(raised_by(dist.barrier), case="world")
     if rank == 2:
         told(raised_by(lambda: dist.all_reduce(T(1), group=mixed)), case="subgroup")
@@ -294,8 +294,8 @@ def a_member_is_lost() -> None:
     say(destroyed=True)
 
 
-def test_groups_without_the_lost_rank_go_on(torch_crew: Any, tmp_path: Path) -> None:
-    team = torch_crew(a_member_is_lost, 3, env={"TMPDIR": str(tmp_path)})
+def test_groups_without_the_lost_rank_go_on(torch_worker_pool: Any, tmp_path: Path) -> None:
+    team = torch_worker_pool(a_member_is_lost, 3, env={"TMPDIR": str(tmp_path)})
     team.wait_for(2, "waits", LIMIT_S)
     killed_with(team, 1)
     assert team.wait(LIMIT_S) == [0, -signal.SIGKILL, 0], team.outputs()
@@ -308,15 +308,15 @@ def rank_zero_is_lost() -> None:
     dist.init_process_group("horoclone")
     if dist.get_rank() == 0:
         wait_to_be_killed()
-    say(waits=True, traces=sys.modules["crew"].traces())
+    say(waits=True, traces=sys.modules["worker_pool"].traces())
     told(raised_by(dist.barrier), case="world")
     told(raised_by(dist.group.WORLD.monitored_barrier), case="monitored barrier")
     told(raised_by(lambda: dist.new_group([0, 1])), case="new group")
     dist.destroy_process_group()
 
 
-def test_the_rank_that_made_the_store_is_lost(torch_crew: Any, tmp_path: Path) -> None:
-    team = torch_crew(rank_zero_is_lost, 2, env={"TMPDIR": str(tmp_path)})
+def test_the_rank_that_made_the_store_is_lost(torch_worker_pool: Any, tmp_path: Path) -> None:
+    team = torch_worker_pool(rank_zero_is_lost, 2, env={"TMPDIR": str(tmp_path)})
     killed_with(team, 0, ready=1)
     assert team.wait(LIMIT_S) == [-signal.SIGKILL, 0], team.outputs()
     assert len(team.said(1, "kind")) == 3
@@ -357,10 +357,10 @@ def some_ranks_never_call(late: list[int], through: str) -> None:
 )
 @pytest.mark.parametrize("late", [[1], [1, 2]])
 def test_a_time_limit_says_which_ranks_have_not_called(
-    late: list[int], through: str, torch_crew: Any
+    late: list[int], through: str, torch_worker_pool: Any
 ) -> None:
     size = 2 if late == [1] else 4
-    team = torch_crew(some_ranks_never_call, size, late=late, through=through)
+    team = torch_worker_pool(some_ranks_never_call, size, late=late, through=through)
     waiting = [rank for rank in range(size) if rank not in late]
     assert team.wait(LIMIT_S, waiting) == [0] * len(waiting), team.outputs()
     for rank in waiting:

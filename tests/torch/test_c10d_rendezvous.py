@@ -125,7 +125,7 @@ def test_the_store_in_memory_serves_many_lives() -> None:
 
 
 def strangers_write(port: int, what: str) -> None:
-    from crew import say  # the warm worlds, which import this file as well, have none
+    from worker_pool import say  # the warm worlds, which import this file as well, have none
 
     rank = int(os.environ["HOROCLONE_RANK"])
     rendezvous._host = lambda: f"host {rank}"  # as on two hosts, where the kernel cannot vouch
@@ -157,12 +157,12 @@ def strangers_write(port: int, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["nothing", "garbage", "unsigned", "own value", "no secret"])
-def test_what_strangers_write_into_the_store_is_refused(what: str, torch_crew: Any) -> None:
+def test_what_strangers_write_into_the_store_is_refused(what: str, torch_worker_pool: Any) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     env = {"HOROCLONE_SECRET": ""} if what == "no secret" else {}
-    team = torch_crew(strangers_write, 2, env=env, port=port, what=what)
+    team = torch_worker_pool(strangers_write, 2, env=env, port=port, what=what)
     assert team.wait(60) == [0, 0], team.outputs()
     for rank in range(2):
         (fact,) = team.said(rank, "text")

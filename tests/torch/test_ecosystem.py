@@ -15,7 +15,7 @@ pytest.importorskip("horoclone._core", reason="the native module is not built")
 
 sys.path.insert(0, str(Path(__file__).parent))
 import ecosystem  # noqa: E402
-from crew import say  # noqa: E402
+from worker_pool import say  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "torch_ecosystem.md"
@@ -38,8 +38,8 @@ def three_ways(folder: str) -> None:
 
 
 @pytest.mark.long(60)
-def test_shards_of_tensors_and_stages_on_eight_ranks(torch_crew: Any) -> None:
-    team = torch_crew(three_ways, 8, folder=str(PROGRAM.parent))
+def test_shards_of_tensors_and_stages_on_eight_ranks(torch_worker_pool: Any) -> None:
+    team = torch_worker_pool(three_ways, 8, folder=str(PROGRAM.parent))
     assert team.wait(120) == [0] * 8, team.outputs()
     for rank in range(8):
         assert team.said(rank, "apart")[0]["apart"] <= ecosystem.ROWS["three_ways"].at_most

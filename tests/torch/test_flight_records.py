@@ -97,7 +97,7 @@ def hang(folder: str) -> None:
 
 
 def test_a_hang_is_found_by_torchs_analyser(
-    crew: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    worker_pool: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     records, out = tmp_path / "records", tmp_path / "out"
     env = {
@@ -106,7 +106,7 @@ def test_a_hang_is_found_by_torchs_analyser(
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "1",
         "HOROCLONE_STALL_STACKS": "0",
     }
-    team = crew(hang, 2, env=env, folder=str(records))
+    team = worker_pool(hang, 2, env=env, folder=str(records))
     assert team.wait(30) == [0, 0], team.outputs()
     torch_flight.write(debug.read([records]), out)
     text, collectives = analysed(out, caplog)

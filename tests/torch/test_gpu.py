@@ -1,4 +1,4 @@
-"""CUDA tensors on real GPUs. Skipped where torch sees none: tests/torch/test_gpu_double.py then stands alone."""
+"""CUDA tensors on real GPUs. Skipped where torch sees none: tests/torch/test_gpu_fake.py then stands alone."""
 
 from __future__ import annotations
 

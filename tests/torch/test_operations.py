@@ -100,8 +100,8 @@ def test_average_of_integers_truncates_toward_zero_and_sums_wrap() -> None:
         top = torch.tensor([torch.iinfo(dtype).max], dtype=dtype)
         wrapped = (torch.iinfo(dtype).max * n + 2 ** (dtype.itemsize * 8 - 1)) % 2 ** (dtype.itemsize * 8)
         assert hvd.allreduce(top, op=hvd.Sum).item() == wrapped - 2 ** (dtype.itemsize * 8 - 1), dtype
-    beyond_doubles = torch.tensor([2**53 + 1 if hvd.rank() == 0 else 0])
-    assert hvd.allreduce(beyond_doubles, op=hvd.Sum).item() == 2**53 + 1
+    beyond_fakes = torch.tensor([2**53 + 1 if hvd.rank() == 0 else 0])
+    assert hvd.allreduce(beyond_fakes, op=hvd.Sum).item() == 2**53 + 1
 
 
 @ranks(2, 4)

@@ -125,7 +125,7 @@ def test_hooks_of_the_step_see_averages() -> None:
 
 
 def trained_until_death() -> None:
-    from crew import say
+    from worker_pool import say
 
     hvd.init()
     model = network()
@@ -141,8 +141,8 @@ def trained_until_death() -> None:
             return
 
 
-def test_a_lost_rank_is_an_error_on_the_others(torch_crew: Any) -> None:
-    team = torch_crew(trained_until_death, 3)
+def test_a_lost_rank_is_an_error_on_the_others(torch_worker_pool: Any) -> None:
+    team = torch_worker_pool(trained_until_death, 3)
     codes = team.wait(30)
     assert codes == [0, -signal.SIGKILL, 0], team.outputs()
     died = team.said(1, "dies")[0]["at"]

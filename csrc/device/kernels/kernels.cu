@@ -1,7 +1,7 @@
 // The kernels that run on a GPU: many tensors into one packed buffer and back, with a cast and a scale on the way, and
 // the reduction of N inputs, each read once, into N outputs, each written once. The meaning is that of
 // arithmetic/reduce.h. One source for nvcc, NVRTC and g++ (then a kernel is a function of one thread's place, which the
-// tests' double of the driver calls for every thread); so it includes no standard header.
+// tests' fake of the driver calls for every thread); so it includes no standard header.
 #include "device/kernel_arguments.h"
 
 namespace hc {
@@ -131,7 +131,7 @@ HC_DEVICE T truncated(double v) {
   if (v >= edge) return (T)high;
   return (T)(I64)v;
 }
-// An integer times a factor. 1 leaves alone those of 64 bits that a double cannot hold.
+// An integer times a factor. 1 leaves alone those of 64 bits that a fake cannot hold.
 template <class T>
 HC_DEVICE T multiplied(T v, double factor) {
   return factor == 1 ? v : truncated<T>((double)v * factor);

@@ -5,7 +5,7 @@
 namespace hc {
 
 namespace {
-constexpr double kReliefS = 10;  // until the framework has given memory back
+constexpr double kFreesWithinS = 10;  // until the framework has given memory back
 }
 
 Progress DeviceBatch::begin(const std::vector<Operation*>& operations, bool* moved) {
@@ -26,11 +26,11 @@ Progress DeviceBatch::begin(const std::vector<Operation*>& operations, bool* mov
 }
 
 bool DeviceBatch::may_get_memory() {
-  if (!group_.gpu() || !group_.gpu()->was_full() || !relief_.is_offered() || waits_) return false;
+  if (!group_.gpu() || !group_.gpu()->was_full() || !pressure_.is_offered() || waits_) return false;
   waits_ = true;
-  given_ = relief_.times_given();
-  until_ = Deadline::in(kReliefS);
-  relief_.want();
+  given_ = pressure_.times_given();
+  until_ = Deadline::in(kFreesWithinS);
+  pressure_.want();
   return true;
 }
 

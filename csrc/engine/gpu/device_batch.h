@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "collective/gpu/device_group.h"
-#include "device/memory_relief.h"
+#include "device/memory_pressure.h"
 #include "engine/operation/batch_backend.h"
 
 namespace hc {
@@ -18,8 +18,8 @@ namespace hc {
 class DeviceBatch final : public BatchBackend {
  public:
   // may_launch: whether this batch has the next launch ticket (launch_tickets.h).
-  DeviceBatch(DeviceGroup* group, Tag tag, MemoryRelief* relief, std::function<bool()> may_launch)
-      : group_(*group), tag_(tag), may_launch_(std::move(may_launch)), relief_(*relief) {}
+  DeviceBatch(DeviceGroup* group, Tag tag, MemoryPressure* pressure, std::function<bool()> may_launch)
+      : group_(*group), tag_(tag), may_launch_(std::move(may_launch)), pressure_(*pressure) {}
 
   Progress begin(const std::vector<Operation*>& operations, bool* moved) override;
   const Status& status() const override { return status_; }
@@ -30,7 +30,7 @@ class DeviceBatch final : public BatchBackend {
   Result<std::byte*> result_memory(Operation* op, size_t tensor, size_t bytes) override;
   Result<std::byte*> identity(DType dtype, Reduce reduce, size_t count) override;
   bool may_get_memory() override;
-  bool is_waiting() const override { return waits_ && relief_.times_given() == given_ && !until_.passed(); }
+  bool is_waiting() const override { return waits_ && pressure_.times_given() == given_ && !until_.passed(); }
   Status finish(const std::vector<Operation*>& operations) override;
 
  private:
@@ -39,7 +39,7 @@ class DeviceBatch final : public BatchBackend {
   DeviceGroup& group_;
   const Tag tag_;
   const std::function<bool()> may_launch_;
-  MemoryRelief& relief_;
+  MemoryPressure& pressure_;
   bool waits_ = false;  // for memory
   uint64_t given_ = 0;  // how often some had been given by then
   Deadline until_ = Deadline::in(0);

@@ -10,7 +10,7 @@
 
 #include "base/mutex.h"
 #include "collective/gpu/device_group.h"
-#include "device/memory_relief.h"
+#include "device/memory_pressure.h"
 #include "engine/context.h"
 #include "engine/operation/operation.h"
 #include "engine/operation/submission.h"
@@ -55,7 +55,7 @@ class GpuContext {
   // Not ok when the moment is over: why the job ends.
   Status blame(TimePoint now) const;
 
-  MemoryRelief& relief() { return relief_; }
+  MemoryPressure& memory_pressure() { return pressure_; }
 
   // How a process set's tensors on GPUs are reduced: "nccl", "peers" or "host", and why; why our kernels are not used.
   struct Way {
@@ -75,7 +75,7 @@ class GpuContext {
 
   Context& context_;
   const Tuner& tuner_;
-  MemoryRelief relief_;
+  MemoryPressure pressure_;
   std::atomic<bool> has_gpu_{false};
   mutable Mutex mu_;
   std::shared_ptr<Gpu> gpu_ HC_GUARDED_BY(mu_);

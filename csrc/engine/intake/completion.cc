@@ -18,13 +18,13 @@ void Completion::finish(Operation* op, Status status) {
   intake_.recorder().done(op->traces.record, status.code(), ticks);
   if (op->traces.is_counted) {
     const bool is_bucket = op->bucket.set >= 0;
-    const uint64_t bytes = is_bucket ? bytes_of_bucket(*op) : op->bytes(), now = page_.at(ticks);
+    const uint64_t bytes = is_bucket ? bytes_of_bucket(*op) : op->bytes(), now = rank_metrics_.at(ticks);
     op->traces.ended = now;
-    page_.ended({op->signature().op, status.is_ok() ? bytes : 0, page_.at(op->submitted),
-                 op->traces.started.load(std::memory_order_relaxed), now, op->request.name,
-                 op->name_record ? &op->name_record->seen_in_step : nullptr});
-    if (page_.is_stalled()) page_.go_on();  // Loop says so again if something else still waits
-    if (page_.is_beat_due(now)) intake_.beat();
+    rank_metrics_.ended({op->signature().op, status.is_ok() ? bytes : 0, rank_metrics_.at(op->submitted),
+                         op->traces.started.load(std::memory_order_relaxed), now, op->request.name,
+                         op->name_record ? &op->name_record->seen_in_step : nullptr});
+    if (rank_metrics_.is_stalled()) rank_metrics_.go_on();  // Loop says so again if something else still waits
+    if (rank_metrics_.is_beat_due(now)) intake_.beat();
   }
   if (tuner_.is_searching() && status.is_ok()) tuner_.completed(*op);
   if (timeline_.on() && !is_message(op->signature().op)) timeline_.done(*op, status);

@@ -15,9 +15,9 @@ namespace hc {
 
 class Completion {
  public:
-  Completion(Page& page, Intake& intake, Timeline& timeline, Tuner& tuner, FlightRecords& records, Notifier& notifier,
-             ProgressLock& progress_lock)
-      : page_(page),
+  Completion(RankMetrics& rank_metrics, Intake& intake, Timeline& timeline, Tuner& tuner, FlightRecords& records,
+             Notifier& notifier, ProgressLock& progress_lock)
+      : rank_metrics_(rank_metrics),
         intake_(intake),
         timeline_(timeline),
         tuner_(tuner),
@@ -28,7 +28,7 @@ class Completion {
   void finish(Operation* op, Status status);
 
  private:
-  Page& page_;
+  RankMetrics& rank_metrics_;
   Intake& intake_;
   Timeline& timeline_;
   Tuner& tuner_;

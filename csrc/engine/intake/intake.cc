@@ -277,11 +277,11 @@ std::string Intake::stragglers_json() const {
 }
 
 void Intake::beat() const {
-  std::vector<Page::Late> late;
+  std::vector<RankMetrics::Late> late;
   if (const std::shared_ptr<SetIntake> world = find(0))
     for (const auto& [rank, times, ns] : world->stragglers.latest(kLateRanks))
       late.push_back({world->members.ranks[static_cast<size_t>(rank)], times, ns});
-  context_.page.beat(late);
+  context_.rank_metrics.beat(late);
 }
 
 std::string Intake::flight_record(const std::string& reason) const {

@@ -77,7 +77,7 @@ class Intake {
   std::string flight_record(const std::string& reason) const;
   // Straggler statistics by process set, as the inner part of a JSON object.
   std::string stragglers_json() const;
-  // Writes a sign of life into the page, with the ranks of the world that were waited for longest.
+  // Writes a sign of life into the metrics, with the ranks of the world that were waited for longest.
   void beat() const;
   // "allreduce 'x', 12.3 s ago"
   std::string last_call() const;

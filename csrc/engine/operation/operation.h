@@ -34,7 +34,7 @@ struct NameRecord {
   std::atomic<Operation*> pending{nullptr};
   uint64_t uses = 0;               // submit lock
   int declared = 0;                // submit lock: buckets that hold this record, which then is kept
-  uint64_t seen_in_step = 0;       // the thread that makes progress: see Page::repeats
+  uint64_t seen_in_step = 0;       // the thread that makes progress: see RankMetrics::repeats
   std::unique_ptr<Repeat> repeat;  // the thread that makes progress; null: none yet
 };
 
@@ -52,8 +52,8 @@ struct Operation {
   TimePoint submitted;
   struct Traces {
     uint64_t record = 0;               // which of the flight recorder's
-    bool is_counted = false;           // Page::began was called for it; the thread that makes progress
-    std::atomic<uint64_t> started{0};  // a moment of Page, when its data began to move; 0: not yet
+    bool is_counted = false;           // RankMetrics::began was called for it; the thread that makes progress
+    std::atomic<uint64_t> started{0};  // a moment of RankMetrics, when its data began to move; 0: not yet
     uint64_t ended = 0;                // the same, when it was done, where it is counted; read after `done`
     struct Awaited {                   // by threads that stand in Calls::wait; they write
       std::atomic<int> threads{0};

@@ -231,7 +231,7 @@ Status Messages::begin_transfer(Operation* op, int peer, uint32_t id) {
   const bool out = sends(op);
   const size_t bytes = bytes_of(out ? op->signature().tensors[0] : *op->received);
   std::byte* const at = out ? const_cast<std::byte*>(op->in[0]) : op->out[0];
-  op->traces.started.store(context_.page.now(), std::memory_order_relaxed);
+  op->traces.started.store(context_.rank_metrics.now(), std::memory_order_relaxed);
   moving_.push_back({op, peer, id, transfer_of(out, at, bytes, {peer, id})});
   if (moving_.back().transfer->start() == Progress::kFailed) return moving_.back().transfer->status();
   return Status::ok();

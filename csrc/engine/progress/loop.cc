@@ -58,14 +58,14 @@ Status Loop::advance() {
 }
 
 void Loop::take_submitted() {
-  Page& page = parts_.context.page;
+  RankMetrics& rank_metrics = parts_.context.rank_metrics;
   parts_.intake.take();
   while (Operation* op = parts_.intake.next()) {
     last_.moved = true;
-    const uint64_t submitted = page.at(op->submitted);
+    const uint64_t submitted = rank_metrics.at(op->submitted);
     op->traces.is_counted = true;
-    page.began(submitted);
-    if (op->name_record) page.repeats(&op->name_record->seen_in_step, op->bucket.set >= 0, submitted);
+    rank_metrics.began(submitted);
+    if (op->name_record) rank_metrics.repeats(&op->name_record->seen_in_step, op->bucket.set >= 0, submitted);
     if (!is_message(op->signature().op)) {
       parts_.sets.find(op->process_set)->take(op);
     } else if (parts_.context.has_failed()) {
@@ -331,7 +331,7 @@ void Loop::measure_stall(TimePoint now) {
     if (!oldest || op->submitted < oldest->submitted) oldest = op;
   if (!oldest || seconds_between(oldest->submitted, now) < parts_.context.config.stall_check_s) return;
   const Stalls stalls = find_stalls(now);
-  parts_.context.page.stall(oldest->describe(), {stalls.late.begin(), stalls.late.end()});
+  parts_.context.rank_metrics.stall(oldest->describe(), {stalls.late.begin(), stalls.late.end()});
 }
 
 std::vector<const Operation*> Loop::pending() const {

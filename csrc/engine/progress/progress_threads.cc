@@ -30,7 +30,7 @@ Status ProgressThreads::start() {
 
 // ---- threads that wait
 
-bool ProgressThreads::until(const Over& over, const Deadline& deadline, Page::Waiting* waiting) {
+bool ProgressThreads::until(const Over& over, const Deadline& deadline, RankMetrics::Waiting* waiting) {
   while (true) {
     if (over()) return true;
     if (progress_lock_.try_acquire()) {
@@ -70,7 +70,7 @@ void ProgressThreads::lock() {
   }
 }
 
-void ProgressThreads::work(const Over& over, const Deadline& deadline, Page::Waiting* waiting) try {
+void ProgressThreads::work(const Over& over, const Deadline& deadline, RankMetrics::Waiting* waiting) try {
   context_.mesh->set_asleep(Sleep::kAwake);
   Idle idle(spin_pauses_, context_.config.yield_us);
   int iterations = 0;

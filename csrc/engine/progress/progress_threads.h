@@ -40,7 +40,7 @@ class ProgressThreads {
   };
   // Makes progress, or lets another thread make it, until over() is true or the deadline passes. Returns over(), which
   // may be called from any thread. waiting: is told once this takes longer than a moment.
-  bool until(const Over& over, const Deadline& deadline, Page::Waiting* waiting = nullptr);
+  bool until(const Over& over, const Deadline& deadline, RankMetrics::Waiting* waiting = nullptr);
   // The same, but `over` is called only while this thread holds the progress lock. It goes before the threads that wait
   // for operations.
   bool until_under_lock(const Over& over, const Deadline& deadline);
@@ -76,7 +76,7 @@ class ProgressThreads {
  private:
   void run();  // hc-engine
   int64_t work_until_idle();
-  void work(const Over& over, const Deadline& deadline, Page::Waiting* waiting = nullptr);
+  void work(const Over& over, const Deadline& deadline, RankMetrics::Waiting* waiting = nullptr);
   int64_t longest_sleep_us(int limit_ms);
   void sleep(int64_t us);
 

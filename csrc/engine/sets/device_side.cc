@@ -21,7 +21,7 @@ void DeviceSide::put_on_device(BatchRunner& runner) {
   if (const auto gpu = gpu_.gpu()) device_->use(gpu);
   const Tag tag{static_cast<uint16_t>(context_.generation), members_.id, runner.batch().id, 0};
   runner.use(std::make_unique<DeviceBatch>(
-      device_.get(), tag, &gpu_.relief(),
+      device_.get(), tag, &gpu_.memory_pressure(),
       [this, ticket = LaunchTicket{members_.id}] { return order_.tickets().is_next(ticket); }));
 }
 
@@ -331,7 +331,7 @@ std::unique_ptr<BatchRunner> DeviceSide::runner_of(std::vector<Operation*> opera
   const Tag tag{static_cast<uint16_t>(context_.generation), members_.id, 0, 0};
   auto runner = std::make_unique<BatchRunner>(std::move(batch), std::move(operations), group_, members_.ranks, tag);
   runner->show_in(timeline);
-  runner->use(std::make_unique<DeviceBatch>(device_.get(), tag, &gpu_.relief(), [] { return true; }));
+  runner->use(std::make_unique<DeviceBatch>(device_.get(), tag, &gpu_.memory_pressure(), [] { return true; }));
   return runner;
 }
 

@@ -169,7 +169,7 @@ class ProcessSet {
       intake_->stragglers.last_was(arrival.last, std::max(0.0, seconds_between(submitted, arrival.at)));
   }
   uint64_t moment_of_arrival(TimePoint submitted, const ArrivalCollective::Arrival& arrival) const {
-    return parts_.context.page.at(arrival.last < 0 ? submitted : arrival.at);
+    return parts_.context.rank_metrics.at(arrival.last < 0 ? submitted : arrival.at);
   }
   void measure_repeat(Op op, uint64_t bytes, std::string_view name, NameRecord* record, TimePoint submitted,
                       const ArrivalCollective::Arrival& arrival, uint64_t ticks);

@@ -54,11 +54,11 @@ bool ProcessSet::may_repeat() const {
                                                               NameRecord* record, TimePoint submitted,
                                                               const ArrivalCollective::Arrival& arrival,
                                                               uint64_t ticks) {
-  Page& page = parts_.context.page;
-  const uint64_t from = page.at(submitted), now = page.at(ticks);
+  RankMetrics& rank_metrics = parts_.context.rank_metrics;
+  const uint64_t from = rank_metrics.at(submitted), now = rank_metrics.at(ticks);
   uint64_t* seen = name.empty() ? nullptr : &record->seen_in_step;
-  page.ran({op, bytes, from, moment_of_arrival(submitted, arrival), now, name, seen}, record);
-  if (page.is_beat_due(now)) parts_.intake.beat();
+  rank_metrics.ran({op, bytes, from, moment_of_arrival(submitted, arrival), now, name, seen}, record);
+  if (rank_metrics.is_beat_due(now)) parts_.intake.beat();
 }
 
 bool ProcessSet::repeat(const Submission& s, ProgressLock& progress_lock, int spin_pauses, int64_t* handle) {
@@ -108,9 +108,9 @@ bool ProcessSet::repeat(const Submission& s, ProgressLock& progress_lock, int sp
   Operation* op = make_late(s, record, number, use);
   op->submitted = submitted;
   op->traces.is_counted = true;
-  Page& page = parts_.context.page;
-  page.began(page.at(submitted));
-  if (op->name_record) page.repeats(&record->seen_in_step, false, page.at(submitted));
+  RankMetrics& rank_metrics = parts_.context.rank_metrics;
+  rank_metrics.began(rank_metrics.at(submitted));
+  if (op->name_record) rank_metrics.repeats(&record->seen_in_step, false, rank_metrics.at(submitted));
   *handle = op->handle;
   pending_.add(op);
   if (progress == Progress::kPending)

@@ -26,7 +26,7 @@ std::vector<int> world_ranks(const std::vector<int>& group_ranks, const Members&
 void ProcessSet::note_batch(TimePoint planned) {
   const uint64_t now = processor_ticks();
   Timeline& timeline = parts_.timeline;
-  const uint64_t started = parts_.context.page.at(now);
+  const uint64_t started = parts_.context.rank_metrics.at(now);
   for (Operation* op : batches_.runner()->operations()) {
     if (!op) continue;
     op->traces.started.store(started, std::memory_order_relaxed);

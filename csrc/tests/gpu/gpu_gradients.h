@@ -1,9 +1,9 @@
-// An optimizer's side of a GPU, on the doubles: buckets that are declared, filled by the framework's stream.
+// An optimizer's side of a GPU, on the fakes: buckets that are declared, filled by the framework's stream.
 #pragma once
 
 #include <algorithm>
 
-#include "tests/gpu/gpu_double.h"
+#include "tests/gpu/gpu_fake.h"
 #include "tests/locked_checks.h"
 
 namespace hc {

@@ -12,7 +12,7 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from horoclone import visitors
+from horoclone import connection_limits
 
 MOST = 64  # connections at a time
 REQUEST_S = 10.0  # for a request to arrive, from the connection or the last answer on
@@ -32,12 +32,12 @@ class Connection(H11Protocol):
         self._ours().append(self)
         self._expect_request()
         peer = transport.get_extra_info("socket")
-        is_short = peer is not None and visitors.are_descriptors_short(peer.fileno())
+        is_short = peer is not None and connection_limits.are_descriptors_short(peer.fileno())
         if len(self._ours()) <= MOST and not is_short:
             return
         unauthenticated = [one for one in self._ours() if not one.is_known]
         if unauthenticated:
-            self.loop.call_exception_handler({"message": visitors.too_many(MOST)})
+            self.loop.call_exception_handler({"message": connection_limits.too_many(MOST)})
             unauthenticated[0].transport.abort()
             self._ours().remove(unauthenticated[0])
 

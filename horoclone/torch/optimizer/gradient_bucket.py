@@ -14,6 +14,7 @@ from horoclone.process_sets import ProcessSet
 from horoclone.torch import operations
 from horoclone.torch.compressor import GradientBucket
 from horoclone.torch.operations.gpu import HOST, memory_beside, place_of
+from horoclone.torch.optimizer.buckets import Bucket
 
 
 class OptimizerBucket(GradientBucket):

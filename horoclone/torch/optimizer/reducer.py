@@ -809,7 +809,7 @@ class Reducer:
 
     def _expose(self) -> None:
         for bucket in self.buckets:
-            views = {state.name: state.view for state in bucket.states}
+            views = {state.name: state.view for state in bucket.states if state.view is not None}
             bucket.exposed = OptimizerBucket(
                 bucket.gradients,
                 views,

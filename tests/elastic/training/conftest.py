@@ -1,4 +1,4 @@
-"""Doubles of an elastic job: this process believes that it is a member, and the test says which generation it is in."""
+"""A fake of an elastic job: this process believes that it is a member, and the test says which generation it is in."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from horoclone.elastic.generation import Generation
 
 
 @dataclass
-class JobDouble:
+class FakeJob:
     """now: what generation() answers. offers: what this process has offered, in order."""
 
     now: Generation
@@ -28,8 +28,8 @@ class JobDouble:
 
 
 @pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch) -> JobDouble:
-    job = JobDouble(Generation(1, 0, 1, (0,), 0, 0, False, ()))
+def job(monkeypatch: pytest.MonkeyPatch) -> FakeJob:
+    job = FakeJob(Generation(1, 0, 1, (0,), 0, 0, False, ()))
     monkeypatch.setattr(member, "is_elastic", lambda: True)
     monkeypatch.setattr(member, "offer_commits", job.offers.append)
     monkeypatch.setattr(member, "start_notices", job.listeners.append)

@@ -1,4 +1,4 @@
-"""The loop of elastic.run, with doubles of what begins a generation: what is restored, synchronised, and left."""
+"""The loop of elastic.run, with fakes of what begins a generation: what is restored, synchronised, and left."""
 
 from __future__ import annotations
 

@@ -1,0 +1,304 @@
+// Our kernels, compiled by the C++ compiler and run by the fake of CUDA: no GPU takes part. The same bodies are what
+// nvcc and NVRTC compile; what they compute is compared with the host's reductions bit by bit, and those with float64.
+#include <doctest/doctest.h>
+
+#include <cmath>
+#include <cstring>
+#include <random>
+
+#include "arithmetic/reduce.h"
+#include "base/half.h"
+#include "device/gpu.h"
+#include "tests/gpu/gpu_fake.h"
+
+namespace hc {
+
+namespace {
+
+KernelOptions kernel_options() {
+  KernelOptions options;
+  options.nvrtc_library = kNvrtcFake;
+  options.cache = "off";
+  return options;
+}
+
+// A device with a context, as a framework leaves it, and our kernels on it.
+struct Bench {
+  FrameworkOnGpu framework{0};
+  std::shared_ptr<Gpu> gpu;
+  GpuKernels* kernels = nullptr;
+  Bench() {
+    auto adopted = Gpu::adopt(cuda_fake(), 0);
+    REQUIRE(adopted.is_ok());
+    gpu = adopted.take();
+    auto loaded = gpu->kernels(kernel_options());
+    REQUIRE_MESSAGE(loaded.is_ok(), loaded.status().text());
+    kernels = loaded.value();
+  }
+};
+
+// Random bit patterns: for floats that means NaN, infinities and denormals now and then.
+std::vector<std::byte> random_elements(DType dtype, size_t count, unsigned seed) {
+  std::mt19937_64 random(seed);
+  std::vector<std::byte> data(count * size_of(dtype));
+  for (size_t i = 0; i < count; ++i) {
+    uint64_t bits = random();
+    if (dtype == DType::kBool) bits = bits % 3;
+    if (is_float(dtype) && random() % 8) {  // mostly of a size in which sums round
+      const double value = static_cast<double>(static_cast<int64_t>(random() % 20001) - 10000) / 64;
+      const auto narrow = static_cast<float>(value);
+      if (dtype == DType::kF64) std::memcpy(&bits, &value, 8);
+      if (dtype == DType::kF32) std::memcpy(&bits, &narrow, 4);
+      if (dtype == DType::kF16) bits = to_float16(narrow).bits;
+      if (dtype == DType::kBF16) bits = to_bfloat16(narrow).bits;
+    }
+    std::memcpy(data.data() + i * size_of(dtype), &bits, size_of(dtype));
+  }
+  return data;
+}
+
+double as_double(DType dtype, const std::byte* at) {
+  const auto read = [at](auto value) {
+    std::memcpy(&value, at, sizeof value);
+    return value;
+  };
+  switch (dtype) {
+    case DType::kU8:
+    case DType::kBool:
+      return read(uint8_t{});
+    case DType::kI8:
+      return read(int8_t{});
+    case DType::kU16:
+      return read(uint16_t{});
+    case DType::kI16:
+      return read(int16_t{});
+    case DType::kI32:
+      return read(int32_t{});
+    case DType::kI64:
+      return static_cast<double>(read(int64_t{}));
+    case DType::kF16:
+      return to_float(Float16{read(uint16_t{})});
+    case DType::kBF16:
+      return to_float(BFloat16{read(uint16_t{})});
+    case DType::kF32:
+      return read(float{});
+    case DType::kF64:
+      break;
+  }
+  return read(double{});
+}
+
+constexpr DType kAll[] = {DType::kBool, DType::kU8,  DType::kI8,   DType::kU16, DType::kI16, DType::kI32,
+                          DType::kI64,  DType::kF16, DType::kBF16, DType::kF32, DType::kF64};
+
+struct Scaling {
+  double pre, post;
+  int64_t divisor;
+};
+
+void reduces_like_the_host(Bench& bench, DType dtype, Reduce op, const Scaling& scaling, size_t count, size_t skip) {
+  constexpr size_t kInputs = 3;
+  const size_t item = size_of(dtype);
+  std::vector<std::vector<std::byte>> inputs;
+  std::vector<const std::byte*> on_host;
+  std::vector<CuPointer> in, out;
+  for (size_t s = 0; s < kInputs; ++s) {
+    inputs.push_back(random_elements(dtype, skip + count, static_cast<unsigned>(s * 100 + count)));
+    in.push_back(cu_pointer(bench.framework.tensor(inputs.back())) + skip * item);
+  }
+  for (const auto& one : inputs) on_host.push_back(one.data() + skip * item);
+  out = {in[1], cu_pointer(bench.framework.memory((count + skip) * item)) + skip * item};  // one of the inputs, another
+  const Reduction reduction{dtype, op, scaling.pre, scaling.post, scaling.divisor, in, out, count};
+  CHECK(bench.kernels->reduce(reduction, bench.framework.stream).text() == "");
+  std::vector<std::byte> want(count * item);
+  std::byte* to = want.data();
+  reduce(dtype, op, {&to, 1}, on_host, count, {scaling.pre, scaling.post, scaling.divisor});
+  for (const CuPointer at : out) {
+    const auto got = bench.framework.read(reinterpret_cast<const std::byte*>(at), count * item);
+    CHECK_MESSAGE(got == want, name_of(dtype), " ", name_of(op), " ", count, " from ", skip);
+  }
+}
+
+}  // namespace
+
+TEST_CASE("fake of CUDA: the reduction kernel gives the host's bits, for every dtype, operation, size and alignment") {
+  {
+    Bench bench;
+    const int look_ups = fake_count("look-ups");
+    CHECK(look_ups > 0);
+    for (const DType dtype : kAll)
+      for (const Reduce op : {Reduce::kAverage, Reduce::kSum, Reduce::kMin, Reduce::kMax, Reduce::kProduct,
+                              Reduce::kAnd, Reduce::kOr, Reduce::kXor})
+        for (const size_t count : {1, 7, 64, 1003}) {
+          if (!takes(reduced_as(op), dtype)) continue;
+          reduces_like_the_host(bench, dtype, op, {1, 1, 1}, count, 0);
+          reduces_like_the_host(bench, dtype, op, {0.5, 3, 1}, count, 1);
+          reduces_like_the_host(bench, dtype, op, {-1.5, -0.3, 1}, count, 0);
+          if (op == Reduce::kSum && !is_float(dtype)) {
+            reduces_like_the_host(bench, dtype, op, {1, 1, 3}, count, 0);
+            reduces_like_the_host(bench, dtype, op, {0.5, 1, 3}, count, 0);
+          }
+        }
+    reduces_like_the_host(bench, DType::kF32, Reduce::kSum, {1, 1.0 / 3, 1}, 300'001, 0);  // more than one stride
+    CHECK(fake_count("look-ups") == look_ups);  // which may wait for what runs on the GPU
+  }
+  CHECK(fake_count("memory") == 0);
+  CHECK(fake_count("modules") == 0);
+}
+
+TEST_CASE("fake of CUDA: sums of the kernel agree with float64") {
+  Bench bench;
+  for (const DType dtype : {DType::kF16, DType::kBF16, DType::kF32, DType::kF64, DType::kI32, DType::kU16}) {
+    constexpr size_t kCount = 500;
+    std::mt19937 random(7);
+    std::vector<std::vector<std::byte>> inputs(4);
+    std::vector<CuPointer> in;
+    std::vector<double> want(kCount, 0.0);
+    for (auto& input : inputs) {
+      input.resize(kCount * size_of(dtype));
+      std::vector<double> values(kCount);
+      for (double& v : values) v = static_cast<double>(random() % 100);
+      for (size_t i = 0; i < kCount; ++i) want[i] += values[i];
+      const std::byte* from = reinterpret_cast<const std::byte*>(values.data());
+      // From float64 by the host's own conversions.
+      for (size_t i = 0; i < kCount; ++i) {
+        const auto f = static_cast<float>(values[i]);
+        const auto n = static_cast<int32_t>(values[i]);
+        const uint16_t half = dtype == DType::kF16    ? to_float16(f).bits
+                              : dtype == DType::kBF16 ? to_bfloat16(f).bits
+                                                      : static_cast<uint16_t>(n);
+        const void* source = dtype == DType::kF64   ? static_cast<const void*>(from + i * 8)
+                             : dtype == DType::kF32 ? static_cast<const void*>(&f)
+                             : dtype == DType::kI32 ? static_cast<const void*>(&n)
+                                                    : static_cast<const void*>(&half);
+        std::memcpy(input.data() + i * size_of(dtype), source, size_of(dtype));
+      }
+      in.push_back(cu_pointer(bench.framework.tensor(input)));
+    }
+    auto* out = static_cast<std::byte*>(bench.framework.memory(kCount * size_of(dtype)));
+    const std::vector<CuPointer> outs = {cu_pointer(out)};
+    CHECK(bench.kernels->reduce({dtype, Reduce::kSum, 1, 1, 1, in, outs, kCount}, bench.framework.stream).is_ok());
+    const auto got = bench.framework.read(out, kCount * size_of(dtype));
+    const double tolerance = dtype == DType::kBF16 ? 4e-3 : dtype == DType::kF16 ? 5e-4 : 0;
+    for (size_t i = 0; i < kCount; ++i)
+      CHECK(std::abs(as_double(dtype, got.data() + i * size_of(dtype)) - want[i]) <= tolerance * want[i]);
+  }
+}
+
+TEST_CASE("fake of CUDA: pack and unpack, more tensors than one launch takes, odd sizes and addresses") {
+  Bench bench;
+  constexpr size_t kTensors = 401;
+  const int before = fake_count("launches");
+  for (const size_t item : {1, 4}) {
+    const DType dtype = item == 1 ? DType::kU8 : DType::kF32;
+    std::vector<std::vector<std::byte>> values;
+    std::vector<PackedPiece> pieces, others;
+    size_t bytes = 0;
+    for (size_t t = 0; t < kTensors; ++t) {
+      const size_t count = t % 9 == 0 ? 0 : (t * 13) % 217 + (t == 100 ? 70'000 : 0), skip = t % 5;
+      values.push_back(random_elements(dtype, count + skip, static_cast<unsigned>(t)));
+      pieces.push_back({cu_pointer(bench.framework.tensor(values[t])) + skip * item, count, bytes});
+      others.push_back({cu_pointer(bench.framework.memory((count + skip) * item)) + skip * item, count, bytes});
+      values[t].erase(values[t].begin(), values[t].begin() + static_cast<ptrdiff_t>(skip * item));
+      bytes += GpuKernels::packed_bytes(count, dtype);
+    }
+    const CuPointer packed = cu_pointer(bench.framework.memory(bytes));
+    const Packing copy{dtype, dtype, 1, 1};
+    CHECK(bench.kernels->pack(copy, packed, pieces, bench.framework.stream).text() == "");
+    CHECK(bench.kernels->unpack(copy, packed, others, bench.framework.stream).text() == "");
+    for (size_t t = 0; t < kTensors; ++t)
+      CHECK(bench.framework.read(reinterpret_cast<const std::byte*>(others[t].tensor), values[t].size()) == values[t]);
+  }
+  CHECK(fake_count("launches") - before == 2 * 2 * 3);  // 160 at a time
+}
+
+TEST_CASE("fake of CUDA: pack and unpack cast, scale and divide as the host does") {
+  struct Row {
+    DType tensor, packed;
+    double there, back;
+    int64_t divisor;
+  };
+  const Row rows[] = {
+      {DType::kF32, DType::kF32, 0.5, 3, 1}, {DType::kF64, DType::kF64, 0.1, 7, 1},
+      {DType::kF16, DType::kF32, 0.5, 3, 1}, {DType::kBF16, DType::kF32, 3, 0.1, 1},
+      {DType::kI8, DType::kI8, 0.5, 3, 1},   {DType::kU8, DType::kU8, -1.5, 0.5, 1},
+      {DType::kI16, DType::kI32, 0.3, 7, 1}, {DType::kU16, DType::kI32, -9, 9, 1},
+      {DType::kI32, DType::kI32, 2.5, 2, 1}, {DType::kI64, DType::kI64, 0.25, 2, 1},
+      {DType::kI64, DType::kI64, -8, 1, 3},  {DType::kU8, DType::kU8, 0.5, 1, 3},
+      {DType::kI16, DType::kI32, 1, 1, 3},   {DType::kU16, DType::kI32, 1, 1, 3},
+      {DType::kI8, DType::kI8, 1, 1, 3},     {DType::kU8, DType::kU8, 1, 1, 2},
+      {DType::kI32, DType::kI32, 1, 1, 5},   {DType::kI64, DType::kI64, 1, 1, 7},
+  };
+  Bench bench;
+  const int look_ups = fake_count("look-ups");
+  for (const Row& row : rows)
+    for (const size_t skip : {0, 1}) {
+      constexpr size_t kCount = 321;
+      const size_t item = size_of(row.tensor);
+      const auto values = random_elements(row.tensor, kCount + skip, 11);
+      std::byte* in = bench.framework.tensor(values);
+      auto* out = static_cast<std::byte*>(bench.framework.memory((kCount + skip) * item));
+      const CuPointer packed = cu_pointer(bench.framework.memory(GpuKernels::packed_bytes(kCount, row.packed)));
+      const PackedPiece from{cu_pointer(in) + skip * item, kCount, 0}, to{cu_pointer(out) + skip * item, kCount, 0};
+      const CuStream stream = bench.framework.stream;
+      CHECK(bench.kernels->pack({row.tensor, row.packed, row.there, 1}, packed, {&from, 1}, stream).text() == "");
+      CHECK(bench.kernels->unpack({row.tensor, row.packed, row.back, row.divisor}, packed, {&to, 1}, stream).is_ok());
+      std::vector<std::byte> want(kCount * item);
+      std::byte* at = want.data();
+      const std::byte* source = values.data() + skip * item;
+      // A sum of one source: scaled there and back.
+      reduce(row.tensor, Reduce::kSum, {&at, 1}, {&source, 1}, kCount, {row.there, row.back, row.divisor});
+      const auto got = bench.framework.read(out + skip * item, kCount * item);
+      size_t wrong = 0;
+      for (size_t i = 0; i < kCount; ++i) {
+        const double a = as_double(row.tensor, got.data() + i * item),
+                     b = as_double(row.tensor, want.data() + i * item);
+        wrong += !(a == b || (a != a && b != b));  // a NaN's payload is not promised
+      }
+      CHECK_MESSAGE(wrong == 0, name_of(row.tensor), " by ", name_of(row.packed), " from ", skip);
+    }
+  CHECK(fake_count("look-ups") == look_ups);
+}
+
+TEST_CASE("fake of CUDA and NVRTC: why there are no kernels, and where they come from") {
+  struct Row {
+    Variables environment;
+    std::string library, why;
+  };
+  const Row rows[] = {
+      {{}, "/nowhere/libnvrtc.so.13", "HOROCLONE_NVRTC_LIBRARY names this file"},
+      {{}, kNcclFake, "has no nvrtcVersion"},
+      {{{"HC_FAKE_NVRTC_FAIL", "nvrtcCompileProgram:1:6"}}, kNvrtcFake, "error: on demand"},
+      {{{"HC_FAKE_NVRTC_FAIL", "nvrtcGetCUBIN:1:9"}}, kNvrtcFake, "INTERNAL"},
+      {{{"HC_FAKE_CAPABILITY", "70"}}, kNvrtcFake, "from compute capability 80 on"},
+      {{{"HC_FAKE_CUDA_FAIL", "cuModuleLoadData:1:200"}, {"HC_FAKE_CAPABILITY", "120"}},
+       kNvrtcFake,
+       "image is invalid"},
+      {{{"HC_FAKE_CUDA_FAIL", "cuDeviceGetAttribute:1:1"}}, kNvrtcFake, "cuDeviceGetAttribute"},
+  };
+  FrameworkOnGpu framework(0);
+  for (const Row& row : rows) {
+    FakeEnvironment environment(row.environment);
+    KernelOptions options = kernel_options();
+    options.nvrtc_library = row.library;
+    // One that no other test has: what was compiled before would be taken.
+    if (!row.environment.contains("HC_FAKE_CAPABILITY")) ::setenv("HC_FAKE_CAPABILITY", "100", 1);
+    auto gpu = Gpu::adopt(cuda_fake(), 0);
+    auto loaded = gpu.value()->kernels(options);
+    CHECK(!loaded.is_ok());
+    CHECK_MESSAGE(loaded.status().text().find(row.why) != std::string::npos, loaded.status().text());
+    CHECK(gpu.value()->kernels(kernel_options()).status().text() == loaded.status().text());  // it is not tried again
+    ::unsetenv("HC_FAKE_CAPABILITY");
+  }
+  KernelOptions off = kernel_options();
+  off.off = true;
+  auto gpu = Gpu::adopt(cuda_fake(), 0);
+  CHECK(gpu.value()->kernels(off).status().text().find("HOROCLONE_GPU_KERNELS") != std::string::npos);
+  FakeEnvironment newer(Variables{{"HC_FAKE_CAPABILITY", "103"}});  // PTX of 10.0, which the driver translates
+  auto other = Gpu::adopt(cuda_fake(), 0);
+  auto loaded = other.value()->kernels(kernel_options());
+  CHECK(loaded.is_ok());
+  CHECK(loaded.value()->origin() == "NVRTC 13.0 for sm_103");
+}
+
+}  // namespace hc

@@ -1,0 +1,124 @@
+// What goes wrong on one rank's GPU, on fakes of CUDA and NCCL: no GPU takes part. Each error names the rank, the
+// device and the next move, nothing hangs, and tensors in host memory go on where the ranks still agree.
+#include <doctest/doctest.h>
+
+#include "tests/gpu/gpu_gradients.h"
+
+namespace hc {
+
+namespace {
+
+constexpr size_t kMebi = 1u << 20;
+constexpr int64_t kShorts = 1 << 20;  // 16-bit integers travel as 32-bit ones: 4 MiB besides
+
+Status average(Engine& engine, FrameworkOnGpu& gpu, int16_t* data, int64_t* handle) {
+  return submit_gpu(engine, gpu, Op::kAllreduce, "shorts", data, data, {kShorts}, DType::kI16, handle,
+                    [](Submission& s) { s.reduce = Reduce::kAverage; });
+}
+
+}  // namespace
+
+TEST_CASE("fake of CUDA and NCCL: memory that the framework's allocator keeps is asked for, and given") {
+  FakeEnvironment full(Variables{{"HC_FAKE_MEMORY_BYTES", std::to_string(23 * kMebi)}});
+  World world(2, gpu_settings());
+  CHECK_OK(world.each([](Engine& engine, int rank) {
+    FrameworkOnGpu gpu(rank);
+    const auto cuda = cuda_fake();
+    CuPointer kept = 0;  // by the allocator, for nobody
+    CHECK_LOCKED(cuda->cuMemAlloc(&kept, 8 * kMebi) == kCuSuccess);
+    engine.memory_pressure().offer();
+    auto* data = gpu.tensor(std::vector<int16_t>(kShorts, static_cast<int16_t>(2 * rank + 1)));
+    all_are_here(engine, "begin");
+    int64_t handle = 0;
+    CHECK_OK(average(engine, gpu, data, &handle));
+    bool done = false, gave = false;
+    Status outcome;
+    for (const Deadline deadline = Deadline::in(30); !done && outcome.is_ok() && !deadline.passed();) {
+      outcome = engine.wait(handle, 0.02, &done);
+      if (!engine.memory_pressure().is_wanted()) continue;
+      if (kept) CHECK_LOCKED(cuda->cuMemFree(std::exchange(kept, 0)) == kCuSuccess);
+      engine.memory_pressure().gave();
+      gave = true;
+    }
+    CHECK_OK(outcome);
+    CHECK_LOCKED(done);
+    CHECK_LOCKED(gave);
+    CHECK_OK(engine.stream_wait(handle, gpu.stream));
+    const int16_t last = gpu.read(data, kShorts)[kShorts - 1];
+    CHECK_LOCKED(last == 2);
+    engine.release(handle);
+    if (kept) (void)cuda->cuMemFree(kept);
+    all_are_here(engine, "end");
+  }));
+}
+
+TEST_CASE("fake of CUDA and NCCL: memory that nobody can give ends the job with a text that says whose it is") {
+  FakeEnvironment full(Variables{{"HC_FAKE_MEMORY_BYTES", std::to_string(7 * kMebi)}});
+  World world(2, gpu_settings({{"HOROCLONE_LOG_LEVEL", "error"}}));
+  (void)world.each([](Engine& engine, int rank) {
+    FrameworkOnGpu gpu(rank);
+    auto* data = gpu.tensor(std::vector<int16_t>(kShorts, 1));
+    all_are_here(engine, "begin");
+    int64_t handle = 0;
+    CHECK_OK(average(engine, gpu, data, &handle));
+    const Status outcome = enqueued(engine, gpu, handle);
+    CHECK_LOCKED(!outcome.is_ok());
+    const bool says = outcome.text().find("the GPU of rank ") != std::string::npos &&
+                      outcome.text().find("(device ") != std::string::npos &&
+                      outcome.text().find("out of memory") != std::string::npos &&
+                      outcome.text().find("smaller batches") != std::string::npos;
+    if (!says) MESSAGE(outcome.text());
+    CHECK_LOCKED(says);
+    engine.release(handle);
+  });
+}
+
+TEST_CASE("fake of CUDA and NCCL: after an error for good a GPU's tensors are refused, those of the host go on") {
+  World world(2, gpu_settings());
+  CHECK_OK(world.each([](Engine& engine, int rank) {
+    FrameworkOnGpu gpu(rank);
+    auto* data = gpu.tensor(std::vector<float>(8, 1.0f));
+    CHECK_OK(reduce_now(engine, gpu, "before", data, 8));
+    gpu.synchronize();
+    all_are_here(engine, "begin");
+    if (rank == 0) ::setenv("HC_FAKE_CUDA_STICKY", "cuStreamIsCapturing:1:700", 1);
+    all_are_here(engine, "broken");
+    int64_t handle = 0;
+    const Status refused = submit_gpu(engine, gpu, Op::kAllreduce, "x", data, data, {8}, DType::kF32, &handle);
+    CHECK_LOCKED(!refused.is_ok());
+    const bool says = refused.text().find("started anew") != std::string::npos &&
+                      refused.text().find(text_of("rank ", rank)) != std::string::npos &&
+                      refused.text().find("CUDA error 700") != std::string::npos;
+    if (!says) MESSAGE(refused.text());
+    CHECK_LOCKED(says);
+    all_are_here(engine, "on the host");
+    if (rank == 0) ::unsetenv("HC_FAKE_CUDA_STICKY");
+    all_are_here(engine, "end");
+  }));
+}
+
+TEST_CASE("fake of CUDA and NCCL: a rank that leaves before its step is named where NCCL waits for it") {
+  World world(3, gpu_settings({{"HOROCLONE_LOG_LEVEL", "error"}}));
+  (void)world.each([](Engine& engine, int rank) {
+    FrameworkOnGpu gpu(rank);
+    Gradients gradients(engine, gpu);
+    all_are_here(engine, "begin");
+    if (rank == 2) return;  // shuts down
+    for (int b = 0; b < kBuckets; ++b) gradients.submit(b, 1.0f);
+    Status outcome;
+    for (int b = 0; b < kBuckets; ++b)
+      if (Status one = gradients.await(b); !one.is_ok()) outcome = one;
+    // The streams wait; what is called next, or the same, says why.
+    int64_t handle = 0;
+    std::vector<float> one(1, 1.0f), sum(1);
+    if (outcome.is_ok()) outcome = submit(engine, Op::kAllreduce, "next", one, &sum, {1}, &handle);
+    if (outcome.is_ok()) outcome = finish(engine, handle);
+    CHECK_LOCKED(!outcome.is_ok());
+    CHECK_LOCKED(outcome.text().find("rank 2") != std::string::npos);
+    for (const Deadline deadline = Deadline::in(30); gpu.busy() && !deadline.passed();)
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    CHECK_LOCKED(!gpu.busy());
+  });
+}
+
+}  // namespace hc

@@ -1,3 +1,0 @@
-// A TEST DOUBLE of what NVRTC opens by its bare name when it compiles, built as libnvrtc-builtins.so.13.0 for the tests
-// only. It lies beside the double of NVRTC, where the loader does not look: whoever loads NVRTC has to load it, too.
-extern "C" __attribute__((visibility("default"))) int hc_double_builtins() { return 1; }

@@ -1,0 +1,245 @@
+"""Torch's features over tensors on GPUs, on the fakes of CUDA and NCCL: no GPU takes part.
+
+Within fake.everywhere() whatever torch allocates lies in the fake's device memory, so also the buffers of DDP and FSDP2.
+NCCL is asked for, which makes it an error if something had to pass host memory; test_gpu_features.py has the same for GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import horoclone.torch as hvd
+
+sys.path.insert(0, str(Path(__file__).parent))
+import gpu_fake
+
+HERE = Path(__file__).resolve().parent
+TORCH = Path(torch.__file__).resolve().parent
+
+
+@pytest.fixture(scope="module")
+def memory(fakes: Path) -> Path:
+    """The allocator of fake_memory.cc, built against the torch that is installed."""
+    made = fakes / f"fake_memory-{torch.__version__}.so"
+    source = HERE / "fake_memory.cc"
+    if made.exists() and made.stat().st_mtime > source.stat().st_mtime:
+        return made
+    if shutil.which("g++") is None or not (TORCH / "include" / "c10").exists():
+        pytest.skip("torch's headers, or a compiler, are not here")
+    built = made.with_suffix(f".{os.getpid()}")
+    flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", f"-I{TORCH / 'include'}"]
+    ends = ["-o", str(built), f"-L{TORCH / 'lib'}", "-lc10", "-ldl"]
+    subprocess.run(["g++", *flags, str(source), *ends], check=True, timeout=300)
+    built.rename(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[Any]:
+    worker_pool = sys.modules["worker_pool"].WorkerPool(
+        dict(os.environ),
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "horoclone.torch",
+        "horoclone.torch.optimizer",
+    )
+    yield worker_pool
+    worker_pool.close()
+
+
+@pytest.fixture
+def ranks(warm: Any, fakes: Path, memory: Path) -> Iterator[Callable[..., Any]]:
+    env = {
+        "HOROCLONE_CUDA_LIBRARY": str(fakes / "libcuda.so.1"),
+        "HOROCLONE_NCCL_LIBRARY": str(fakes / "libnccl.so.2"),
+        "HOROCLONE_NVRTC_LIBRARY": str(fakes / "libnvrtc.so.13"),
+        "HOROCLONE_KERNEL_CACHE": "off",
+        "HOROCLONE_GPU_OPERATIONS": "nccl",
+        "HC_FAKE_DELAY_US": "50",
+        "HC_TEST_FAKE_MEMORY": str(memory),
+    }
+    for start in sys.modules["worker_pool"].teams_of(warm):
+
+        def run(body: Callable[..., None], start: Any = start, **arguments: Any) -> None:
+            team = start(body, 2, env=env, **arguments)
+            assert team.wait(120) == [0, 0], team.outputs()
+
+        yield run
+
+
+def network() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+
+
+def trained(steps: int = 4, **options: Any) -> list[torch.Tensor]:
+    model = network()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), **options)
+    for step in range(steps):
+        torch.manual_seed(10 * step + hvd.rank())
+        optimizer.zero_grad()
+        model(torch.randn(16, 32)).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def compressed() -> None:
+    """int8 has the host's bits; PowerSGD its numbers. Both on the GPU, and the same on every rank."""
+    fake = gpu_fake.begin()
+    for compression, apart in (
+        (hvd.Compression.int8, 0.0),
+        (hvd.Compression.int8(block=16, error_feedback=False), 0.0),
+        (hvd.Compression.powersgd(rank=2, start_step=0), 1e-6),
+        (hvd.Compression.topk(ratio=0.5), 1e-6),
+        (hvd.Compression.bf16, 1e-6),
+    ):
+        on_host = trained(compression=compression)
+        placed = fake.placed
+        with fake.everywhere():
+            on_gpu = trained(compression=compression)
+            assert fake.placed > placed, "nothing was seen on the GPU"
+            both = hvd.allgather(torch.cat([one.flatten() for one in on_gpu]).unsqueeze(0))
+            assert torch.equal(both[0], both[1]), compression
+        for ours, expected in zip(on_gpu, on_host, strict=True):
+            torch.testing.assert_close(ours, expected, rtol=apart, atol=apart)
+    assert fake.cuda.hc_fake_count(b"pinned", 0) == 0, "nothing went through host memory"
+
+
+def test_fake_compressors_work_on_the_gpu(ranks: Callable[..., Any]) -> None:
+    ranks(compressed)
+
+
+def normalizes() -> None:
+    fake, rank = gpu_fake.begin(), hvd.rank()
+    with fake.everywhere():
+        torch.manual_seed(3)
+        whole = torch.randn(8, 5, 4, 4)
+        alone, ours = torch.nn.BatchNorm2d(5), hvd.SyncBatchNorm(5)
+        everything, part = (
+            whole.clone().requires_grad_(),
+            whole[4 * rank : 4 * rank + 4].clone().requires_grad_(),
+        )
+        alone(everything).square().sum().backward()
+        ours(part).square().sum().backward()
+        assert everything.grad is not None and fake.placed > 0
+        torch.testing.assert_close(part.grad, everything.grad[4 * rank : 4 * rank + 4], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ours.running_var, alone.running_var, rtol=1e-4, atol=1e-5)
+    assert fake.cuda.hc_fake_count(b"pinned", 0) == 0
+
+
+def test_fake_sync_batch_norm(ranks: Callable[..., Any]) -> None:
+    ranks(normalizes)
+
+
+def sparse() -> None:
+    fake, rank, tables = gpu_fake.begin(), hvd.rank(), []
+    with fake.everywhere():
+        for is_sparse in (True, False):
+            torch.manual_seed(0)
+            table = torch.nn.Embedding(50, 4, sparse=is_sparse)
+            sgd = torch.optim.SGD(table.parameters(), lr=0.5)
+            optimizer = hvd.DistributedOptimizer(sgd, table.named_parameters())
+            for step in range(4):
+                optimizer.zero_grad()
+                table(torch.tensor([3 * rank + step, 7])).square().sum().backward()
+                optimizer.step()
+            tables.append(table.weight.detach().clone())
+        torch.testing.assert_close(tables[0], tables[1], rtol=1e-4, atol=1e-6)
+    assert fake.cuda.hc_fake_count(b"pinned", 0) == 0
+
+
+def test_fake_sparse_gradients(ranks: Callable[..., Any]) -> None:
+    ranks(sparse)
+
+
+def scales() -> None:
+    """Mixed precision: a step that overflows on one rank is left out on both, and the scale goes down on both."""
+    fake, rank = gpu_fake.begin(), hvd.rank()
+    with fake.everywhere():
+        model = network()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+        optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters())
+        scaler, found = torch.amp.GradScaler("cpu", init_scale=2.0**16), []
+        for step in range(6):
+            torch.manual_seed(10 * step + rank)
+            batch = torch.randn(16, 32) * (1e30 if step == 2 and rank == 1 else 1.0)
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(batch).float().square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            found.append(scaler.get_scale())
+        assert found == [2.0**16] * 2 + [2.0**15] * 4, found
+        flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        both = hvd.allgather(flat.unsqueeze(0))
+        assert torch.isfinite(flat).all() and torch.equal(both[0], both[1])
+    assert fake.cuda.hc_fake_count(b"pinned", 0) == 0
+
+
+def test_fake_mixed_precision_with_a_scaler(ranks: Callable[..., Any]) -> None:
+    ranks(scales)
+
+
+def with_torchs_tools(names: list[str]) -> None:
+    """Rows of ecosystem.py, which train with one of torch's tools and compare with one process."""
+    from horoclone.torch.c10d import group, sparse, tensors, work
+
+    fake = gpu_fake.begin()
+    for module in (group, sparse, tensors, work):
+        fake.patch(module)
+    hvd.shutdown()
+    sys.path.insert(0, str(HERE))
+    import ecosystem
+
+    for name in names:
+        placed = fake.placed
+        with fake.everywhere():
+            assert ecosystem.run_row(name) <= ecosystem.ROWS[name].at_most, name
+        assert fake.placed > placed + 5, f"{name}: its tensors were not on the GPU"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["ddp", "ddp_half", "ddp_power"], ["fsdp"], ["tensor_parallel", "sequence_parallel", "redistribute"]],
+    ids=["DDP", "FSDP2", "DTensor"],
+)
+def test_fake_torchs_own_tools(ranks: Callable[..., Any], names: list[str]) -> None:
+    ranks(with_torchs_tools, names=names)
+
+
+def drops_a_work() -> None:
+    """record_stream: memory of an operation that nobody waits for is torch's again when the stream has come so far."""
+    from horoclone.torch.c10d import group, tensors, work
+
+    fake = gpu_fake.begin()
+    for module in (group, tensors, work):
+        fake.patch(module)
+    hvd.shutdown()
+    dist.init_process_group("horoclone")
+    with fake.everywhere():
+        dropped = dist.all_reduce(torch.ones(1000), async_op=True)
+        while not dropped.is_completed():
+            pass
+        del dropped
+        assert len(fake.in_use) == 1, fake.in_use
+        waited = dist.all_reduce(torch.ones(1000), async_op=True)
+        waited.wait()
+        del waited
+        assert len(fake.in_use) == 1, "its stream comes behind the result"
+    dist.destroy_process_group()
+
+
+def test_fake_memory_of_an_operation_that_nobody_waits_for(ranks: Callable[..., Any]) -> None:
+    ranks(drops_a_work)
