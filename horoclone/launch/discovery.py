@@ -81,9 +81,15 @@ class Script:
 
     def find(self) -> list[Host]:
         failpoints.reach("discovery.look")
-        return parse_lines(self._run(), self._slots, self._command)
+        code, out, said = self.run()
+        if code != 0:
+            last = said.strip().splitlines()[-1:]
+            text = f": {last[0]}" if last else ""
+            raise LaunchError(f"--host-discovery-script {self._command}: exit code {code}{text}", 1)
+        return parse_lines(out, self._slots, self._command)
 
-    def _run(self) -> str:
+    def run(self) -> tuple[int, str, str]:
+        """Its exit code, output and errors. LaunchError when it cannot be started, or does not come to its end."""
         try:
             process = self._process = subprocess.Popen(
                 [
@@ -109,13 +115,7 @@ class Script:
             for stream in (process.stdout, process.stderr):
                 if stream is not None:
                     stream.close()
-        if process.returncode != 0:
-            last = said.decode(errors="replace").strip().splitlines()[-1:]
-            text = f": {last[0]}" if last else ""
-            raise LaunchError(
-                f"--host-discovery-script {self._command}: exit code {process.returncode}{text}", 1
-            )
-        return out.decode(errors="replace")
+        return process.returncode, out.decode(errors="replace"), said.decode(errors="replace")
 
     def stop(self) -> None:
         """Ends the script, with what it has started."""

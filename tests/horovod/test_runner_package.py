@@ -235,6 +235,10 @@ def test_a_script_finds_hosts(tmp_path: Path) -> None:
         discovery.HostDiscoveryScript("exit 3", 1).find_available_hosts_and_slots()
     with pytest.raises(RuntimeError, match="does not say how many slots 'x' has"):
         discovery.HostDiscoveryScript("echo x", None).find_available_hosts_and_slots()
+    with pytest.raises(RuntimeError, match=r"discovery script: .*sleep 600.*: it ran for more than 0\.3 s"):
+        discovery.HostDiscoveryScript("sleep 600 & sleep 600", 1, 0.3).find_available_hosts_and_slots()
+    with pytest.raises(RuntimeError, match=r"Exit code: 1\nno answer"):
+        discovery.HostDiscoveryScript("echo no answer >&2; exit 1", 1).find_available_hosts_and_slots()
     fixed = discovery.FixedHosts({"a": 1})
     fixed.set({"b": 2})
     assert fixed.find_available_hosts_and_slots() == {"b": 2}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Mapping
 
-from horoclone.launch.discovery import Source
+from horoclone.launch.discovery import SCRIPT_S, Script, Source
 from horoclone.launch.hosts import Host
 from horoclone.launch.usage import LaunchError
 
@@ -19,23 +18,26 @@ class HostDiscovery:
 
 
 class HostDiscoveryScript(HostDiscovery):
-    """A program that prints `host` or `host:slots` in each line. slots: for lines that do not say how many."""
+    """A program that prints `host` or `host:slots` in each line. slots: for lines that do not say how many. limit_s:
+    one that runs for longer is ended."""
 
-    def __init__(self, discovery_script: str, slots: int | None) -> None:
+    def __init__(self, discovery_script: str, slots: int | None, limit_s: float = SCRIPT_S) -> None:
         self._script = discovery_script
         self._slots = slots
+        self._limit_s = limit_s
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
-        """RuntimeError when the program fails, or a line is no host; hosts keep the order of the lines."""
-        done = subprocess.run(
-            self._script, shell=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
-        )
-        if done.returncode != 0:
-            raise RuntimeError(
-                f"Failed to execute discovery script: {self._script}. Exit code: {done.returncode}"
-            )
+        """RuntimeError when the program fails or does not end, or a line is no host; hosts keep the order of the
+        lines."""
+        try:
+            code, out, said = Script(self._script, self._slots, self._limit_s).run()
+        except LaunchError as error:
+            raise RuntimeError(f"Failed to execute discovery script: {error}") from None
+        if code != 0:
+            text = f"Failed to execute discovery script: {self._script}. Exit code: {code}"
+            raise RuntimeError("\n".join([text, *said.strip().splitlines()[-1:]]))
         found: dict[str, int] = {}
-        for line in filter(None, map(str.strip, done.stdout.splitlines())):
+        for line in filter(None, map(str.strip, out.splitlines())):
             name, colon, slots = line.rpartition(":")
             count = int(slots) if colon and slots.isdigit() else self._slots
             if count is None:
