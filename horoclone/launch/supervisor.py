@@ -285,7 +285,7 @@ class Supervisor:
         """Whether the job has ended, where no process is left."""
         if self._backend.is_ending() or self.finishing:
             return True
-        if self.policy.to_start(now):
+        if self.policy.to_start(now, self._backend.room(now)):
             return False
         if self._generation and not self._coordinator.live():
             self.reason = self.reason or "every worker has left"

@@ -188,6 +188,22 @@ def test_who_is_announced_late_is_nobodys_business_before(make: Any) -> None:
     assert one.dismissed == one.started[2:], "whoever has not begun need not, announced or not"
 
 
+def test_when_all_have_left_and_no_node_has_room_the_job_is_over(make: Any) -> None:
+    """Free slots on full nodes start nobody: nothing is waited for."""
+    one = make([Host("a", 1), Host("b", 1)], 0, Plan(1, 1), are_late=True)
+    one.free = {"a": 1}
+    one.step()
+    (worker,) = one.started
+    one.supervisor.announce(worker)
+    one.supervisor.expect_announced()
+    one.come(worker)
+    one.free = {}
+    one.supervisor.host_goes("a", 30.0, time.monotonic())
+    one.end(worker, 0)
+    assert not one.has_failed and one.supervisor.is_over(time.monotonic())
+    assert one.supervisor.reason == "every worker has left"
+
+
 def test_without_a_process_for_too_long_the_job_ends(make: Any) -> None:
     one = make([Host("a", 1)], 0, Plan(1, 1), timeout_s=50.0, are_late=True)
     one.free = {}
