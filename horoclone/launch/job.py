@@ -30,7 +30,6 @@ from horoclone.launch.usage import (
     LaunchError,
     is_out_of_descriptors,
     out_of_descriptors,
-    out_of_processes,
     ranks_text,
     say,
 )
@@ -131,8 +130,6 @@ class Job:
                     self._turn()
             except LaunchError as error:
                 self._launch_error = error
-            except BlockingIOError:
-                self._launch_error = out_of_processes("a process of the launcher's own")
             except OSError as error:
                 if not is_out_of_descriptors(error):
                     raise

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 from horoclone.launch import frames
 from horoclone.launch.process import Reaper, dies_with_parent
-from horoclone.launch.usage import LaunchError
+from horoclone.launch.usage import LaunchError, out_of_processes
 from horoclone.settings import START_TIMEOUT_S
 
 # How a host was lost: before a rank ran there, while ranks ran, or because the job ends before it answered.
@@ -300,6 +300,8 @@ class HostLink(Link):
                 start_new_session=True,
                 preexec_fn=dies_with_parent() if options.bind_to_us else None,
             )
+        except BlockingIOError:
+            raise out_of_processes(options.shell) from None
         except OSError as error:
             raise LaunchError(
                 f"{host} is another host, and {options.shell} cannot be run here ({error.strerror}); install an ssh "

@@ -257,8 +257,11 @@ class LocalRanks:
         """bind_to_us: also ask the kernel to kill them with us (not for horoclone.run: a caller's thread may end, and
         its process has threads that make code between fork and exec risky; the reaper is enough there).
         outlive_us: they go on when we die; close() ends them all the same."""
-        self.reaper = Reaper()
-        self._relay = OutputRelay() if outlive_us else None
+        try:
+            self.reaper = Reaper()
+            self._relay = OutputRelay() if outlive_us else None
+        except BlockingIOError:
+            raise out_of_processes("a process of the launcher's own") from None
         self._secret = sealed_memory("horoclone-secret", secret)
         self._payload = sealed_memory("horoclone-function", payload) if payload is not None else None
         self._arm = dies_with_parent() if bind_to_us and not outlive_us else None

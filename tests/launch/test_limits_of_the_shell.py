@@ -9,6 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from horoclone import run
+from horoclone.launch import process
+from horoclone.launch.job import Job
+from horoclone.launch.link import HostLink, SshOptions
+from horoclone.launch.usage import LaunchError
+
 HOROCLONERUN = Path(sys.executable).with_name("horoclonerun")
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
@@ -147,3 +153,20 @@ def test_too_few_processes_are_named(limit: int, tmp_path: Path) -> None:
         timeout=100,
     )
     assert done.returncode and "ulimit -u" in done.stderr, done.stderr
+
+
+def test_only_a_fork_that_finds_no_process_is_called_the_limit_on_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_process(*_args: object, **_options: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(Job, "_start", no_process)
+    with pytest.raises(BlockingIOError):
+        run(print)  # some other call of the launcher's loop
+    monkeypatch.undo()
+    monkeypatch.setattr(process.subprocess, "Popen", no_process)
+    with pytest.raises(LaunchError, match="a process of the launcher's own: .*ulimit -u"):
+        process.LocalRanks(b"secret", None)
+    with pytest.raises(LaunchError, match="cannot run ssh: .*ulimit -u"):
+        HostLink("elsewhere", SshOptions(), None, None)  # type: ignore[arg-type]
