@@ -34,7 +34,7 @@ PYTHON = {
     "jax/call.py is_tracing": "the thread only asks JAX for a value",
     "jax/finishing.py _wait": "programs whose operations end or raise",
     "jax/native.py check": "the self-test calls nobody else",
-    "launch/discovery.py _run": KILLED,
+    "launch/discovery.py run": KILLED,
     "launch/discovery.py take": THERE,
     "launch/host_identity.py take": THERE,
     "launch/link.py close": KILLED,
