@@ -12,94 +12,46 @@ import sys
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-
-from machine import Load, facts, only_one  # noqa: E402
+from report import print_rows
+from session import on_ranks, options, run
 
 TASKS = {"digits": "test accuracy", "text": "held-out loss"}
 COMPRESSORS = (
-    "none",
-    "fp16",
-    "bf16",
-    "int8",
-    "int8 without feedback",
-    "powersgd",
-    "topk",
-    "topk without feedback",
-)
+    "none", "fp16", "bf16", "int8", "int8 without feedback", "powersgd", "topk", "topk without feedback",
+)  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark with `argv` and returns the exit code."""
-    import horoclone
-    from horoclone.launch.api import RunError
-
-    arguments = parse(argv)
-    with only_one():
-        load = Load()
-        environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HOROCLONE_SHARED_MEMORY": "0"}
-        plan = (arguments.tasks, arguments.compressors, arguments.steps, str(HERE.parent / "examples"))
-        try:
-            rows = horoclone.run(train_all, plan, np=arguments.np, env=environment)[0]
-        except RunError as error:
-            print(f"compression.py: {error}", file=sys.stderr)
-            return 1
-        others = load.others()
-    result = {"ranks": arguments.np, "machine": facts(), "others": others, "rows": rows}
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print_table(result)
-    return 0
+    arguments = options(
+        __doc__, argv, ("--np", 2, "ranks"), ("--steps", 300, "optimizer steps of each training, at least 20"),
+        ("--tasks", list(TASKS), "what is trained", TASKS), ("--compressors", list(COMPRESSORS), "how", COMPRESSORS),
+    )  # fmt: skip
+    return run(arguments, lambda: measure(arguments), show)
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--np", type=int, default=2, help="ranks (2)")
-    parser.add_argument("--steps", type=int, default=300, help="optimizer steps of each training (300)")
-    parser.add_argument("--tasks", type=one_of(TASKS), default=list(TASKS), help=",".join(TASKS))
-    parser.add_argument("--compressors", type=one_of(COMPRESSORS), default=list(COMPRESSORS), help="a,b,...")
-    parser.add_argument("--json", type=Path, help="write the result here")
-    arguments = parser.parse_args(argv)
-    if arguments.np < 2 or arguments.steps < 20:
-        parser.error("--np must be at least 2 and --steps at least 20")
-    return arguments
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    examples = str(Path(__file__).resolve().parent.parent / "examples")
+    plan = (arguments.tasks, arguments.compressors, arguments.steps, examples)
+    rows = on_ranks(train_all, *plan, np=arguments.np, HOROCLONE_SHARED_MEMORY="0")[0]
+    return {"benchmark": f"training with compressed gradients, {arguments.np} ranks", "rows": rows}
 
 
-def one_of(known: Any) -> Any:
-    def words_of(text: str) -> list[str]:
-        words = text.split(",")
-        if unknown := [word for word in words if word not in known]:
-            raise argparse.ArgumentTypeError(f"no {unknown[0]!r}; there are {', '.join(known)}")
-        return words
-
-    return words_of
-
-
-def print_table(result: dict[str, Any]) -> None:
-    """One table per task, in Markdown."""
-    busy = "unknown" if result["others"] is None else f"{result['others']:.2f}"
-    machine = result["machine"]
-    print(
-        f"{result['ranks']} ranks; {machine['cores']} cores, {machine['processor']}; others used {busy} cores"
-    )
+def show(result: dict[str, Any]) -> None:
+    """One table for each task."""
     for task, quality in TASKS.items():
         rows = [row for row in result["rows"] if row["task"] == task]
-        if not rows:
-            continue
         whole = next((row["bytes"] for row in rows if row["compressor"] == "none"), None)
-        print(f"\n{task}, {rows[0]['parameters']:,} parameters, {rows[0]['steps']} steps\n")
-        print(
-            f"| compression | loss at the end | {quality} | KB sent per rank and step | share | ms per step |"
-        )
-        print("|---|---|---|---|---|---|")
-        for row in rows:
-            share = f"{row['bytes'] / whole:.3f}" if whole else ""
-            kb, ms = f"{row['bytes'] / 1e3:.1f}", f"{row['step_ms']:.1f}"
-            print(
-                f"| {row['compressor']} | {row['loss']:.4f} | {row['quality']:.4f} | {kb} | {share} | {ms} |"
-            )
+        if rows:
+            print(f"{task}, {rows[0]['parameters']:,} parameters, {rows[0]['steps']} steps")
+            head = [
+                "compression", "loss at the end", quality, "KB sent per rank and step", "share", "ms per step",
+            ]  # fmt: skip
+            print_rows(head, [
+                [row["compressor"], f"{row['loss']:.4f}", f"{row['quality']:.4f}", f"{row['bytes'] / 1e3:.1f}",
+                 f"{row['bytes'] / whole:.3f}" if whole else "", f"{row['step_ms']:.1f}"]
+                for row in rows
+            ])  # fmt: skip
 
 
 # --- on the ranks --------------------------------------------------------------------------------------------------

@@ -281,13 +281,6 @@ def library_name() -> str:
 
 # The names that the command line takes; the labels are what the tables show.
 KINDS: dict[str, Any] = {
-    "horoclone": Horoclone,
-    "async": HorocloneAsync,
-    "flat": HorocloneFlat,
-    "fp16": HorocloneFp16,
-    "int8": HorocloneInt8,
-    "gloo": Gloo,
-    "mpi": Mpi,
-    "oneccl": OneCcl,
-    "memcpy": Memcpy,
-}
+    "horoclone": Horoclone, "async": HorocloneAsync, "flat": HorocloneFlat, "fp16": HorocloneFp16,
+    "int8": HorocloneInt8, "gloo": Gloo, "mpi": Mpi, "oneccl": OneCcl, "memcpy": Memcpy,
+}  # fmt: skip

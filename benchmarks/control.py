@@ -20,84 +20,46 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-
-from report import print_rows, time_text  # noqa: E402
-from session import Failed, add_options, run  # noqa: E402
+from report import print_rows, time_text
+from session import on_ranks, options, run
 
 TENSORS = 161
 FORMS = ("by name", "grouped", "declared")
-WAYS: dict[str, dict[str, str]] = {
-    "shared memory": {},
-    "TCP": {"HOROCLONE_SHARED_MEMORY": "0"},
-    "mixed": {},
-}
+WAYS: dict[str, dict[str, str]] = {"shared memory": {}, "TCP": {"HOROCLONE_SHARED_MEMORY": "0"}, "mixed": {}}
 MAX_BYTES = 512  # of a node and step, to and from other nodes
-DEFAULT_FANOUT = 8
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark with `argv` and returns the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_options(parser)
-    parser.add_argument("--np", type=numbers, default=[2, 4, 8, 16], help="ranks (2,4,8,16)")
-    parser.add_argument("--steps", type=int, default=30, help="counted steps (30)")
-    parser.add_argument("--ways", type=lambda text: text.split(","), default=list(WAYS), help=",".join(WAYS))
-    parser.add_argument("--per-node", type=int, default=4, help="ranks of a node, mixed (4)")
-    parser.add_argument(
-        "--fanouts",
-        type=numbers,
-        default=[DEFAULT_FANOUT],
-        help=f"of the tree, between nodes ({DEFAULT_FANOUT})",
-    )
-    parser.add_argument(
-        "--costs", type=Path, help="only measure what a message costs, for `horoclone simulate`"
-    )
-    arguments = parser.parse_args(argv)
-    if unknown := [way for way in arguments.ways if way not in WAYS]:
-        parser.error(f"no way {unknown[0]!r}")
+    arguments = options(
+        __doc__, argv, ("--np", [2, 4, 8, 16], "ranks"), ("--steps", 30, "counted steps"),
+        ("--ways", list(WAYS), "layouts", WAYS), ("--per-node", 4, "ranks of a node, mixed"),
+        ("--fanouts", [8], "of the tree, between nodes"),
+        ("--costs", "", "a file: only measure what a message costs, for `horoclone simulate`"),
+    )  # fmt: skip
     if arguments.costs:
-        arguments.costs.write_text(json.dumps(costs_of_messages(), indent=1) + "\n")
+        Path(arguments.costs).write_text(json.dumps(costs_of_messages(), indent=1) + "\n")
         return 0
     found: list[dict[str, Any]] = []
     code = run(arguments, lambda: measure(arguments, found), show)
     return code or (1 if any(row["broken"] for row in found) else 0)
 
 
-def numbers(text: str) -> list[int]:
-    return [int(n) for n in text.split(",")]
-
-
 def measure(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    import horoclone
-    from horoclone.launch.api import RunError
-
-    environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     cores = len(os.sched_getaffinity(0))
-    try:
-        for size in arguments.np:
-            for way in arguments.ways:
-                per_node = {"shared memory": size, "TCP": 1, "mixed": arguments.per_node}[way]
-                if way == "mixed" and not 1 < per_node < size:
-                    continue
-                for fanout in arguments.fanouts if way != "shared memory" else arguments.fanouts[:1]:
-                    extra = {**WAYS[way], "HOROCLONE_CONTROL_FANOUT": str(fanout)}
-                    forms = FORMS if way == "shared memory" else FORMS[:2]
-                    ranks = horoclone.run(step_many, (forms, TENSORS, arguments.steps, per_node), np=size,
-                                          env={**environment, **extra})  # fmt: skip
-                    for form in forms:
-                        row = {
-                            "ranks": size,
-                            "way": way,
-                            "form": form,
-                            "per_node": per_node,
-                            "fanout": fanout,
-                        }
-                        row |= summed([rank[form] for rank in ranks], per_node, fanout, cores)
-                        rows.append({**row, "broken": broken_limits(row)})
-    except RunError as error:
-        raise Failed(str(error)) from None
+    for size in arguments.np:
+        for way in arguments.ways:
+            per_node = {"shared memory": size, "TCP": 1, "mixed": arguments.per_node}[way]
+            if way == "mixed" and not 1 < per_node < size:
+                continue
+            for fanout in arguments.fanouts if way != "shared memory" else arguments.fanouts[:1]:
+                forms = FORMS if way == "shared memory" else FORMS[:2]
+                extra = {**WAYS[way], "HOROCLONE_CONTROL_FANOUT": str(fanout)}
+                ranks = on_ranks(step_many, forms, TENSORS, arguments.steps, per_node, np=size, **extra)
+                for form in forms:
+                    row = {"ranks": size, "way": way, "form": form, "per_node": per_node, "fanout": fanout}
+                    row |= summed([rank[form] for rank in ranks], per_node, fanout, cores)
+                    rows.append({**row, "broken": broken_limits(row)})
     return {"benchmark": f"agreement: {TENSORS} tensors a step, {arguments.steps} steps", "rows": rows}
 
 
@@ -127,11 +89,7 @@ def costs_of_messages() -> dict[str, dict[str, float]]:
     recv takes is measured on a socket of its own, the rest is latency. Shared memory: a quarter, a half and a quarter,
     by convention.
     """
-    import horoclone
-
-    one_way = {}
-    for way, extra in WAYS.items():
-        one_way[way] = min(horoclone.run(barrier_us, np=2, env={"OMP_NUM_THREADS": "1", **extra})) / 2
+    one_way = {way: min(on_ranks(barrier_us, np=2, **extra)) / 2 for way, extra in WAYS.items()}
     send, receive = calls_us()
     tcp, shared = one_way["TCP"], one_way["shared memory"]
     found = {
@@ -179,11 +137,8 @@ def calls_us(calls: int = 400, rounds: int = 20) -> tuple[float, float]:
 
 def roles_of(nodes: int, fanout: int) -> list[str]:
     """Of each node, numbered by its lowest rank: the node with the root, inner ones of the tree, leaves."""
-    inner = range(1, nodes) if nodes > fanout + 1 else range(0)
-    return [
-        "root",
-        *("inner" if fanout * node + 1 < nodes and node in inner else "leaf" for node in range(1, nodes)),
-    ]
+    inner = nodes > fanout + 1
+    return ["root", *("inner" if inner and fanout * node + 1 < nodes else "leaf" for node in range(1, nodes))]
 
 
 def summed(ranks: list[dict[str, Any]], per_node: int, fanout: int, cores: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Allreduce of the core's C interface beside MPI's and memcpy, timed in C++: `python benchmarks/core.py --short`.
 
 Private buffers and declared buckets in shared memory, in the same processes, in turn, in random order (core_calls.cc,
-compiled when the benchmark starts). At the end a line for each figure that is aimed at beside Open MPI and memcpy.
+compiled when the benchmark starts).
 Exit codes: 0, 1 a rank failed or a number was wrong, 2 wrong arguments, 3 too noisy for a conclusion.
 """
 
@@ -11,38 +11,19 @@ import argparse
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from report import analyse, print_rows, ratio_text, size_text, table
+from session import Failed, options, run
+from start import run_ranks
+
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-
-from allreduce import sizes_of  # noqa: E402
-from report import MEMCPY, analyse, print_rows, ratio_text, size_text, table  # noqa: E402
-from session import Failed, add_options, run, words_of  # noqa: E402
-from start import run_ranks  # noqa: E402
-
 KIB, MIB = 1 << 10, 1 << 20
 SHORT = [4, 8 * KIB, 64 * KIB, MIB, 4 * MIB, 32 * MIB]
 FULL = [4, KIB, 8 * KIB, 64 * KIB, 512 * KIB, MIB, 4 * MIB, 16 * MIB, 32 * MIB, 128 * MIB]
 CONTESTANTS = ("horoclone", "bucket", "mpi", "memcpy")
-OWN, BUCKET = "horoclone", "horoclone bucket"
-# Ours, from and to how many bytes, beside whom, how many times as fast at least: with 2 ranks on 2 cores.
-AIMS = [
-    (OWN, 4, KIB, "Open MPI", 1.15),
-    (OWN, 8 * KIB, 8 * KIB, "Open MPI", 2.2),
-    (OWN, 64 * KIB, 64 * KIB, "Open MPI", 1.5),
-    (OWN, 512 * KIB, MIB, "Open MPI", 0.95),
-    (OWN, 4 * MIB, 16 * MIB, "Open MPI", 0.9),
-    (OWN, 32 * MIB, 128 * MIB, "Open MPI", 2.0),
-    (OWN, 4 * MIB, 16 * MIB, MEMCPY, 0.54),
-    (OWN, 32 * MIB, 128 * MIB, MEMCPY, 0.80),
-    (BUCKET, 64 * KIB, 16 * MIB, "Open MPI", 1.7),
-    (BUCKET, 32 * MIB, 128 * MIB, "Open MPI", 3.3),
-    (BUCKET, 64 * KIB, 16 * MIB, MEMCPY, 1.1),
-    (BUCKET, 32 * MIB, 128 * MIB, MEMCPY, 1.4),
-]
+BUCKET = "horoclone bucket"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,29 +33,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--np", type=int, default=2, help="ranks (2)")
-    parser.add_argument("--short", action="store_true", help="6 sizes and 7 rounds instead of 10 and 15")
-    parser.add_argument("--sizes", type=sizes_of, help="bytes, for example 4,4096,1048576")
-    parser.add_argument("--rounds", type=int, help="rounds")
-    parser.add_argument(
-        "--contestants",
-        type=words_of(CONTESTANTS, "contestant"),
-        default=list(CONTESTANTS),
-        help=",".join(CONTESTANTS),
-    )
-    parser.add_argument("--memory", choices=("private", "huge"), default="private",
-                        help="pages of the private buffers: 4 KiB, or huge where the kernel gives them")  # fmt: skip
-    parser.add_argument("--bind", choices=("none", "core"), default="none", help="mpirun's --bind-to")
-    parser.add_argument("--mpi", default="openmpi", help="openmpi, mpich, impi, or the path of an mpirun")
-    parser.add_argument("--seed", type=int, default=1, help="of the order (1)")
-    parser.add_argument("--limit", type=float, default=900.0, help="seconds after which the ranks are killed")
-    add_options(parser)
-    arguments = parser.parse_args(argv)
-    arguments.rounds = arguments.rounds or (7 if arguments.short else 15)
+    arguments = options(
+        __doc__, argv, ("--np", 2, "ranks"), ("--short", False, "6 sizes instead of 10"),
+        ("--sizes", [], "bytes, for example 4,4096,1048576"), ("--rounds", 7, "rounds"),
+        ("--contestants", list(CONTESTANTS), "who takes part", CONTESTANTS),
+        ("--memory", "private", "pages of the private buffers: 4 KiB, or huge ones", ("private", "huge")),
+        ("--bind", "none", "mpirun's --bind-to", ("none", "core")),
+        ("--mpi", "openmpi", "openmpi, mpich, impi, or the path of an mpirun"), ("--seed", 1, "of the order"),
+        ("--limit", 900.0, "seconds after which the ranks are killed"),
+    )  # fmt: skip
     arguments.sizes = arguments.sizes or (SHORT if arguments.short else FULL)
-    if arguments.np < 1 or arguments.rounds < 1:
-        parser.error("--np and --rounds must be at least 1")
     return arguments
 
 
@@ -83,18 +51,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         plan["library"] = str(compile_calls(Path(folder)))
         raw = run_ranks(plan, arguments.np, arguments.limit, arguments.bind, arguments.mpi, "core_ranks.py")
-    settings = {
-        "ranks": arguments.np,
-        "memory": arguments.memory,
-        "bind": arguments.bind,
-        "mpi": arguments.mpi,
-    }
-    result = analyse(raw, settings | {"rounds": arguments.rounds, "seed": arguments.seed})
+    kept = ("rounds", "memory", "bind", "mpi", "seed")
+    result = analyse(raw, {"ranks": arguments.np, **{name: getattr(arguments, name) for name in kept}})
     result["benchmark"] = (
         f"allreduce from C++, float32, sum, in place; {arguments.np} ranks, {arguments.rounds} rounds, "
         f"{arguments.memory} memory, {'not bound' if arguments.bind == 'none' else 'bound to ' + arguments.bind}"
     )
-    result["aims"] = list(judge(result)) if arguments.np == 2 else []
     return result
 
 
@@ -118,30 +80,8 @@ def compile_calls(folder: Path) -> Path:
     return library
 
 
-def judge(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Each aim at each of its sizes that was measured: holds, missed, or undecided (the interval holds the aim)."""
-    for own, first, last, peer, aim in AIMS:
-        for one in result["sizes"]:
-            ratios = one["ratios"].get(own, {})
-            label = next((label for label in ratios if label.startswith(peer)), None)
-            if not first <= one["bytes"] <= last or label is None:
-                continue
-            ratio = ratios[label]
-            verdict = "holds" if ratio["ratio"] >= aim else "missed"
-            if ratio["low"] < aim <= ratio["high"]:
-                verdict = f"undecided, {verdict}"
-            yield {
-                "own": own,
-                "bytes": one["bytes"],
-                "peer": label,
-                "aim": aim,
-                "ratio": ratio,
-                "verdict": verdict,
-            }
-
-
 def show(result: dict[str, Any]) -> None:
-    """Times of all and ratios of private buffers; ratios of buckets; aims."""
+    """Times of all and ratios of private buffers; ratios of buckets."""
     print_rows(*table(result))
     print_rows(
         ["buckets in shared memory", *(f"vs {peer}" for peer in peers_of(result))],
@@ -155,17 +95,8 @@ def show(result: dict[str, Any]) -> None:
         "Cells: median of the rounds' medians / 99th percentile; the time of a call is the largest over the ranks."
     )
     print(
-        "vs: the peer's time over ours, with its 95 % interval; vs memcpy: the fraction of the speed of a copy.\n"
+        "vs: the peer's time over ours, with its 95 % interval; vs memcpy: the fraction of the speed of a copy."
     )
-    if result["aims"]:
-        print_rows(
-            ["aim", "at least", "found", ""],
-            [
-                [f"{aim['own']}, {size_text(aim['bytes'])}, vs {aim['peer']}", f"{aim['aim']:.2f}",
-                 ratio_text(aim["ratio"]), aim["verdict"]]
-                for aim in result["aims"]
-            ],
-        )  # fmt: skip
 
 
 def peers_of(result: dict[str, Any]) -> list[str]:

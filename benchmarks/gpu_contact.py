@@ -153,14 +153,8 @@ def ranks(count: int, *command: str | Path) -> list[str | Path]:
 def torchrun(count: int, *command: str | Path) -> list[str | Path]:
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        str(count),
-        *rendezvous,
-        *command,
-    ]
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count), *rendezvous, *command,
+    ]  # fmt: skip
 
 
 def kind(run: Run) -> list[str]:
@@ -221,17 +215,8 @@ def one_rank(run: Run) -> Result:
     """Beside DDP on NCCL, with and without bucket views, eager and captured; what a persistent bucket costs."""
     path = run.folder / "one_rank.json"
     small = [
-        "--model",
-        "tiny",
-        "--batch-size",
-        "4",
-        "--rounds",
-        "2",
-        "--steps",
-        "2",
-        "--bucket-bytes",
-        "65536",
-    ]
+        "--model", "tiny", "--batch-size", "4", "--rounds", "2", "--steps", "2", "--bucket-bytes", "65536",
+    ]  # fmt: skip
     sizes = [*small, *kind(run)] if run.on_fakes else ["--graphs", "--rounds", "11"]
     run([sys.executable, HERE / "gpu.py", *sizes, "--buckets", "16", "--json", path])
     found = read(path)
@@ -283,13 +268,8 @@ def sanitizing(program: Sequence[str | Path], tool: str) -> list[str | Path]:
     errors. Only the rank itself, and not what it starts. However long the rank takes until it uses the GPU.
     """
     options = [
-        "--kernel-name",
-        "kns=hc_",
-        "--report-api-errors",
-        "no",
-        "--target-processes",
-        "application-only",
-    ]
+        "--kernel-name", "kns=hc_", "--report-api-errors", "no", "--target-processes", "application-only",
+    ]  # fmt: skip
     return [*program, "--tool", tool, *options, "--launch-timeout", "0", *GATE_OF_TOOL[tool]]
 
 

@@ -43,3 +43,9 @@ def buckets(counts: list[int], item: int = 4) -> list[tuple[int, int]]:
 
 
 MODELS = {"ResNet-50": resnet50, "GPT": gpt}
+SMALL = {
+    "100 x 64 B": [16] * 100,
+    "1000 x 64 B": [16] * 1000,
+    "1000 x 1 KiB": [256] * 1000,
+    "1000 x 16 KiB": [4096] * 1000,
+}

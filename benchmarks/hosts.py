@@ -7,22 +7,35 @@ no byte between the hosts can avoid the cable.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from meeting import ADDRESS, FOLDER
+
+HERE = Path(__file__).resolve().parent
 CLONE_NEWNET = 0x40000000
 CABLE = "cable"
 # Credit that the shaper gives for free; what is measured must be far larger. Enough for one timer tick at 10 Gbit/s.
 BURST_BYTES = 128 << 10
 RAW_CHUNK_BYTES = 1 << 20
+
+
+def needs_root() -> None:
+    """Ends the program where namespaces cannot be made."""
+    if os.geteuid() != 0:
+        print(f"{Path(sys.argv[0]).name}: network namespaces need root", file=sys.stderr)
+        raise SystemExit(2)
 
 
 def ip(*words: str) -> str:
@@ -121,24 +134,78 @@ class Hosts:
         """What `call` returns when a thread of this host runs it."""
         return inside(self.names[host], call)
 
+    def run_ranks(self, program: str, plan: dict[str, Any], per_host: int, limit_s: float) -> Any:
+        """What rank 0 of a program of this folder wrote as JSON; so many ranks on each host. It is started with the
+        plan and the file's name. RuntimeError when a rank failed."""
+        from horoclone.bootstrap.rendezvous import Server
+
+        size, secret, job = 2 * per_host, secrets.token_hex(16), f"hosts-{secrets.token_hex(4)}"
+        server = self.inside(0, lambda: Server(secret.encode(), job, size, [f"{self.addresses[0]}:0"]))
+        ranks: list[subprocess.Popen[bytes]] = []
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "raw.json"
+            common = {
+                **os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": CABLE,
+                "HOROCLONE_RENDEZVOUS": ",".join(server.addresses), "HOROCLONE_SECRET": secret,
+                "HOROCLONE_JOB": job, ADDRESS: self.addresses[0], FOLDER: folder,
+            }  # fmt: skip
+            try:
+                for rank in range(size):
+                    words = [sys.executable, str(HERE / program), json.dumps(plan), str(out)]
+                    words = self.command(rank // per_host, words)
+                    env = {**common, **place(rank, per_host)}
+                    ranks.append(subprocess.Popen(words, env=env, start_new_session=True))
+                wait(ranks, limit_s)
+            finally:
+                for one in ranks:
+                    if one.poll() is None:
+                        os.killpg(one.pid, signal.SIGKILL)
+                    one.wait()
+                server.close()
+            return json.loads(out.read_text(encoding="utf-8"))
+
     def raw_gbit(self, streams: int, seconds: float = 1.5) -> float:
         """What plain sockets carry in each direction while both are busy: the smaller direction, in Gbit/s."""
         words = [sys.executable, str(Path(__file__).resolve()), str(streams), str(seconds)]
-        ports = "39017"
-        server = subprocess.Popen(
-            self.command(0, [*words, "listen", self.addresses[0], ports]), stdout=subprocess.PIPE, text=True
-        )
-        client = subprocess.Popen(
-            self.command(1, [*words, "connect", self.addresses[0], ports]), stdout=subprocess.PIPE, text=True
-        )
+        both = [
+            subprocess.Popen(
+                self.command(host, [*words, role, self.addresses[0], "39017"]),
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for host, role in enumerate(("listen", "connect"))
+        ]
         try:
-            rates = [float(one.communicate(timeout=30 + seconds)[0]) for one in (server, client)]
+            rates = [float(one.communicate(timeout=30 + seconds)[0]) for one in both]
         finally:
-            for one in (server, client):
+            for one in both:
                 if one.poll() is None:
                     one.kill()
                     one.wait()
         return min(rates)
+
+
+def place(rank: int, per_host: int) -> dict[str, str]:
+    """Of a rank, as a launcher would say it."""
+    numbers = {
+        "RANK": rank, "SIZE": 2 * per_host, "LOCAL_RANK": rank % per_host, "LOCAL_SIZE": per_host,
+        "CROSS_RANK": rank // per_host, "CROSS_SIZE": 2,
+    }  # fmt: skip
+    return {f"HOROCLONE_{name}": str(number) for name, number in numbers.items()}
+
+
+def wait(ranks: list[subprocess.Popen[bytes]], limit_s: float) -> None:
+    """Until all have ended well; RuntimeError at the first that has not, and at the limit."""
+    deadline = time.monotonic() + limit_s
+    while any(one.poll() is None for one in ranks):
+        failed = [f"rank {rank} ended with {one.poll()}" for rank, one in enumerate(ranks) if one.poll()]
+        if failed or time.monotonic() > deadline:
+            raise RuntimeError(
+                "; ".join(failed) or f"the ranks were not done after {limit_s:.0f} s (--limit)"
+            )
+        time.sleep(0.1)
+    if any(one.poll() for one in ranks):
+        raise RuntimeError(f"the ranks ended with {[one.poll() for one in ranks]}; what they wrote is above")
 
 
 # --- a process of raw_gbit -----------------------------------------------------------------------------------------

@@ -13,53 +13,36 @@ import sys
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+from report import print_rows, ratio_text
+from session import on_ranks, options, run
+from statistics_of import ratio_of
 
-from report import print_rows, ratio_text  # noqa: E402
-from session import Failed, add_options, run  # noqa: E402
-from statistics_of import ratio_of  # noqa: E402
+WAYS = {"shared memory": {}, "TCP": {"HOROCLONE_SHARED_MEMORY": "0"}}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark with `argv` and returns the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_options(parser)
-    parser.add_argument(
-        "--np", type=lambda text: [int(n) for n in text.split(",")], default=[2, 4], help="ranks"
-    )
-    parser.add_argument("--seconds", type=float, default=5.0, help="for which the ranks sleep")
-    parser.add_argument("--rounds", type=int, default=9, help="turns of the process alone")
-    arguments = parser.parse_args(argv)
+    arguments = options(
+        __doc__, argv, ("--np", [2, 4], "ranks"), ("--seconds", 5.0, "for which the ranks sleep"),
+        ("--rounds", 9, "turns of the process alone"),
+    )  # fmt: skip
     return run(arguments, lambda: measure(arguments), show)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    import horoclone
-    from horoclone.launch.api import RunError
-
-    environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    try:
-        idle = {
-            f"{size} ranks, {way}": horoclone.run(
-                sleep, (arguments.seconds,), np=size,
-                env={**environment, **({} if way == "shared memory" else {"HOROCLONE_SHARED_MEMORY": "0"})},
-            )
-            for size in arguments.np
-            for way in ("shared memory", "TCP")
-        }  # fmt: skip
-        (alone,) = horoclone.run(compute, (arguments.rounds,), np=1, env=environment)
-    except RunError as error:
-        raise Failed(str(error)) from None
-    cost = {
-        name: dataclasses.asdict(ratio_of(alone["before"], alone[name]))
-        for name in ("after init", "shut down")
+    idle = {
+        f"{size} ranks, {way}": on_ranks(sleep, arguments.seconds, np=size, **environment)
+        for size in arguments.np
+        for way, environment in WAYS.items()
     }
+    (alone,) = on_ranks(compute, arguments.rounds, np=1)
     return {
         "benchmark": f"idle engines for {arguments.seconds:g} s; init() and a process alone, {arguments.rounds} rounds",
         "idle": idle,
         "alone_ms": alone,
-        "cost": cost,
+        "cost": {
+            n: dataclasses.asdict(ratio_of(alone["before"], alone[n])) for n in ("after init", "shut down")
+        },
     }
 
 
@@ -74,13 +57,10 @@ def show(result: dict[str, Any]) -> None:
     print_rows(
         ["idle, the worst rank", "of a core", "messages", "bytes", "sleeps", "switches of our threads"], rows
     )
+    cost = {name: ratio_text(one) for name, one in result["cost"].items()}
     rows = [
-        [
-            name,
-            f"{statistics.median(times):.2f} ms",
-            ratio_text(result["cost"][name]) if name in result["cost"] else "",
-        ]
-        for name, times in result["alone_ms"].items()
+        [name, f"{statistics.median(ms):.2f} ms", cost.get(name, "")]
+        for name, ms in result["alone_ms"].items()
     ]
     print_rows(["a process alone", "a step", "of the time before init()"], rows)
 
@@ -106,14 +86,9 @@ def sleep(seconds: float) -> dict[str, float]:
 
     def switches() -> int:
         """Of the threads of ours."""
-        tasks = [
-            task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text()[:3] == "hc-"
-        ]
-        return sum(
-            int(n)
-            for task in tasks
-            for n in re.findall(r"ctxt_switches:\s+(\d+)", (task / "status").read_text())
-        )
+        tasks = [t for t in Path("/proc/self/task").iterdir() if (t / "comm").read_text()[:3] == "hc-"]
+        texts = [(task / "status").read_text() for task in tasks]
+        return sum(int(n) for text in texts for n in re.findall(r"ctxt_switches:\s+(\d+)", text))
 
     def look() -> tuple[dict[str, Any], int]:
         return json.loads(native().counters()), switches()

@@ -47,18 +47,6 @@ class Inputs:
         if not abs(total - wanted) <= allowed * count:
             raise RuntimeError(f"the {count} elements add up to {total}, not {wanted}")
 
-    def check_operation(self, operation: str, result: torch.Tensor, iteration: int) -> None:
-        """Every element of what broadcast (from 0), allgather, reducescatter or alltoall gave this rank."""
-        rows = result.view(self.size, -1) if operation in ("allgather", "alltoall") else result.view(1, -1)
-        for index, row in enumerate(rows):
-            ranks = range(index, index + 1)
-            if operation == "reducescatter":
-                ranks = range(self.size)
-            scale, offset = self._expected(iteration, ranks)
-            first = 0 if operation in ("broadcast", "allgather") else self.rank * row.numel()
-            if not torch.equal(row, self._pattern[first : first + row.numel()] * scale + offset):
-                raise RuntimeError(f"{operation}: a number of part {index} is wrong")
-
     def check_every(self, tensor: torch.Tensor, stride: int, iteration: int) -> None:
         """Each stride-th element, where only these were reduced."""
         scale, offset = self._expected(iteration, range(self.size))

@@ -28,9 +28,8 @@ def facts() -> dict[str, Any]:
         "kernel": f"{platform.system()} {platform.release()}",
         "governor": _read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
         "huge pages": _chosen(_read("/sys/kernel/mm/transparent_hugepage/enabled")),
-        "ptrace scope": _read(
-            "/proc/sys/kernel/yama/ptrace_scope"
-        ),  # above 0, no direct copies between processes
+        # above 0: no direct copies between processes
+        "ptrace scope": _read("/proc/sys/kernel/yama/ptrace_scope"),
     }
 
 
@@ -82,6 +81,18 @@ def load_before(settle_s: float) -> float:
     load = Load()
     time.sleep(settle_s)
     return load.others() or 0.0
+
+
+def memory_now() -> dict[str, float]:
+    """Bytes of this process: private to it, shared, proportional (a shared page by its users), and resident."""
+    names = {"Private_Clean": "private", "Private_Dirty": "private", "Shared_Clean": "shared",
+             "Shared_Dirty": "shared", "Pss": "proportional", "Rss": "resident"}  # fmt: skip
+    now = dict.fromkeys(names.values(), 0.0)
+    for line in Path("/proc/self/smaps_rollup").read_text(encoding="utf-8").splitlines():
+        name = line.split(":")[0]
+        if name in names:
+            now[names[name]] += int(line.split()[1]) * 1024
+    return now
 
 
 @contextmanager

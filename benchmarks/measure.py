@@ -26,7 +26,6 @@ import torch
 from contestants import KINDS, Memcpy, library_name
 from inputs import Inputs
 from meeting import communicator
-from operations import OperationTimer
 from sets import SetTimer
 
 SLOTS = 3  # buffers that are used in turn
@@ -50,7 +49,6 @@ class Plan:
     seed: int
     extras: bool  # the loop of 4 B and the thousand small tensors
     sets: dict[str, list[int]] = field(default_factory=dict)  # of sets.py
-    operation: str = "allreduce"  # of operations.py, when it is another one
 
 
 def calls_for(nbytes: int) -> int:
@@ -93,7 +91,6 @@ class Bench:
         self.times: dict[str, dict[str, list[list[float]]]] = {}
         self._calls: dict[tuple[str, int], list[Callable[[], object]]] = {}
         self._sets = SetTimer(self, plan.sets)
-        self._operation = None if plan.operation == "allreduce" else OperationTimer(self, plan.operation)
 
     def run(self) -> dict[str, Any]:
         gc.collect()
@@ -104,8 +101,7 @@ class Bench:
             for nbytes in self.plan.sizes:
                 for one in order.sample(self.contestants, len(self.contestants)):
                     with self._turn_of(one):
-                        time_size = self._operation.time_size if self._operation else self._time_size
-                        self.add_round(f"size.{nbytes}", one.label, time_size(one, nbytes, number == 0))
+                        self.add_round(f"size.{nbytes}", one.label, self._time_size(one, nbytes, number == 0))
             self._sets.round(order)
             if self.plan.extras:
                 self._extras(order)

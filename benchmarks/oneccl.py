@@ -81,12 +81,5 @@ class OneCcl:
         address, count = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.numel())
         return lambda: check(reduce(address, count))
 
-    def start_many(self, tensors: list[torch.Tensor], name: str) -> Callable[[], object]:
-        """All started, then waited for, in one call of C++."""
-        reduce, check, number = self._library.shim_sum_many, self._check, len(tensors)
-        addresses = (ctypes.c_void_p * number)(*(tensor.data_ptr() for tensor in tensors))
-        counts = (ctypes.c_size_t * number)(*(tensor.numel() for tensor in tensors))
-        return lambda: check(reduce(addresses, counts, ctypes.c_size_t(number)))
-
     def close(self) -> None:
         self._check(self._library.shim_close())

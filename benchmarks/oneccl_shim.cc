@@ -5,7 +5,6 @@
 #include <memory>
 #include <oneapi/ccl.hpp>
 #include <string>
-#include <vector>
 
 namespace {
 
@@ -67,14 +66,6 @@ int shim_connect(const char* address, int rank, int size) {
 
 int shim_sum(float* values, size_t count) {
   return guarded([&] { start(values, count).wait(); });
-}
-
-int shim_sum_many(float** values, const size_t* counts, size_t number) {
-  return guarded([&] {
-    std::vector<ccl::event> events;
-    for (size_t i = 0; i < number; ++i) events.push_back(start(values[i], counts[i]));
-    for (ccl::event& event : events) event.wait();
-  });
 }
 
 int shim_close() {

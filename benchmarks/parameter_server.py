@@ -98,25 +98,15 @@ def ours(steps: int, replicas: int, dense: int) -> list[float]:
     address = f"127.0.0.1:{store.port}"
     environ = {**os.environ, "HOROCLONE_SECRET": secrets.token_hex(16)}
     command = [
-        sys.executable,
-        "-m",
-        "horoclone.ps",
-        "--name",
-        "bench",
-        "--store",
-        address,
-        "--servers",
-        SERVERS,
-    ]
+        sys.executable, "-m", "horoclone.ps", "--name", "bench", "--store", address, "--servers", str(SERVERS),
+    ]  # fmt: skip
     processes = [
         subprocess.Popen(
-            [str(part) for part in [*command, "--index", index, "--replicas", replicas]],
-            env=environ,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            [*command, "--index", str(index), "--replicas", str(replicas)],
+            env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )
         for index in range(SERVERS)
-    ]
+    ]  # fmt: skip
     try:
         if replicas == 2:
             wait_for_copies(address, environ)
@@ -253,34 +243,26 @@ def build_pslite(folder: Path, into: Path, *, nap: bool) -> Path:
 
 def pslite(program: Path, steps: int) -> list[float]:
     environ = {
-        **os.environ,
-        "DMLC_NUM_WORKER": str(WORKERS),
-        "DMLC_NUM_SERVER": str(SERVERS),
-        "DMLC_PS_ROOT_URI": "127.0.0.1",
-        "DMLC_PS_ROOT_PORT": free_port(),
-        "DMLC_NODE_HOST": "127.0.0.1",
+        **os.environ, "DMLC_NUM_WORKER": str(WORKERS), "DMLC_NUM_SERVER": str(SERVERS),
+        "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": free_port(), "DMLC_NODE_HOST": "127.0.0.1",
         "DMLC_ENABLE_RDMA": "0",
-    }
-    roles = ["scheduler", *["server"] * SERVERS, *["worker"] * WORKERS]
+    }  # fmt: skip
     command = [str(program), str(BATCH), str(TABLE), str(steps)]
-    processes = [
-        subprocess.Popen(
-            command,
-            env={**environ, "DMLC_ROLE": role},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        for role in roles
-    ]
-    try:
-        said = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    roles = ["scheduler", *["server"] * SERVERS, *["worker"] * WORKERS]
+    said = outputs([(command, {**environ, "DMLC_ROLE": role}) for role in roles])
     return [
         float(line.split()[1]) for text in said for line in text.splitlines() if line.startswith("median")
     ]
+
+
+def outputs(commands: list[tuple[list[str], dict[str, str]]]) -> list[str]:
+    """What the processes print, which run at once."""
+    processes = [subprocess.Popen(c, env=e, stdout=subprocess.PIPE, text=True) for c, e in commands]
+    try:
+        return [process.communicate(timeout=LIMIT_S)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
 
 
 # --- all of them ---
@@ -292,15 +274,7 @@ def workers(
     """Times of all processes of a kind, which are this file again."""
     command = [sys.executable, str(Path(__file__).resolve()), "--as", kind, "--steps", str(steps)]
     command += ["--elements", str(dense), *more]
-    processes = [
-        subprocess.Popen([*command, str(number)], env=environ, stdout=subprocess.PIPE, text=True)
-        for number in range(count)
-    ]
-    try:
-        said = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    said = outputs([([*command, str(number)], environ) for number in range(count)])
     return [statistics.median(times) for text in said if (times := json.loads(text.splitlines()[-1]))]
 
 

@@ -1,7 +1,7 @@
 """How long a job stands still when a rank is killed: from kill -9 to the next step that all survivors did.
 
     python benchmarks/recovery.py [--ranks 4] [--hosts 2] [--kills 50] [--phase random] [--elements 25000] [--json FILE]
-    python benchmarks/recovery.py --contestants horoclone torchrun torchft [--torchft-python PYTHON]
+    python benchmarks/recovery.py --contestants horoclone,torchrun,torchft [--torchft-python PYTHON]
 
 The ranks run recovery_worker.py (--framework torch or numpy), which compares every gradient and every weight of every
 step with a NumPy model of the ranks that are there; a wrong sum ends the benchmark with code 1. A rank is killed, or
@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import random
 import statistics
@@ -39,6 +38,7 @@ from typing import Any
 import machine
 from recovery_jobs import LIMIT_S, Failed, Horoclone, Job, Torchft, Torchrun
 from recovery_worker import Page
+from session import options, refuse, write
 
 # kind -> phases of the worker in which it is done; "" for a kill from outside
 KINDS: dict[str, list[str]] = {
@@ -64,12 +64,8 @@ KINDS: dict[str, list[str]] = {
     ],
 }
 OTHERS = {
-    "forward": ["forward"],
-    "backward": ["backward"],
-    "step": ["step"],
-    "commit": ["commit"],
-    "moment": [""],
-}
+    "forward": ["forward"], "backward": ["backward"], "step": ["step"], "commit": ["commit"], "moment": [""],
+}  # fmt: skip
 LATE = ("forward", "backward", "collective")  # death comes up to 1 ms after the phase has begun
 
 
@@ -259,37 +255,19 @@ def print_one(found: dict[str, Any], arguments: argparse.Namespace) -> None:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--contestants", nargs="+", default=["horoclone"], choices=("horoclone", "torchrun", "torchft")
-    )
-    parser.add_argument(
-        "--framework", default="torch", choices=("torch", "numpy"),
-        help="of horoclone's ranks; the replacements of numpy are there much sooner",
+    arguments = options(
+        __doc__, argv, ("--contestants", ["horoclone"], "of the same training", ("horoclone", "torchrun", "torchft")),
+        ("--framework", "torch", "of horoclone's ranks; numpy's come much sooner", ("torch", "numpy")),
+        ("--ranks", 4, "ranks"), ("--hosts", 1, "hosts", (1, 2)), ("--kills", 50, "kills"),
+        ("--phase", "random", "kind of kill", ("random", *KINDS)), ("--step-ms", 5.0, "pause after each step"),
+        ("--elements", 25_000, "of the model, 4 bytes each: up to 25 million"),
+        ("--save-every", 1, "steps between the files of torchrun's rank 0"),
+        ("--torchft-python", sys.executable, "an interpreter that has torchft"),
+        ("--torchft-heartbeat-ms", 5000, "of its lighthouse, whose default it is"), ("--seed", 1, "of the kills"),
+        ("--verbose", False, "show what launcher and workers say"),
     )  # fmt: skip
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--hosts", type=int, default=1, choices=(1, 2))
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--phase", default="random", choices=("random", *KINDS))
-    parser.add_argument("--step-ms", type=float, default=5.0, help="pause after each step")
-    parser.add_argument(
-        "--elements", type=int, default=25_000, help="of the model, 4 bytes each: up to 25 million"
-    )
-    parser.add_argument(
-        "--save-every", type=int, default=1, help="steps between the files of torchrun's rank 0"
-    )
-    parser.add_argument("--torchft-python", default=sys.executable, help="an interpreter that has torchft")
-    parser.add_argument(
-        "--torchft-heartbeat-ms", type=int, default=5000, help="of its lighthouse, whose default it is"
-    )
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--verbose", action="store_true", help="show what launcher and workers say")
-    arguments = parser.parse_args(argv)
     if arguments.hosts == 2 and arguments.contestants != ["horoclone"]:
-        parser.error("--hosts 2 is for horoclone alone")
+        refuse("--hosts 2 is for horoclone alone")
     return arguments
 
 
@@ -311,9 +289,10 @@ def main(argv: list[str] | None = None) -> int:
         first = found[0]["contestant"]
         for name in list(medians)[1:]:
             print(f"the median of {name} is {medians[name] / medians[first]:.1f} times that of {first}")
-    if arguments.json:
-        whole = {"machine": machine.facts(), "ranks": arguments.ranks, "limit_s": LIMIT_S, "found": found}
-        arguments.json.write_text(json.dumps(whole, indent=1) + "\n")
+    write(
+        arguments.json,
+        {"machine": machine.facts(), "ranks": arguments.ranks, "limit_s": LIMIT_S, "found": found},
+    )
     return 0
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from hosts import Hosts
 from recovery_worker import factor
+from session import Failed
 
 WORKER = Path(__file__).with_name("recovery_worker.py")
 LIMIT_S = 120.0  # for anything that is waited for
@@ -32,10 +33,6 @@ while words and words[0].startswith("-"):
     words = words[1 if words[0] == "-T" else 2:]
 os.execvp("ip", ["ip", "netns", "exec", {name!r}, "sh", "-c", " ".join(words[1:])])
 """
-
-
-class Failed(Exception):
-    """The job did not do what it should; the text says what."""
 
 
 class Job:
@@ -275,12 +272,8 @@ class Horoclone(Job):
             words = hosts.command(0, words)
         # A slot that fails again and again is closed, and here all do.
         words += [
-            "--blacklist-cooldown-range",
-            "1",
-            "1",
-            sys.executable,
-            *self.worker(self.arguments.framework),
-        ]
+            "--blacklist-cooldown-range", "1", "1", sys.executable, *self.worker(self.arguments.framework),
+        ]  # fmt: skip
         self._process = self.open(words, environment)
         self._descriptors: list[int] = []
 
@@ -348,20 +341,11 @@ class Torchft(Job):
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         words = [
-            str(lighthouse),
-            "--bind",
-            f"[::]:{port}",
-            "--min_replicas",
-            "1",
-            "--join_timeout_ms",
-            "10000",
-        ]
+            str(lighthouse), "--bind", f"[::]:{port}", "--min_replicas", "1", "--join_timeout_ms", "10000",
+        ]  # fmt: skip
         words += [
-            "--quorum_tick_ms",
-            "10",
-            "--heartbeat_timeout_ms",
-            str(self.arguments.torchft_heartbeat_ms),
-        ]
+            "--quorum_tick_ms", "10", "--heartbeat_timeout_ms", str(self.arguments.torchft_heartbeat_ms),
+        ]  # fmt: skip
         self._command = [python, *self.worker("torchft", "--lighthouse", f"http://127.0.0.1:{port}")]
         self._open(words)
         for _ in range(self.arguments.ranks):

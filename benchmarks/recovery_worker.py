@@ -204,43 +204,66 @@ def on_numpy(page: Page, arguments: argparse.Namespace) -> None:
     run(telling(train))(state)
 
 
-def on_torch(page: Page, arguments: argparse.Namespace) -> None:
-    import torch
+class TorchLoop:
+    """The steps of a rank in PyTorch; who runs them says what reduces the gradients."""
 
+    def __init__(self, page: Page, arguments: argparse.Namespace) -> None:
+        import torch
+
+        page.enter("start")
+        self.page, self._pause_s = page, arguments.step_ms / 1000
+        self.model, self._check = torch_model(arguments.elements), Check(arguments.elements)
+        self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=RATE)
+        self._told = -1  # the generation of which the first step was told
+
+    def step(
+        self, kept: Any, number: int, rank: int, size: int, forward: Callable[[int], Any],
+        reduce: Callable[[], bool] = lambda: True, begins: Callable[[], None] = lambda: None,
+    ) -> bool:  # fmt: skip
+        """kept: has step and total. False where reduce() says that it counts for nothing."""
+        self.optimizer.zero_grad()
+        self.page.enter("forward")
+        loss = forward((rank + 1) * factor(kept.step))
+        self.page.enter("backward")
+        loss.backward()
+        if not reduce():
+            return False
+        self.page.enter("step")
+        self.optimizer.step()
+        if self._told != number:
+            self._told = number
+            begins()
+            say("step", number)
+        kept.total += factor(kept.step) * (size + 1) / 2
+        self._check.torch_step(kept.step, size, kept.total, self.model)
+        kept.step += 1
+        return True
+
+    def pause(self) -> None:
+        self.page.enter("pause")
+        time.sleep(self._pause_s)
+
+
+def on_torch(page: Page, arguments: argparse.Namespace) -> None:
     import horoclone.torch as hvd
 
     watch_failpoints(page)
-    page.enter("start")
-    model, check = (
-        torch_model(arguments.elements),
-        Check(arguments.elements),
-    )  # before init: nobody waits for it
+    loop = TorchLoop(page, arguments)
     hvd.init()
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=RATE), named_parameters=model.named_parameters()
-    )
-    state = hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0, total=0.0)
+    optimizer = loop.optimizer = hvd.DistributedOptimizer(loop.optimizer, loop.model.named_parameters())
+    state = hvd.elastic.TorchState(model=loop.model, optimizer=optimizer, step=0, total=0.0)
+
+    def reduce() -> bool:
+        page.enter("collective")
+        optimizer.synchronize()  # type: ignore[attr-defined]
+        return True
 
     def train(state: Any, now: Any) -> None:
-        first = True
         while True:
-            optimizer.zero_grad()
-            page.enter("forward")
-            loss = model((now.rank + 1) * factor(state.step))
-            page.enter("backward")
-            loss.backward()
-            page.enter("collective")
-            optimizer.synchronize()  # type: ignore[attr-defined]
-            page.enter("step")
             with optimizer.skip_synchronize():  # type: ignore[attr-defined]
-                optimizer.step()
-            first = first and say("step", now.number)
-            state.total += factor(state.step) * (now.size + 1) / 2
-            check.torch_step(state.step, now.size, state.total, model)
-            state.step += 1
+                loop.step(state, now.number, now.rank, now.size, loop.model, reduce)
             state.commit()
-            page.enter("pause")
-            time.sleep(arguments.step_ms / 1000)
+            loop.pause()
 
     hvd.elastic.run(telling(train))(state)
 
@@ -251,62 +274,46 @@ def on_torchrun(page: Page, arguments: argparse.Namespace) -> None:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    page.enter("start")
+    loop = TorchLoop(page, arguments)
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     number = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1
-    model, check = torch_model(arguments.elements), Check(arguments.elements)
-    parallel = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    kept = arguments.folder / "torchrun.pt"
-    step, total = 0, 0.0
-    if kept.exists():
-        saved = torch.load(kept)
-        step, total = saved["step"], saved["total"]
-        model.load_state_dict(saved["model"])
-    say("generation", number, rank, size, os.getpid(), step, total)
-    first = True
+    parallel = DistributedDataParallel(loop.model)  # reduces in backward
+    file = arguments.folder / "torchrun.pt"
+    kept = argparse.Namespace(step=0, total=0.0)
+    if file.exists():
+        saved = torch.load(file)
+        kept.step, kept.total = saved["step"], saved["total"]
+        loop.model.load_state_dict(saved["model"])
+    say("generation", number, rank, size, os.getpid(), kept.step, kept.total)
     while True:
-        optimizer.zero_grad()
-        page.enter("forward")
-        loss = parallel((rank + 1) * factor(step))
-        page.enter("backward")  # DDP reduces in it
-        loss.backward()
-        page.enter("step")
-        optimizer.step()
-        first = first and say("step", number)
-        total += factor(step) * (size + 1) / 2
-        check.torch_step(step, size, total, model)
-        step += 1
+        loop.step(kept, number, rank, size, parallel)
         page.enter("commit")
-        if rank == 0 and step % arguments.save_every == 0:
-            torch.save({"step": step, "total": total, "model": model.state_dict()}, kept.with_suffix(".new"))
-            kept.with_suffix(".new").rename(kept)
-        page.enter("pause")
-        time.sleep(arguments.step_ms / 1000)
+        if rank == 0 and kept.step % arguments.save_every == 0:
+            torch.save({**vars(kept), "model": loop.model.state_dict()}, file.with_suffix(".new"))
+            file.with_suffix(".new").rename(file)
+        loop.pause()
 
 
 def on_torchft(page: Page, arguments: argparse.Namespace) -> None:
     """Each process is a replica group of its own; the lighthouse says who takes part in a step."""
     from datetime import timedelta
 
-    import torch
     import torch.distributed as dist
     from torchft import Manager, ProcessGroupGloo
 
-    page.enter("start")
+    loop = TorchLoop(page, arguments)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    model, check = torch_model(arguments.elements), Check(arguments.elements)
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    kept: dict[str, Any] = {"step": 0, "total": 0.0}
+    kept = argparse.Namespace(step=0, total=0.0)
 
     def load(saved: dict[str, Any]) -> None:
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        kept.update(saved["kept"])
+        loop.model.load_state_dict(saved["model"])
+        loop.optimizer.load_state_dict(saved["optimizer"])
+        vars(kept).update(saved["kept"])
 
     def saved() -> dict[str, Any]:
-        return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "kept": dict(kept)}
+        both = {"model": loop.model.state_dict(), "optimizer": loop.optimizer.state_dict()}
+        return {**both, "kept": dict(vars(kept))}
 
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=10)), load_state_dict=load, state_dict=saved,
@@ -314,36 +321,29 @@ def on_torchft(page: Page, arguments: argparse.Namespace) -> None:
         store_addr="127.0.0.1", store_port=store.port, lighthouse_addr=arguments.lighthouse,
         replica_id=f"recovery_{os.getpid()}", hostname="127.0.0.1",
     )  # fmt: skip
-    known = -1
-    while True:
-        page.enter("quorum")
-        manager.start_quorum()
-        optimizer.zero_grad()
-        number, rank, size = manager._quorum_id, manager.participating_rank(), manager.num_participants()
-        page.enter("forward")
-        loss = model(((rank or 0) + 1) * factor(kept["step"]))
-        page.enter("backward")
-        loss.backward()
-        page.enter(
-            "collective"
-        )  # the DistributedDataParallel of torchft 0.2.0 fails in its hook when a peer is lost
-        for work in [manager.allreduce(one.grad) for one in model.parameters()]:
+
+    def reduce() -> bool:
+        # the DistributedDataParallel of torchft 0.2.0 fails in its hook when a peer is lost
+        page.enter("collective")
+        for work in [manager.allreduce(one.grad) for one in loop.model.parameters()]:
             work.wait()
         page.enter("commit")
         if not manager.should_commit():
-            say("lost", number)
-            continue
-        page.enter("step")
-        optimizer.step()
-        if known != number:
-            say("generation", number, rank, size, os.getpid(), kept["step"], kept["total"])
-            say("step", number)
-            known = number
-        kept["total"] += factor(kept["step"]) * (size + 1) / 2
-        check.torch_step(kept["step"], size, kept["total"], model)
-        kept["step"] += 1
-        page.enter("pause")
-        time.sleep(arguments.step_ms / 1000)
+            say("lost", manager._quorum_id)
+            return False
+        return True
+
+    while True:
+        page.enter("quorum")
+        manager.start_quorum()
+        number, rank, size = manager._quorum_id, manager.participating_rank() or 0, manager.num_participants()
+        begins = functools.partial(_begins, number, rank, size, kept)
+        if loop.step(kept, number, rank, size, loop.model, reduce, begins):
+            loop.pause()
+
+
+def _begins(number: int, rank: int, size: int, kept: argparse.Namespace) -> None:
+    say("generation", number, rank, size, os.getpid(), kept.step, kept.total)
 
 
 def main() -> None:

@@ -115,10 +115,8 @@ def _cores(cores: float | None) -> str:
 def benchmark_of(settings: dict[str, Any]) -> str:
     """What was measured, in a line."""
     bound = "not bound" if settings["bind"] == "none" else "bound to " + settings["bind"]
-    reduces = settings["operation"] in ("allreduce", "reducescatter")
-    in_place = ", in place" if settings["operation"] == "allreduce" else ""
     return (
-        f"{settings['operation']}, float32{', sum' if reduces else ''}{in_place}; {settings['ranks']} ranks, "
+        f"allreduce, float32, sum, in place; {settings['ranks']} ranks, "
         f"{settings['rounds']} rounds, one thread each, {settings['memory']} memory, {bound}"
     )
 

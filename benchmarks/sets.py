@@ -16,11 +16,8 @@ if TYPE_CHECKING:
     from measure import Bench
 
 WAYS = {
-    "start_many": "one by one",
-    "block_many": "blocking",
-    "group_many": "grouped",
-    "bucket_many": "buckets",
-}
+    "start_many": "one by one", "block_many": "blocking", "group_many": "grouped", "bucket_many": "buckets",
+}  # fmt: skip
 CALLS = 2  # timed, in a round
 
 

@@ -30,16 +30,8 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "raw.json"
         command = [
-            mpirun,
-            "--bind-to",
-            bind,
-            "-n",
-            size,
-            sys.executable,
-            HERE / program,
-            json.dumps(plan),
-            out,
-        ]
+            mpirun, "--bind-to", bind, "-n", size, sys.executable, HERE / program, json.dumps(plan), out,
+        ]  # fmt: skip
         ranks = subprocess.Popen([*map(str, command)], env=environment, start_new_session=True)
         try:
             code = ranks.wait(limit_s)

@@ -4,7 +4,7 @@
 DistributedDataParallel over gloo, as it is and with gradients as views of its buckets). Every contestant has its own
 processes, which take turns in random order; while one trains, the others sleep. Overhead is what a step takes longer
 than the same number of processes that do not communicate.
-Exit codes: 0, 1 a rank failed or the contestants' models differ, 3 too noisy for a conclusion.
+Exit codes: see session.py; 1 also where the contestants' models differ.
 """
 
 from __future__ import annotations
@@ -20,30 +20,22 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from session import Failed, options, run
+from statistics_of import MIN_ROUNDS, ratio_of
+from step_worker import Plan
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-
-from machine import Load, facts, load_before, only_one  # noqa: E402
-from statistics_of import MAX_LOAD, MIN_ROUNDS, loads_against, ratio_of  # noqa: E402
-from step_worker import Plan  # noqa: E402
-
 CONTESTANTS = {
     "tf_keras one rank": ("single", "legacy"),
     "tf_keras alone": ("alone", "legacy"),
     "tf_keras horoclone": ("horoclone", "legacy"),
     "tf_keras MultiWorkerMirrored": ("multiworker", "legacy"),
-    "Keras 3 TensorFlow alone": ("alone", "tensorflow"),
-    "Keras 3 TensorFlow horoclone": ("horoclone", "tensorflow"),
-    "Keras 3 JAX alone": ("alone", "jax"),
-    "Keras 3 JAX horoclone": ("horoclone", "jax"),
-    "Keras 3 torch alone": ("alone", "torch"),
-    "Keras 3 torch horoclone": ("horoclone", "torch"),
     "torch one rank": ("single", "plain"),
     "torch one rank, initialised": ("single-init", "plain"),
     "torch alone": ("alone", "plain"),
@@ -64,74 +56,53 @@ START_S = 900.0  # a contestant imports its framework
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark with `argv` and returns the exit code."""
     arguments = parse(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the worker_pools are ended on the way out
-    with only_one():
-        before = load_before(2.0)
-        if before > MAX_LOAD and not arguments.force:
-            print(
-                f"step.py: other processes use {before:.2f} cores (--force: run nevertheless)",
-                file=sys.stderr,
-            )
-            return 3
-        load = Load()
-        with tempfile.TemporaryDirectory() as folder:
-            worker_pools: dict[str, WorkerPool] = {}
-            try:
-                for name in arguments.contestants:
-                    worker_pools[name] = WorkerPool(name, arguments, Path(folder))
-                for worker_pool in worker_pools.values():
-                    worker_pool.join()
-                times, outcomes = measure(worker_pools, arguments)
-            except (EOFError, OSError) as error:
-                print(f"step.py: a rank failed ({error!r}); what it wrote is above", file=sys.stderr)
-                return 1
-            finally:
-                for worker_pool in worker_pools.values():
-                    worker_pool.end()
-        during = load.others()
-    result = {
-        "settings": {k: v for k, v in vars(arguments).items() if k != "json"},
-        "machine": facts(),
+    return run(arguments, lambda: measure_all(arguments), show)
+
+
+def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
+    """From the start of all contestants' processes to their end."""
+    with tempfile.TemporaryDirectory() as folder:
+        worker_pools: dict[str, WorkerPool] = {}
+        try:
+            for name in arguments.contestants:
+                worker_pools[name] = WorkerPool(name, arguments, Path(folder))
+            for worker_pool in worker_pools.values():
+                worker_pool.join()
+            times, outcomes = measure(worker_pools, arguments)
+        except (EOFError, OSError) as error:
+            raise Failed(f"a rank failed ({error!r}); what it wrote is above") from None
+        finally:
+            for worker_pool in worker_pools.values():
+                worker_pool.end()
+    if different := disagreements(outcomes):
+        raise Failed(f"the models differ: {different}")
+    return {
+        "benchmark": f"steps of {arguments.model}, {arguments.rounds} rounds of {arguments.steps}",
+        "settings": {name: value for name, value in vars(arguments).items() if name != "json"},
         "versions": versions(),
-        "others": {"before": before, "during": during},
-        "noise": {"reasons": loads_against(before, during)},
         "outcomes": outcomes,
         "times": times,
     }
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    different = disagreements(outcomes)
-    if different:
-        print(f"step.py: the models differ: {different}", file=sys.stderr)
-        return 1
-    print_tables(times, outcomes, during)
-    for reason in result["noise"]["reasons"]:
-        print(f"step.py: no conclusion: {reason}", file=sys.stderr)
-    return 3 if result["noise"]["reasons"] and not arguments.force else 0
+
+
+def show(result: dict[str, Any]) -> None:
+    print_tables(result["times"], result["outcomes"])
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--np", type=int, default=2, help="ranks (2)")
-    parser.add_argument("--model", choices=("dense", "resnet50", "small", "tiny"), default="dense",
-                        help="the first two have 100 MB, small (torch only) 200 tensors of up to 16 KiB")  # fmt: skip
-    parser.add_argument("--framework", choices=list(BY_FRAMEWORK), default="keras")
-    parser.add_argument("--batch", type=int, help="rows per rank (dense: 32, resnet50: 4)")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=5, help="timed steps of a contestant in a round")
-    parser.add_argument("--contestants", type=lambda text: text.split(","), default=[],
-                        help=f"of {','.join(CONTESTANTS)}; \"all\" for all (the framework's)")  # fmt: skip
-    parser.add_argument("--seed", type=int, default=1, help="of the order (1)")
-    parser.add_argument("--force", action="store_true", help="run although others use the machine")
-    parser.add_argument("--json", type=Path, help="write everything here")
-    arguments = parser.parse_args(argv)
+    arguments = options(
+        __doc__, argv, ("--np", 2, "ranks"),
+        ("--model", "dense", "dense has 100 MB, small (torch only) 200 tensors of up to 16 KiB",
+         ("dense", "small", "tiny")),
+        ("--framework", "keras", "whose contestants", BY_FRAMEWORK),
+        ("--batch", 32, "rows per rank"), ("--rounds", 9, "rounds"),
+        ("--steps", 5, "timed steps of a contestant in a round"), ("--seed", 1, "of the order"),
+        ("--contestants", [""], "instead of the framework's, or all", ("", "all", *CONTESTANTS)),
+    )  # fmt: skip
     if arguments.contestants == ["all"]:
         arguments.contestants = list(CONTESTANTS)
-    arguments.contestants = arguments.contestants or BY_FRAMEWORK[arguments.framework]
-    if unknown := [name for name in arguments.contestants if name not in CONTESTANTS]:
-        parser.error(f"no contestant {unknown[0]!r}")
-    arguments.batch = arguments.batch or {"resnet50": 4}.get(arguments.model, 32)
+    elif arguments.contestants == [""]:
+        arguments.contestants = BY_FRAMEWORK[arguments.framework]
     return arguments
 
 
@@ -245,8 +216,6 @@ def disagreements(outcomes: dict[str, Any]) -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
     found = {}
     for package in (
         "horoclone",
@@ -275,11 +244,11 @@ def overheads(times: Times) -> dict[str, dict[str, Any]]:
     return over
 
 
-def print_tables(times: Times, outcomes: dict[str, Any], during: float | None) -> None:
+def print_tables(times: Times, outcomes: dict[str, Any]) -> None:
     """Medians of the rounds with their range, the overhead over "alone", and what the others' overhead is of ours."""
     ranks = max((outcome["ranks"] for outcome in outcomes.values()), key=len)
     size = f"{4e-6 * ranks[0]['parameters']:.1f} MB in {ranks[0]['tensors']} tensors"
-    print(f"{len(ranks)} ranks, {size}; others used {during or 0.0:.2f} cores")
+    print(f"{len(ranks)} ranks, {size}")
     print(f"{'':30} {'step, ms':>22} {'overhead, ms':>22} {'CPU, ms':>9} {'CPU overhead':>13}")
     over = overheads(times)
     for name, of in times.items():

@@ -22,12 +22,12 @@ CLASSES = 10
 
 @dataclass(frozen=True)
 class Plan:
-    """One contestant. backend: "legacy" is tf_keras, "plain" is PyTorch without Keras, the others are Keras 3's."""
+    """One contestant. backend: "legacy" is tf_keras, "plain" is PyTorch without Keras."""
 
     name: str
     kind: str  # single, alone (several that do not communicate), horoclone, multiworker, ddp or ddp-view
     backend: str
-    model: str  # dense, resnet50 (Keras), small (PyTorch) or tiny
+    model: str  # dense, small (PyTorch) or tiny
     batch: int  # of one rank
     rank: int  # -1: the launcher says
     size: int
@@ -42,12 +42,9 @@ def prepare(plan: Plan) -> None:
         TF_NUM_INTRAOP_THREADS="1",
         TF_NUM_INTEROP_THREADS="2",
         OMP_NUM_THREADS="1",
-        XLA_FLAGS="--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
     )
     if plan.backend == "legacy":
         os.environ["TF_USE_LEGACY_KERAS"] = "1"
-    elif plan.backend != "plain":
-        os.environ["KERAS_BACKEND"] = plan.backend
     if plan.kind == "multiworker":
         task = {"type": "worker", "index": plan.rank}
         os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": plan.workers}, "task": task})
@@ -93,17 +90,13 @@ class Training:
     def _compile(self, optimizer: Any) -> None:
         keras = self.keras
         keras.utils.set_random_seed(1)
-        if self.plan.model != "resnet50":
-            width = 2048 if self.plan.model == "dense" else 64
-            hidden = [keras.layers.Dense(width, activation="relu") for _ in range(6)]
-            self.shape: tuple[int, ...] = (width,)
-            model = keras.Sequential(
-                [keras.layers.Input(self.shape), *hidden, keras.layers.Dense(CLASSES, activation="softmax")]
-            )
-        else:
-            self.shape = (64, 64, 3)
-            model = keras.applications.ResNet50(weights=None, input_shape=self.shape, classes=1000)
-        model.compile(optimizer, "sparse_categorical_crossentropy", jit_compile=self.plan.backend == "jax")
+        width = 2048 if self.plan.model == "dense" else 64
+        hidden = [keras.layers.Dense(width, activation="relu") for _ in range(6)]
+        self.shape = (width,)
+        model = keras.Sequential(
+            [keras.layers.Input(self.shape), *hidden, keras.layers.Dense(CLASSES, activation="softmax")]
+        )
+        model.compile(optimizer, "sparse_categorical_crossentropy")
         self.model = model
 
     def _data(self, batch: int) -> Any:

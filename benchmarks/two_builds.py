@@ -4,7 +4,7 @@ BEFORE and AFTER are checkouts, each with its own virtual environment .venv into
 each build run at the same time; while one pair measures, the other sleeps. The pairs take turns case by case, every few
 milliseconds to a second, so that what the machine does meanwhile meets both alike: a run of one build after a run of
 the other compares the machine's moods where they last longer than a run. The cases are those of core.py, allreduce.py
---short, many_small.py and models.py without the peers. A ratio above 1 says that AFTER is faster.
+--short and models.py without the peers. A ratio above 1 says that AFTER is faster.
 
 Give the same checkout twice to see what the method itself cannot tell apart. Exit codes: see session.py.
 """
@@ -26,45 +26,42 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
 RANKS = 2
 LABELS = ("before", "after")
 GATE = 0.97  # a median below this share of the speed before is marked
-
-
-# --- a rank of one of the builds. Its imports come from the build's own folder of benchmarks.
+WAYS = {"one by one": "start_many", "grouped": "group_many", "buckets": "bucket_many"}
+CASES = "TWO_BUILDS"  # sizes and sets, for the ranks
+Measure = Callable[[list[Any], bool], list[float]]
 
 
 def be_a_rank(where: str, library: str) -> None:
-    """Measures the cases that the starter names, until it closes the connection."""
+    """A rank of one of the builds, whose own folder of benchmarks it imports: measures the cases that it is told."""
     import torch
     from core_ranks import Core
-    from gradients import MODELS
-    from many_small import SETS
     from measure import Bench, Plan, calls_for
     from meeting import communicator
 
     comm = communicator()
     torch.set_num_threads(1)
-    sets = SETS | {name: make() for name, make in MODELS.items()}
-    sizes = json.loads(os.environ["TWO_BUILDS_SIZES"])
+    sizes, sets = json.loads(os.environ[CASES])
     bench = Bench(comm, Plan(sizes, 1, ["horoclone", "async"], "private", 1, True, sets))
     core = Core(library, comm)
     core.allocate(max(*sizes, 1 << 20), False, True)
     own = {one.label: one for one in bench.contestants}
-    ways = {"one by one": "start_many", "grouped": "group_many", "buckets": "bucket_many"}
 
     def measure(case: list[Any], first: bool) -> list[float]:
         kind, label, what = case
-        if kind == "core" and label == "loop":
-            return core.loop("horoclone")
         if kind == "core":
-            return core.calls(label, what, 6 if first else 3, calls_for(what))
+            return (
+                core.loop("horoclone")
+                if label == "loop"
+                else core.calls(label, what, 6 if first else 3, calls_for(what))
+            )
         if kind == "size":
             return bench._time_size(own[label], what, first)
         if kind == "loop":
             return bench._time_loop(own[label])
-        return bench._sets._time(own["horoclone async"], ways[label], what, sets[what])
+        return bench._sets._time(own["horoclone async"], WAYS[label], what, sets[what])
 
     with torch.no_grad(), socket.socket(socket.AF_UNIX) as link:
         link.connect(where)
@@ -77,28 +74,29 @@ def be_a_rank(where: str, library: str) -> None:
     bench.close()
 
 
-# --- the starter
-
-
 @contextlib.contextmanager
-def pair(
-    checkout: Path, folder: Path, sizes: list[int]
-) -> Iterator[Callable[[list[Any], bool], list[float]]]:
+def pair(checkout: Path, folder: Path, cases: str) -> Iterator[Measure]:
     """A call that has a case measured by the two ranks of one build: microseconds per call, of the slower rank."""
+    from session import Failed
     from start import environment, stop
     from statistics_of import slowest_rank
 
-    python = python_of(checkout)
-    library, door = folder / "core_calls.so", folder / "door"
-    compile_in(checkout, library)
+    python = checkout / ".venv" / "bin" / "python"
+    if not python.exists():
+        raise Failed(
+            f"{checkout} has no .venv with horoclone in it: make .venv/.ready-test .venv/.ready-package there"
+        )
+    # core_calls.cc of that checkout against its installed core
+    code = "import sys, pathlib; sys.path.insert(0, sys.argv[1]); import core; core.compile_calls(pathlib.Path('.'))"
+    subprocess.run([python, "-c", code, checkout / "benchmarks"], check=True, cwd=folder)
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(door))
+        listener.bind(str(folder / "door"))
         listener.listen(RANKS)
         listener.settimeout(120)
+        words = [__file__, "--rank", checkout, folder / "door", folder / "core_calls.so"]
         ranks = subprocess.Popen(
-            [python.parent / "mpirun", "--bind-to", "none", "-n", str(RANKS), python, __file__, "--rank", checkout,
-             door, library],
-            env=environment() | {"TWO_BUILDS_SIZES": json.dumps(sizes)}, start_new_session=True,
+            [python.parent / "mpirun", "--bind-to", "none", "-n", str(RANKS), python, *words],
+            env=environment() | {CASES: cases}, start_new_session=True,
         )  # fmt: skip
         try:
             links = [listener.accept()[0] for _ in range(RANKS)]
@@ -113,8 +111,6 @@ def pair(
                     print(json.dumps({"case": case, "first": first}), file=stream, flush=True)
                 lines = [stream.readline() for stream in streams]
                 if not all(lines):
-                    from session import Failed
-
                     raise Failed(f"a rank of {checkout} failed in {case}; what it wrote is above")
                 return slowest_rank([json.loads(line) for line in lines])
 
@@ -127,57 +123,32 @@ def pair(
             stop(ranks)
 
 
-def python_of(checkout: Path) -> Path:
-    """Of its virtual environment."""
-    python = checkout / ".venv" / "bin" / "python"
-    if not python.exists():
-        from session import Failed
-
-        raise Failed(
-            f"{checkout} has no .venv with horoclone in it: make .venv/.ready-test .venv/.ready-package there"
-        )
-    return python
-
-
-def compile_in(checkout: Path, library: Path) -> None:
-    """core_calls.cc of that checkout against its installed core."""
-    code = (
-        "import sys, pathlib, shutil; sys.path.insert(0, sys.argv[1]); import core;"
-        "shutil.copy(core.compile_calls(pathlib.Path(sys.argv[2])), sys.argv[3])"
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(
-            [python_of(checkout), "-c", code, checkout / "benchmarks", folder, library], check=True
-        )
-
-
-def cases_of(sizes: list[int]) -> list[list[Any]]:
+def cases_of(sizes: list[int], sets: dict[str, list[int]]) -> list[list[Any]]:
     """[program, way, size or set]."""
-    from gradients import MODELS
-    from many_small import SETS
-
-    ways = ("one by one", "grouped", "buckets")
+    labels = ("horoclone", "horoclone async")
     return [
         *(["core", kind, size] for kind in ("horoclone", "bucket") for size in sizes),
         ["core", "loop", 4],
-        *(["size", label, size] for label in ("horoclone", "horoclone async") for size in sizes),
-        *(["loop", label, 4] for label in ("horoclone", "horoclone async")),
-        *(["set", way, name] for name in (*SETS, *MODELS) for way in ways),
+        *(["size", label, size] for label in labels for size in sizes),
+        *(["loop", label, 4] for label in labels),
+        *(["set", way, name] for name in sets for way in WAYS),
     ]
 
 
 def measured(arguments: argparse.Namespace) -> dict[str, Any]:
+    from models import SETS
     from statistics_of import ratio_of, summarise
 
-    cases = [one for one in cases_of(arguments.sizes) if arguments.only in json.dumps(one)]
+    cases = [one for one in cases_of(arguments.sizes, SETS) if arguments.only in json.dumps(one)]
     times: dict[tuple[int, int], list[list[float]]] = defaultdict(list)
     order = random.Random(arguments.seed)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         calls = []
-        for number, checkout in enumerate((arguments.before, arguments.after)):
-            place = Path(folder) / str(number)
+        for label in LABELS:
+            place = Path(folder) / label
             place.mkdir()
-            calls.append(stack.enter_context(pair(checkout.resolve(), place, arguments.sizes)))
+            checkout = getattr(arguments, label).resolve()
+            calls.append(stack.enter_context(pair(checkout, place, json.dumps([arguments.sizes, SETS]))))
         for case in cases:  # prepares and warms up
             for measure in calls:
                 measure(case, True)
@@ -188,19 +159,11 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for index, case in enumerate(cases):
         before, after = (summarise(times[index, build]) for build in range(2))
-        rows.append(
-            {
-                "case": case,
-                "before": dataclasses.asdict(before),
-                "after": dataclasses.asdict(after),
-                "ratio": dataclasses.asdict(ratio_of(after.rounds_us, before.rounds_us)),
-            }
-        )
+        ratio = ratio_of(after.rounds_us, before.rounds_us)
+        rows.append({"case": case, "before": before, "after": after, "ratio": ratio})
     return {
         "benchmark": f"Two builds; float32, sum, {RANKS} ranks, {arguments.rounds} rounds in turn",
-        "settings": {"ranks": RANKS, "rounds": arguments.rounds, "seed": arguments.seed},
-        "versions": {},
-        "rows": rows,
+        "rows": [{k: v if k == "case" else dataclasses.asdict(v) for k, v in row.items()} for row in rows],
     }
 
 
@@ -221,19 +184,14 @@ def show(result: dict[str, Any]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark with `argv` and returns the exit code."""
-    from allreduce import sizes_of
     from core import SHORT
-    from session import add_options, run
+    from session import options, run
 
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("before", type=Path, help="a checkout with its .venv")
-    parser.add_argument("after", type=Path, help="another one, or the same")
-    parser.add_argument("--rounds", type=int, default=25, help="of all cases (25)")
-    parser.add_argument("--sizes", type=sizes_of, default=SHORT, help="bytes, for example 4,4096,1048576")
-    parser.add_argument("--only", default="", help='cases whose JSON holds this text, for example "size"')
-    parser.add_argument("--seed", type=int, default=1, help="of the order (1)")
-    add_options(parser)
-    arguments = parser.parse_args(argv)
+    arguments = options(
+        __doc__, argv, ("before", Path(), "a checkout with its .venv"), ("after", Path(), "another one, or the same"),
+        ("--rounds", 25, "of all cases"), ("--sizes", SHORT, "bytes"), ("--seed", 1, "of the order"),
+        ("--only", "", 'cases whose JSON holds this text, for example "size"'),
+    )  # fmt: skip
     return run(arguments, lambda: measured(arguments), show)
 
 
@@ -242,5 +200,4 @@ if __name__ == "__main__":
         sys.path[0] = str(Path(sys.argv[2]) / "benchmarks")
         be_a_rank(sys.argv[3], sys.argv[4])
     else:
-        sys.path.insert(0, str(HERE))
         sys.exit(main())

@@ -26,12 +26,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-
-from report import print_rows, ratio_text  # noqa: E402
-from session import Failed, add_options, run  # noqa: E402
-from statistics_of import ratio_of  # noqa: E402
+from report import print_rows, ratio_text
+from session import ONE_THREAD, Failed, options, run
+from statistics_of import ratio_of
 
 # Ranks that keep the machine busy: half a millisecond of arithmetic, then an allreduce of 256 KiB. Rank 0 counts.
 PROGRAM = """
@@ -56,12 +53,10 @@ TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark with `argv` and returns the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_options(parser)
-    parser.add_argument("--np", type=int, default=64, help="ranks")
-    parser.add_argument("--rounds", type=int, default=9, help="turns of each way")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of a turn")
-    arguments = parser.parse_args(argv)
+    arguments = options(
+        __doc__, argv, ("--np", 64, "ranks"), ("--rounds", 9, "turns of each way"),
+        ("--seconds", 10.0, "of a turn"),
+    )  # fmt: skip
     return run(arguments, lambda: measure(arguments), show)
 
 
@@ -77,11 +72,8 @@ class Job:
         with self.said.open("wb") as file:
             self.process = subprocess.Popen(
                 [*command, sys.executable, str(folder / "train.py"), str(self.count)],
-                stdout=file,
-                stderr=file,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-                start_new_session=True,
-            )
+                stdout=file, stderr=file, env={**os.environ, **ONE_THREAD}, start_new_session=True,
+            )  # fmt: skip
 
     def steps(self) -> int:
         return int.from_bytes(self.count.read_bytes()[:8], "little")
@@ -176,11 +168,9 @@ def running(size: int, flags: list[str]) -> Iterator[Job]:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     steps_s: dict[str, list[float]] = {"alone": [], "watched": []}
-    used_s = {
-        "launcher, alone": 0.0,
-        "launcher, watched": 0.0,
-        "top": 0.0,
-    }  # over all turns: it is counted in 10 ms
+    used_s = dict.fromkeys(
+        ("launcher, alone", "launcher, watched", "top"), 0.0
+    )  # over all turns: counted in 10 ms
     spent_s = {"alone": 0.0, "watched": 0.0}
     seen: dict[str, int] = {}
     with running(arguments.np, ["--dashboard", "--metrics-port", "0"]) as job:
@@ -208,20 +198,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         time.sleep(3 * arguments.seconds)
         without = (processor_s(job.process.pid) - before) / (time.monotonic() - began)
     cores = len(os.sched_getaffinity(0))
-    share = {
-        name: used / spent_s["alone" if name == "launcher, alone" else "watched"]
-        for name, used in used_s.items()
-    }
+    share = {name: used / spent_s["alone" if "alone" in name else "watched"] for name, used in used_s.items()}
     added = share["launcher, watched"] + share["top"] - without
     return {
         "benchmark": f"{arguments.np} ranks that are looked at, {arguments.rounds} rounds of {arguments.seconds:g} s",
         "cores": cores,
         "step_ms": {way: [1e3 * one for one in times] for way, times in steps_s.items()},
         "watched_against_alone": dataclasses.asdict(ratio_of(steps_s["watched"], steps_s["alone"])),
-        "of_a_core": {
-            **share,
-            "launcher, no views": without,
-        },
+        "of_a_core": {**share, "launcher, no views": without},
         "of_the_machine": added / cores,
         "seen_in_the_last_turn": seen,
     }

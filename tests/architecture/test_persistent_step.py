@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "benchmarks" / "functions_of_a_step.py"
+SCRIPT = ROOT / "csrc" / "tests" / "engine" / "functions_of_a_step.py"
 PAGE = ROOT / "docs" / "architecture.md"
 
 # Functions of the optimised library that the middle one of 51 steps may enter. Steps differ by some, as hc-engine may
@@ -39,7 +39,7 @@ def test_a_step_enters_few_functions_and_the_journey_names_their_files(script: M
         if len(found.functions) <= LIMIT:
             break
     count = len(found.functions)
-    assert count <= LIMIT, f"{count} functions; benchmarks/functions_of_a_step.py prints them"
+    assert count <= LIMIT, f"{count} functions; csrc/tests/engine/functions_of_a_step.py prints them"
     assert count > 20, "the step is no longer seen whole"
     absent, _ = script.compare_journey(found.files, PAGE.read_text())
     assert not absent, (

@@ -150,12 +150,9 @@ def test_a_tiny_run(open_mpi, tmp_path):
         "--limit", "150", "--mpi", open_mpi.mpirun, "--json", tmp_path / "out" / "result.json",
     ]  # fmt: skip
     done = subprocess.run(
-        list(map(str, command)),
-        capture_output=True,
-        text=True,
-        timeout=170,
+        list(map(str, command)), capture_output=True, text=True, timeout=170,
         env={**os.environ, **open_mpi.env},
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "out" / "result.json").read_text())
     assert {"settings", "machine", "versions", "noise", "sizes", "loop_4_bytes", "many", "grouped"} <= set(
@@ -188,12 +185,9 @@ def test_a_tiny_run_from_cpp(open_mpi, tmp_path):
         "--limit", "100", "--mpi", open_mpi.mpirun, "--json", tmp_path / "result.json",
     ]  # fmt: skip
     done = subprocess.run(
-        list(map(str, command)),
-        capture_output=True,
-        text=True,
-        timeout=120,
+        list(map(str, command)), capture_output=True, text=True, timeout=120,
         env={**os.environ, **open_mpi.env},
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "result.json").read_text())
     mpi = result["versions"]["mpi"]
@@ -201,10 +195,6 @@ def test_a_tiny_run_from_cpp(open_mpi, tmp_path):
         assert set(one["contestants"]) == {"horoclone", "horoclone bucket", mpi, "memcpy"}
         assert set(one["ratios"]["horoclone bucket"]) == {mpi, "memcpy"}
     assert set(result["loop_4_bytes"]["contestants"]) == {"horoclone", mpi}
-    assert [(aim["own"], aim["bytes"]) for aim in result["aims"]] == [
-        ("horoclone", 4), ("horoclone", 65536), ("horoclone bucket", 65536), ("horoclone bucket", 65536),
-    ]  # fmt: skip
-    assert "holds" in done.stdout or "missed" in done.stdout
 
 
 @pytest.mark.mpi
@@ -231,17 +221,6 @@ def test_a_tiny_run_of_two_builds(tmp_path):
 def test_two_builds_need_an_environment_each(load, tmp_path, capsys):
     assert load("two_builds").main([str(tmp_path), str(tmp_path), "--force", "--settle", "0"]) == 1
     assert ".venv" in capsys.readouterr().err
-
-
-def test_an_aim_is_undecided_where_its_interval_holds_it(load):
-    judge = load("core").judge
-    ratios = [{"ratio": 2.4, "low": low, "high": high} for low, high in ((2.3, 2.5), (2.1, 2.6))]
-    found = [
-        list(judge({"sizes": [{"bytes": 8192, "ratios": {"horoclone": {"Open MPI 5": ratio}}}]}))
-        for ratio in (*ratios, {"ratio": 2.0, "low": 1.9, "high": 2.1})
-    ]
-    assert [[one["verdict"] for one in of] for of in found] == [["holds"], ["undecided, holds"], ["missed"]]
-    assert list(judge({"sizes": [{"bytes": 8192, "ratios": {"horoclone": {"MPICH": ratios[0]}}}]})) == []
 
 
 def test_what_must_cross_the_cable(load):
@@ -271,7 +250,6 @@ def test_network_figures_that_cannot_be(load):
     reasons = network.doubts(result)
     assert len(reasons) == 3 and "loopback" in reasons[0] and "more than there can be" in reasons[1], reasons
     assert "burst" in reasons[2]
-    assert [network.verdict(line, least) for least in (0.94, 0.95, 0.97)] == ["met", "undecided", "missed"]
 
 
 def test_shapes_of_models_and_their_buckets(load):
@@ -282,35 +260,15 @@ def test_shapes_of_models_and_their_buckets(load):
     assert ranges == [(0, 300_000), (300_000, 7_400_000), (7_400_000, 7_400_005)]
 
 
-def test_wrong_results_of_the_other_operations_are_found(load):
-    torch = pytest.importorskip("torch")
-    inputs = [load("inputs").Inputs(rank, 2, 3000) for rank in range(2)]
-    parts = [torch.empty(3000) for _ in inputs]
-    for one, part in zip(inputs, parts, strict=True):
-        one.write(part, 9)
-    right = {
-        "broadcast": parts[0],
-        "allgather": torch.cat(parts),
-        "reducescatter": (parts[0] + parts[1])[1500:],
-        "alltoall": torch.cat([part[1500:] for part in parts]),
-    }
-    for operation, result in right.items():
-        inputs[1].check_operation(operation, result, 9)
-        wrong = result.clone()
-        wrong[700] += 1
-        with pytest.raises(RuntimeError, match=operation):
-            inputs[1].check_operation(operation, wrong, 9)
-
-
 @pytest.mark.mpi
 @pytest.mark.long(40)
-def test_sets_of_tensors_and_another_operation(load, open_mpi, monkeypatch):
+def test_sets_of_tensors(load, open_mpi, monkeypatch):
     pytest.importorskip("torch")
     pytest.importorskip("mpi4py")
     for name, value in open_mpi.env.items():
         monkeypatch.setenv(name, value)
     plan = {"sizes": [64], "rounds": 1, "contestants": ["async", "gloo", "mpi"], "memory": "private", "seed": 1,
-            "extras": False, "sets": {"few": [300, 1, 7]}, "operation": "alltoall"}  # fmt: skip
+            "extras": False, "sets": {"few": [300, 1, 7]}}  # fmt: skip
     raw = load("start").run_ranks(plan, 2, 100, "none", str(open_mpi.mpirun))
     result = load("report").analyse(raw, {"rounds": 1})
     assert len(result["sizes"][0]["contestants"]) == 3
@@ -383,7 +341,7 @@ def test_a_tiny_run_between_two_hosts(tmp_path):
         1 << 20
     )  # 60 calls at least of each, whose data cannot have gone elsewhere
     assert size["found"]["of line"]["ratio"] > 0 and min(case["raw_gbit"]["rates"]) > 0
-    assert "NO CONCLUSION" in done.stdout and "horoclone vs gloo >= 1.45" in done.stdout
+    assert "NO CONCLUSION" in done.stdout and "vs gloo" in done.stdout
 
 
 @pytest.mark.long(40)
@@ -392,23 +350,9 @@ def test_the_gpu_benchmark_runs_in_host_memory(tmp_path):
     pytest.importorskip("torch")
     out = tmp_path / "gpu.json"
     tiny = [
-        "--model",
-        "tiny",
-        "--batch-size",
-        "4",
-        "--rounds",
-        "2",
-        "--steps",
-        "2",
-        "--warm",
-        "1",
-        "--bytes",
-        "4096",
-        "--buckets",
-        "2",
-        "--bucket-bytes",
-        "4096",
-    ]
+        "--model", "tiny", "--batch-size", "4", "--rounds", "2", "--steps", "2", "--warm", "1", "--bytes",
+        "4096", "--buckets", "2", "--bucket-bytes", "4096",
+    ]  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend",
          "c10d", "--rdzv-endpoint", "localhost:0", FOLDER / "gpu.py", "--device", "cpu", *tiny, "--json", out],

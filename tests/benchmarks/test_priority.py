@@ -17,7 +17,7 @@ def priority(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("priority")
 
 
-def test_speed_up_and_hidden_share_are_held_against_their_gates(priority: Any, capsys: Any) -> None:
+def test_speed_up_and_hidden_share_come_from_the_rounds(priority: Any, capsys: Any) -> None:
     rounds = {
         "computing alone": [[100e3] * 3] * 7,
         "communication alone": [[100e3] * 3] * 7,
@@ -28,7 +28,6 @@ def test_speed_up_and_hidden_share_are_held_against_their_gates(priority: Any, c
     case = priority.found(priority.CASES[name], rounds)
     assert case["hidden"]["priority"]["ratio"] == pytest.approx(0.9)
     assert case["speed-up"]["ratio"] == pytest.approx(150 / 110)
-    priority.print_result({"cases": {name: case}})
+    priority.show({"cases": {name: case}})
     said = capsys.readouterr().out
-    assert "speed-up >= 0.98: 1.36x" in said
-    assert "hidden >= 0.8: 90% (90% to 90%), met" in said
+    assert "speed-up 1.36x" in said and "90%" in said

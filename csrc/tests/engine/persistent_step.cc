@@ -1,7 +1,7 @@
 // Writes down which functions of libhoroclone.so rank 0 enters in steps of declared buckets whose plan is persistent:
 // two processes on one machine, which use the C API alone. Before a step it puts a breakpoint at the beginning of every
 // function of the optimised library, as a uprobe does; the first thread that comes by notes the function and takes the
-// breakpoint away. benchmarks/functions_of_a_step.py hands in the functions' addresses and names what is printed.
+// breakpoint away. functions_of_a_step.py hands in the functions' addresses and names what is printed.
 #include <dlfcn.h>
 #include <signal.h>
 #include <sys/mman.h>

@@ -1,6 +1,6 @@
 """How many functions of the core a step of declared buckets enters once their plan is persistent, and which.
 
-    python benchmarks/functions_of_a_step.py [--limit N] [--json FILE] [--journey] [--library FILE]
+    python csrc/tests/engine/functions_of_a_step.py [--limit N] [--json FILE] [--journey] [--library FILE]
 
 What is counted: functions of the optimised libhoroclone.so, as it is installed, that any thread of rank 0 enters
 between hc_submit_declared of the first of four buckets and hc_release of the last. What the compiler has inlined is
@@ -27,8 +27,8 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-SOURCE = ROOT / "csrc" / "tests" / "engine" / "persistent_step.cc"
+SOURCE = Path(__file__).resolve().with_name("persistent_step.cc")
+ROOT = SOURCE.parents[3]
 PAGE = ROOT / "docs" / "architecture.md"
 STEPS = 51
 
