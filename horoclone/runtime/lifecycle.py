@@ -44,10 +44,12 @@ _remarked = False
 _kept: dict[int, tuple[ProcessSet, list[int]]] = {}
 _dropped: set[int] = set()
 _are_registered = False  # the sets of this life
+_ranks: list[int] = []  # that init(comm=[...]) of this life has named; empty: it has named none
 
 
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
-    """Starts the runtime and connects this process with all others of the job. Does nothing when it is already up.
+    """Starts the runtime and connects this process with all others of the job. Does nothing when it is already up, but
+    raises ValueError where other ranks or process sets are asked for than there are.
 
     comm: None = every process that the launcher started; a list of their ranks = only those (in that order); an mpi4py
     communicator = its members. process_sets: sets to register at once, or "dynamic" to allow add_process_set.
@@ -63,10 +65,14 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     In an elastic job it waits for a generation that holds this process, and connects with its members; SystemExit when
     the others go on without this process or the job ends.
     """
+    global _ranks
     with current.lock:
         if current.forked_from is not None:
             raise current.forked_error()
-        if current.runtime is not None or offspring.recognise():
+        if current.runtime is not None:
+            _check_again(comm, _checked_process_sets(process_sets, comm))
+            return
+        if offspring.recognise():
             return
         failpoints.check()
         exit_hooks.install_hooks(_finish, _shutdown)
@@ -78,7 +84,25 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         member.hear_signal()
         deadline = time.monotonic() + start_timeout_s(os.environ)
         current.job = exchange.open_job(comm, os.environ, deadline, say, current.job)
+        _ranks = [int(rank) for rank in comm] if isinstance(comm, Sequence) else []
         _begin(_connect(current.job, deadline), wanted)
+
+
+def _check_again(comm: Any, wanted: list[ProcessSet]) -> None:
+    """Of an init() though the runtime is up. ValueError where it asks for something else than what there is."""
+    runtime = current.native()
+    asked = [int(rank) for rank in comm] if isinstance(comm, Sequence) else []
+    if asked and asked != (_ranks or list(range(runtime.size))):
+        raise ValueError(
+            f"init(comm={asked}): hvd.init() has been called already, and this process is rank {runtime.rank} of "
+            f"{runtime.size}. Call hvd.shutdown() before, on every rank, or hvd.add_process_set() for a part of them."
+        )
+    if strange := [str(one) for one in wanted if one.size() is None]:
+        raise ValueError(
+            f"init(process_sets=...): hvd.init() has been called already, without {', '.join(strange)}. Call "
+            "hvd.add_process_set(), which needs init(process_sets='dynamic') at first, or hvd.shutdown() before, on "
+            "every rank."
+        )
 
 
 def _begin(runtime: Runtime, wanted: list[ProcessSet]) -> None:
