@@ -277,21 +277,11 @@ def by_machine(tasks: Iterable[Task]) -> list[Task]:
 
 
 def _introduction_of(peer: socket.socket) -> bytes:
-    peer.settimeout(HELLO_S)
-    count = int.from_bytes(_exactly(peer, 4), "little")
+    deadline = time.monotonic() + HELLO_S
+    count = int.from_bytes(wire.receive_exactly(peer, 4, deadline), "little")
     if count > MAX_BYTES:
         raise ValueError(f"a task that says {count} bytes about itself")
-    return _exactly(peer, count)
-
-
-def _exactly(peer: socket.socket, count: int) -> bytes:
-    parts = b""
-    while len(parts) < count:
-        part = peer.recv(count - len(parts))
-        if not part:
-            raise ConnectionError("the task has ended")
-        parts += part
-    return parts
+    return wire.receive_exactly(peer, count, deadline)
 
 
 def _difference(facts: dict[str, Any], host: str) -> str:

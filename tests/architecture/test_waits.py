@@ -17,6 +17,7 @@ BLOCKS = {
     "acquire",
 }  # where they are called without an argument
 
+ACTOR = "it is up, and Ray tells when it is lost"
 KILLED = "it has just been killed"
 THERE = "what is asked for is there already"
 SAVE = "a save has a deadline"
@@ -46,11 +47,23 @@ PYTHON = {
     "live/dashboard/server.py _stream": "the next look at the job; the server's end cancels it",
     "ps/__main__.py main": "the service itself: a signal ends it",
     "ps/register.py _work": IDLE,
+    "ray/calls.py _value": THERE,
+    "ray/calls.py look": ACTOR,
     "ray/elastic_job.py _end_of": THERE,
     "ray/elastic_job.py _is_up": THERE,
+    "ray/in_cluster.py _ask": "what the user's program asks for; Ray tells when the actor is lost",
+    "ray/in_cluster.py shutdown": ACTOR,
+    "ray/parameter_servers.py where": THERE,
+    "ray/runner.py _introduce": ACTOR,
+    "ray/strategy.py _show_gpus": ACTOR,
+    "ray/strategy.py _wait_for": THERE,
+    "ray/strategy.py create_placement_group": THERE,
+    "ray/utils.py map_blocking": "the caller's own references",
     "runtime/member.py _announce": IDLE,
     "spark/executor.py _wait": KILLED,
+    "spark/executor.py _word": "select() before it has the limit",
     "spark/executor.py serve_partition": THERE,
+    "spark/task_server.py _take": "nothing is read from it but its end, which a selector sees",
     "torch/c10d/work.py _next": IDLE,
     "torch/c10d/work.py result": OPERATION,
     "torch/c10d/work.py synchronize": OPERATION,
@@ -69,6 +82,29 @@ NATIVE = {
 }
 
 
+# module -> its functions that wait for as long as it takes where no argument says `timeout`
+OF_MODULES = {
+    "subprocess": {"run", "call", "check_call", "check_output"},
+    "ray": {"get", "wait"},
+    "socket": {"create_connection"},
+    "request": {"urlopen"},
+    "futures": {"wait", "as_completed"},
+}
+
+
+def has_no_limit(call: ast.Call) -> bool:
+    """By another sign than that there is no argument at all."""
+    assert isinstance(call.func, ast.Attribute)
+    nothing = [isinstance(one, ast.Constant) and one.value is None for one in call.args]
+    limits = [one for one in call.keywords if one.arg == "timeout"]
+    if any(isinstance(one.value, ast.Constant) and one.value.value is None for one in limits):
+        return True
+    module = getattr(call.func.value, "id", getattr(call.func.value, "attr", ""))
+    if call.func.attr in OF_MODULES.get(module, ()):
+        return not limits and not (module in ("socket", "request") and len(call.args) > 1)
+    return call.func.attr in {"settimeout", "wait", "join", "poll"} and nothing == [True]
+
+
 def waits_in(path: Path) -> Iterator[str]:
     tree = ast.parse(path.read_text())
     functions = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
@@ -81,6 +117,7 @@ def waits_in(path: Path) -> Iterator[str]:
             (name in BLOCKS and not arguments)
             or (name == "wait_for" and arguments < 2)
             or (name == "select" and select and arguments < 4)
+            or has_no_limit(node)
         ):
             inside = [one for one in functions if one.lineno <= node.lineno <= (one.end_lineno or 0)]
             yield max(inside, key=lambda one: one.lineno).name if inside else "-"
