@@ -56,6 +56,17 @@ class FastPath:
         ],  # handle -> target, or (target, source, None) where they differ; finish removes it
     ) -> None:
         """NotImplementedError: the capsule has no functions of DLPack 1 that read a tensor."""
+    def collective(
+        self,
+        op: int,
+        source: object,
+        target: object,  # the source where it is overwritten; both None: a barrier
+        reduce: int,
+        root: int,
+    ) -> bool | int | None:
+        """A blocking collective of torch.distributed. True: done. Else the handle of what failed, or is not over in
+        time. In ranks of the world, with the tensors shown to the core as torch/c10d/group.py does."""
+    def set_limit(self, limit_s: float) -> None: ...  # of collective(); 0: none
     def start(
         self,
         source: object,

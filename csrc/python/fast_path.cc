@@ -1,11 +1,13 @@
-// The fast path of an allreduce of plain tensors (plain_tensors.h), blocking or not, and of its end. It handles the
-// correct and common case; otherwise, and for every error, it returns None, and the caller takes the slow path, which
-// reports what is wrong. It uses CPython's own calling convention (METH_FASTCALL), because pybind11's takes as long as
-// the core's whole submission.
+// The fast path of an allreduce of plain tensors (plain_tensors.h), blocking or not, and of its end; and of the
+// blocking collectives of torch.distributed. It handles the correct and common case; otherwise, and for every error, it
+// returns None, and the caller takes the slow path, which reports what is wrong. It uses CPython's own calling
+// convention (METH_FASTCALL), because pybind11's takes as long as the core's whole submission.
 #include "fast_path.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
+#include <chrono>
 #include <climits>
 #include <cmath>
 #include <cstring>
@@ -42,6 +44,7 @@ struct FastPath {
   const DlExchange* exchange;
   PyObject* everybody;  // the process set whose number is 0
   PyObject* pending;    // dict: handle -> output, or (output, what must live, None); the caller's own
+  double limit_s;       // of collective(); 0: none
   // The last outputs that finish() gave, and to which threads. Guarded by the GIL.
   Given given[kGivenKept];
   size_t given_count;
@@ -95,20 +98,20 @@ bool read_tensors(const FastPath* fast_path, PyObject* source, PyObject* target,
 }
 
 // Writes down what must live until the operation is done, or until its error has been asked for.
-PyObject* remember(const FastPath* fast_path, PyObject* const* args, hc_handle number) {
+PyObject* remember(const FastPath* fast_path, PyObject* source, PyObject* target, hc_handle number) {
   PyObject* handle = PyLong_FromLongLong(number);
-  PyObject* kept = args[kTarget];
-  if (args[kSource] == args[kTarget] && !PyTuple_CheckExact(kept))  // a tuple of tensors would be read as the triple
+  PyObject* kept = target;
+  if (source == target && !PyTuple_CheckExact(kept))  // a tuple of tensors would be read as the triple
     Py_INCREF(kept);
   else
-    kept = PyTuple_Pack(3, args[kTarget], args[kSource], Py_None);
+    kept = PyTuple_Pack(3, target, source, Py_None);
   if (handle && kept && PyDict_SetItem(fast_path->pending, handle, kept) == 0) {
     Py_DECREF(kept);
     return handle;
   }
   // No memory: the operation runs, so its tensors are never let go.
-  Py_INCREF(args[kSource]);
-  Py_INCREF(args[kTarget]);
+  Py_INCREF(source);
+  Py_INCREF(target);
   Py_XDECREF(handle);
   Py_XDECREF(kept);
   return nullptr;
@@ -121,47 +124,76 @@ PyObject* submit(const FastPath* fast_path, PyObject* const* args, const hc_requ
     hc_status_destroy(status);
     Py_RETURN_NONE;
   }
-  return remember(fast_path, args, number);
+  return remember(fast_path, args[kSource], args[kTarget], number);
 }
 
 // A signal's exception (Ctrl-C) is set: ends what the core still reads and writes the caller's memory for.
-PyObject* break_off(const FastPath* fast_path, PyObject* const* args, hc_handle number) {
+PyObject* break_off(const FastPath* fast_path, PyObject* source, PyObject* target, hc_handle number) {
   if (!hc_poll(fast_path->rt, number)) {
     const std::string text = interruption_by_what_is_set();
     WithoutGil released;
     hc_break_off(fast_path->rt, number, text.c_str());
   }
   if (!hc_poll(fast_path->rt, number)) {  // it would not end: then its tensors are never let go
-    Py_INCREF(args[kSource]);
-    Py_INCREF(args[kTarget]);
+    Py_INCREF(source);
+    Py_INCREF(target);
   }
   hc_release(fast_path->rt, number);
   return nullptr;
 }
 
-// Submits and waits. The target, or, where it failed, the handle, of which `synchronize` raises the error.
-PyObject* run(const FastPath* fast_path, PyObject* const* args, const hc_request& request,
-              const PlainTensors& tensors) {
-  hc_handle number = 0;
-  if (hc_status* status = hc_call(fast_path->rt, &request, tensors.data(), tensors.count(), &number)) {
+enum class Outcome { kNotPlain, kDone, kHandle, kRaised };
+
+// Submits and waits. kHandle: it failed, or the limit is over, and whoever waits for `*object` gets the error. kDone:
+// *number is 0, or has a result to take and is to be released. kRaised: an exception is set.
+Outcome wait_for(const FastPath* fast_path, const hc_request& request, const hc_tensor* tensors, int32_t n,
+                 PyObject* source, PyObject* target, double limit_s, hc_handle* number, PyObject** object) {
+  if (hc_status* status = hc_call(fast_path->rt, &request, tensors, n, number)) {
     hc_status_destroy(status);
-    Py_RETURN_NONE;
+    return Outcome::kNotPlain;
   }
-  int32_t done = number == 0;
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point began = limit_s > 0 && *number != 0 ? Clock::now() : Clock::time_point();
+  int32_t done = *number == 0;
   while (!done) {
+    const double left_s =
+        limit_s > 0 ? limit_s - std::chrono::duration<double>(Clock::now() - began).count() : kWaitSliceS;
+    if (left_s <= 0) break;
     hc_status* status;
     {
       WithoutGil released;
-      status = hc_wait(fast_path->rt, number, kWaitSliceS, &done);
+      status = hc_wait(fast_path->rt, *number, std::min(left_s, kWaitSliceS), &done);
     }
     const bool failed = done && status;
     hc_status_destroy(status);
-    if (failed) return remember(fast_path, args, number);
-    if (!done && PyErr_CheckSignals() != 0) return break_off(fast_path, args, number);
+    if (failed) done = 0;
+    if (failed) break;
+    if (!done && PyErr_CheckSignals() != 0) {
+      *object = break_off(fast_path, source, target, *number);
+      return Outcome::kRaised;
+    }
   }
-  if (number != 0) hc_release(fast_path->rt, number);
-  Py_INCREF(args[kTarget]);
-  return args[kTarget];
+  if (done) return Outcome::kDone;
+  *object = remember(fast_path, source, target, *number);
+  return *object ? Outcome::kHandle : Outcome::kRaised;
+}
+
+// The target, or, where it failed, the handle, of which `synchronize` raises the error.
+PyObject* run(const FastPath* fast_path, PyObject* const* args, const hc_request& request,
+              const PlainTensors& tensors) {
+  hc_handle number = 0;
+  PyObject* object = nullptr;
+  switch (wait_for(fast_path, request, tensors.data(), tensors.count(), args[kSource], args[kTarget], 0, &number,
+                   &object)) {
+    case Outcome::kNotPlain:
+      Py_RETURN_NONE;
+    case Outcome::kDone:
+      if (number != 0) hc_release(fast_path->rt, number);
+      Py_INCREF(args[kTarget]);
+      return args[kTarget];
+    default:
+      return object;
+  }
 }
 
 PyObject* start_one(PyObject* self, PyObject* const* args, Py_ssize_t count, bool will_wait) {
@@ -226,6 +258,123 @@ PyObject* given_elsewhere(PyObject* self, PyObject* handle) {
   Py_RETURN_FALSE;
 }
 
+constexpr std::array<int64_t, HC_DTYPES> kBytesOf = [] {
+  std::array<int64_t, HC_DTYPES> bytes{};
+#define HC_BYTES(name, enumerator, text, size, ...) bytes[HC_##name] = size;
+  HC_REDUCED_DTYPES(HC_BYTES)
+#undef HC_BYTES
+  return bytes;
+}();
+
+int64_t elements_of(const hc_tensor& t) {
+  int64_t n = 1;
+  for (int32_t d = 0; d < t.rank; ++d) n *= t.shape[d];
+  return n;
+}
+
+bool overlap(const hc_tensor& a, int64_t a_bytes, const hc_tensor& b, int64_t b_bytes) {
+  const auto from = reinterpret_cast<uintptr_t>(a.in), to = reinterpret_cast<uintptr_t>(b.in);
+  return from < to + static_cast<uintptr_t>(b_bytes) && to < from + static_cast<uintptr_t>(a_bytes);
+}
+
+// Shows the tensors of a collective to the core as the slow path does (c10d/group.py): an allreduce as they are, what
+// is moved as bytes, what is scattered as a row for each rank. False: not plain. shape: two entries, behind `out`.
+bool describe(const FastPath* fast_path, int32_t op, PyObject* source, PyObject* target, int64_t* shape,
+              hc_tensor* out) {
+  PlainTensors tensors(fast_path->exchange);
+  hc_tensor to{};
+  if (!fast_path->exchange || !is_one_of(fast_path->kinds, source) || !tensors.read(source, false, out)) return false;
+  if (source == target) {
+    to = *out;
+  } else if (!is_one_of(fast_path->kinds, target) || !tensors.read(target, true, &to)) {
+    return false;
+  }
+  const int64_t size = hc_get(fast_path->rt, HC_SIZE), given = elements_of(*out), wanted = elements_of(to),
+                given_bytes = given * kBytesOf[static_cast<size_t>(out->dtype)],
+                wanted_bytes = wanted * kBytesOf[static_cast<size_t>(to.dtype)];
+  out->out = to.out;
+  switch (op) {
+    case HC_ALLREDUCE:
+      return source == target;
+    case HC_BROADCAST:
+    case HC_ALLGATHER:
+      if (op == HC_BROADCAST ? source != target : wanted_bytes != size * given_bytes) return false;
+      if (op == HC_ALLGATHER && overlap(*out, given_bytes, to, wanted_bytes)) return false;
+      shape[0] = given_bytes;
+      *out = {out->in, to.out, shape, 1, HC_UINT8};
+      return true;
+    case HC_REDUCESCATTER:
+      if (out->dtype != to.dtype || given != size * wanted || overlap(*out, given_bytes, to, wanted_bytes))
+        return false;
+      shape[0] = size;
+      shape[1] = wanted;
+      *out = {out->in, to.out, shape, 2, out->dtype};
+      return true;
+    default:
+      return false;
+  }
+}
+
+// After an allgather: the core leaves the target alone where a rank gave another number of bytes. ValueError then, as
+// c10d/tensors.py has it.
+bool is_filled(const FastPath* fast_path, hc_handle number, int64_t own_bytes) {
+  hc_result result{};
+  hc_block* memory = nullptr;
+  hc_status* status = hc_take_result(fast_path->rt, number, 0, &result, &memory);
+  const bool filled = !status && !memory && result.first_dimension == own_bytes * hc_get(fast_path->rt, HC_SIZE);
+  hc_status_destroy(status);
+  hc_block_destroy(memory);
+  if (!filled)
+    PyErr_Format(PyExc_ValueError,
+                 "all_gather_into_tensor: the ranks' inputs have different sizes, %lld bytes together; this rank's has "
+                 "%lld. Use all_gather where sizes differ.",
+                 static_cast<long long>(result.first_dimension), static_cast<long long>(own_bytes));
+  return filled;
+}
+
+// collective(op, source, target, reduce, root): a blocking collective of c10d. True: done. A handle: it failed, or the
+// limit is over. None: not plain. A barrier has no tensors: None twice.
+enum : Py_ssize_t { kOp, kFrom, kTo, kHow, kRoot, kCollectiveCount };
+PyObject* collective(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  const auto* fast_path = reinterpret_cast<const FastPath*>(self);
+  hc_request request{};
+  request.version = HC_VERSION;
+  request.device_index = -1;
+  request.prescale = request.postscale = 1;
+  if (count != kCollectiveCount || !read_int(args[kOp], 0, HC_BARRIER, &request.op) ||
+      !read_int(args[kHow], 0, HC_REDUCTIONS - 1, &request.reduce) ||
+      !read_int(args[kRoot], 0, INT32_MAX, &request.root))
+    Py_RETURN_NONE;
+  int64_t shape[2];
+  hc_tensor tensor{};
+  const bool has_tensor = request.op != HC_BARRIER;
+  if (has_tensor && !describe(fast_path, request.op, args[kFrom], args[kTo], shape, &tensor)) Py_RETURN_NONE;
+  hc_handle number = 0;
+  PyObject* object = nullptr;
+  switch (wait_for(fast_path, request, has_tensor ? &tensor : nullptr, has_tensor, args[kFrom], args[kTo],
+                   fast_path->limit_s, &number, &object)) {
+    case Outcome::kNotPlain:
+      Py_RETURN_NONE;
+    case Outcome::kDone:
+      if (number == 0) Py_RETURN_TRUE;
+      if (request.op == HC_ALLGATHER && !is_filled(fast_path, number, tensor.shape[0])) {
+        hc_release(fast_path->rt, number);
+        return nullptr;
+      }
+      hc_release(fast_path->rt, number);
+      Py_RETURN_TRUE;
+    default:
+      return object;
+  }
+}
+
+PyObject* set_limit(PyObject* self, PyObject* limit_s) {
+  const double seconds = PyFloat_AsDouble(limit_s);
+  if (seconds == -1 && PyErr_Occurred()) return nullptr;
+  reinterpret_cast<FastPath*>(self)->limit_s = seconds;
+  Py_RETURN_NONE;
+}
+
 PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject *runtime, *kinds, *capsule, *everybody, *pending;
   if (!PyArg_ParseTuple(args, "OO!OOO!", &runtime, &PyTuple_Type, &kinds, &capsule, &everybody, &PyDict_Type, &pending))
@@ -275,6 +424,8 @@ void add_fast_path(py::module_& m) {
   static PyMethodDef methods[] = {{"start", fast(start), METH_FASTCALL, nullptr},
                                   {"call", fast(call), METH_FASTCALL, nullptr},
                                   {"start_group", fast(start_group), METH_FASTCALL, nullptr},
+                                  {"collective", fast(collective), METH_FASTCALL, nullptr},
+                                  {"set_limit", set_limit, METH_O, nullptr},
                                   {"finish", finish, METH_O, nullptr},
                                   {"given_elsewhere", given_elsewhere, METH_O, nullptr},
                                   {nullptr, nullptr, 0, nullptr}};

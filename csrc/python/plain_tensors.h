@@ -42,12 +42,13 @@ class PlainTensors {
   // target: where the result goes, shaped like the source; the same object: in place. False, and no exception: it is
   // not plain.
   bool add(PyObject* source, PyObject* target);
+  // Describes one tensor, for a caller that lays it out itself. Its shape lives as long as the object.
+  bool read(PyObject* object, bool writes, hc_tensor* out);
   void reserve(size_t n) { tensors_.reserve(n); }
   const hc_tensor* data() const { return tensors_.data(); }
   int32_t count() const { return static_cast<int32_t>(tensors_.size()); }
 
  private:
-  bool read(PyObject* object, bool writes, hc_tensor* out);
   bool read_exchanged(PyObject* object, hc_tensor* out) const;
   bool read_buffer(PyObject* object, bool writes, hc_tensor* out);
 

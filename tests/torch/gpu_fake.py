@@ -192,7 +192,7 @@ class Fake:
             "in_use_by": lambda stream, kept: self.in_use.append(kept),
         }
         self.fakes = fakes
-        handles._exchange = None  # DLPack would tell the core where these tensors really are
+        handles.tensor_exchange = None  # DLPack would tell the core where these tensors really are
         for module in (
             gpu,
             all_gather,

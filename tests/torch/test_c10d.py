@@ -389,6 +389,33 @@ def test_torchs_powersgd_hook_trains() -> None:
         assert torch.allclose(ours, gloos, atol=1e-5), (ours - gloos).abs().max()
 
 
+@ranks(2)
+def test_blocking_collectives_of_plain_tensors_need_no_work() -> None:
+    with distributed() as (rank, size):
+        group: Any = dist.group.WORLD
+        works, group._work = [], lambda *args, **more: works.append(args)
+        for factor in (1.0, 2.0, 3.0):  # the calls repeat: the second and third take the core's own short way
+            summed, mean = torch.full((3, 2), rank + factor), torch.full((300_000,), rank + factor)
+            dist.all_reduce(summed)
+            dist.all_reduce(mean, dist.ReduceOp.AVG)
+            dist.broadcast(copied := torch.full((5,), rank * factor, dtype=torch.bfloat16), 1)
+            dist.all_gather_into_tensor(gathered := torch.empty(size, 4), torch.full((4,), rank + factor))
+            dist.reduce_scatter_tensor(share := torch.empty(2), torch.arange(2.0 * size) * factor)
+            dist.barrier()
+            assert summed.eq(1 + 2 * factor).all() and mean.eq(0.5 + factor).all()
+            assert copied.eq(factor).all() and gathered[:, 0].tolist() == [factor, 1 + factor]
+            assert share.tolist() == [4 * factor * rank, (4 * rank + 2) * factor]
+        assert not works, "a work was made"
+        del group._work
+        strided = torch.full((3, 2), rank + 1.0).t()
+        dist.all_reduce(strided)  # is copied
+        assert strided.eq(3).all()
+        failed = raised(lambda: dist.all_reduce(torch.ones(2 + rank)))
+        assert isinstance(failed, hvd.Mismatch), failed
+        dist.all_reduce(after := torch.ones(2))
+        assert after.tolist() == [2, 2]
+
+
 @ranks(3)
 def test_groups_are_independent() -> None:
     with distributed() as (rank, _):

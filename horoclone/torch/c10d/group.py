@@ -17,6 +17,7 @@ import torch
 
 from horoclone import ops
 from horoclone.errors import HorovodInternalError, PeerLost
+from horoclone.torch.c10d.blocking import Blocking
 from horoclone.torch.c10d.facts import GroupFacts
 from horoclone.torch.c10d.lost import in_words_of_the_job, look_for
 from horoclone.torch.c10d.monitored import monitored_barrier
@@ -76,6 +77,7 @@ class HorocloneGroup(GroupFacts):
         limit_s = start_limit_s(self._limit_s) if starts else self._limit_s or DEFAULT_TIMEOUT_S
         self._runtime: Runtime | None = connect(store, rank, size, limit_s, look)
         self._flight = InFlight(self._runtime, rank, self._members)
+        self._blocking = Blocking(self._runtime, self._limit_s)
         self._monitored = 0  # monitored barriers so far
         open_groups.add(self)
 
@@ -84,6 +86,7 @@ class HorocloneGroup(GroupFacts):
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the time limit of operations that start from now on."""
         self._limit_s = timeout.total_seconds() or None
+        self._blocking.set_limit(self._limit_s)
 
     _set_default_timeout = set_timeout
 
@@ -141,10 +144,31 @@ class HorocloneGroup(GroupFacts):
         more |= {"what": what, "group": self._name, "limit_s": self._limit_s}
         return Work(self._flight, handle, outputs, kept, finish, **more)
 
+    def _is_done(
+        self, opts: Any, op: int, source: Any, target: Any, *, reduces: bool = False, root: int = 0
+    ) -> bool:
+        """Whether it was a blocking call, which has succeeded (blocking.py). Raises what its work would raise."""
+        done = self._blocking.run(opts, op, source, target, reduces=reduces, root=root)
+        if type(done) is bool:
+            return done
+        outputs = [] if target is None else [target]
+        work = self._work(
+            done, outputs, (source, target), None, "barrier" if target is None else ops_name(op)
+        )
+        work.wait_no_longer()
+        return True
+
     # --- reductions ---
 
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work | None:
         """Reduces one tensor, or several of one call, in place. One tensor may be sparse (sparse.py)."""
+        if type(tensors) is list and len(tensors) == 1:
+            tensor = tensors[0]
+            if self._is_done(opts, ops.ALLREDUCE, tensor, tensor, reduces=True):
+                return None
+        return self._allreduce(tensors, opts)
+
+    def _allreduce(self, tensors: Any, opts: Any) -> Work:
         tensors = listed(tensors)
         if (sparse := sparse_among(tensors)) is not None:
             submit_group = partial(self._enqueue, requests.submit_group)
@@ -179,8 +203,12 @@ class HorocloneGroup(GroupFacts):
             finish=put_back([tensor], [data]) if self._rank == root else None,
         )  # fmt: skip
 
-    def _reduce_scatter_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Work:
+    def _reduce_scatter_base(
+        self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
+    ) -> Work | None:
         """output gets this rank's chunk of the sum: source has size times its elements."""
+        if self._is_done(opts, ops.REDUCESCATTER, source, output, reduces=True):
+            return None
         if source.numel() != self._size * output.numel():
             raise ValueError(
                 f"reduce_scatter: the input has {source.numel()} elements, not {self._size} times the output's "
@@ -199,7 +227,7 @@ class HorocloneGroup(GroupFacts):
         flat = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
         if reduce not in (ops.Sum, ops.Average):
             reduced = flat.clone()
-            work = self.allreduce([reduced], opts)
+            work = self._allreduce([reduced], opts)
             inner = work._finish
 
             def cut(runtime: Runtime, handle: int) -> None:
@@ -226,7 +254,7 @@ class HorocloneGroup(GroupFacts):
             kept=sources, finish=finish,
         )  # fmt: skip
 
-    def reduce_scatter(self, outputs: Any, sources: Any, opts: Any = None) -> Work:
+    def reduce_scatter(self, outputs: Any, sources: Any, opts: Any = None) -> Work | None:
         """Reduces and scatters. outputs: one tensor; sources: a list of one tensor per rank, each of the size of that
         rank's output."""
         (output,), parts = listed(outputs), sources[0] if isinstance(sources[0], (list, tuple)) else sources
@@ -234,7 +262,7 @@ class HorocloneGroup(GroupFacts):
             return self._reduce_scatter_base(output, torch.cat([part.reshape(-1) for part in parts]), opts)
         reduced = torch.cat([part.reshape(-1) for part in parts])
         start = sum(part.numel() for part in parts[: self._rank])
-        work = self.allreduce([reduced], opts)
+        work = self._allreduce([reduced], opts)
         inner = work._finish
 
         def cut(runtime: Runtime, handle: int) -> None:
@@ -255,11 +283,13 @@ class HorocloneGroup(GroupFacts):
 
     # --- movement ---
 
-    def broadcast(self, tensors: Any, opts: Any = None, root: int | None = None) -> Work:
+    def broadcast(self, tensors: Any, opts: Any = None, root: int | None = None) -> Work | None:
         """Overwrites the tensor with that of rank opts.rootRank."""
         (tensor,) = listed(tensors)
         if root is None:
             root = opts.rootRank if hasattr(opts, "rootRank") else int(opts or 0)
+        if self._is_done(opts, ops.BROADCAST, tensor, tensor, root=root):
+            return None
         data = as_bytes(tensor)
         finish = put_back([tensor], [data])
         return self._submit(
@@ -284,8 +314,10 @@ class HorocloneGroup(GroupFacts):
 
         return self._submit(ops.ALLGATHER, data, None, outputs=outputs, kept=kept, finish=finish)
 
-    def _allgather_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Work:
+    def _allgather_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Work | None:
         """output gets everybody's source, one after the other; the core writes there."""
+        if self._is_done(opts, ops.ALLGATHER, source, output):
+            return None
         if output.numel() != self._size * source.numel():
             raise ValueError(
                 f"all_gather_into_tensor: the output has {output.numel()} elements, not {self._size} times the input's "
@@ -420,8 +452,10 @@ class HorocloneGroup(GroupFacts):
 
     # --- barriers ---
 
-    def barrier(self, opts: Any = None) -> Work:
+    def barrier(self, opts: Any = None) -> Work | None:
         """Starts a barrier, complete when every rank has called it."""
+        if self._is_done(opts, ops.BARRIER, None, None):
+            return None
         handle = self._enqueue(requests.submit_empty, ops.BARRIER)
         return self._work(handle, [], None, None, "barrier")
 

@@ -377,6 +377,14 @@ class Work(dist.Work):
             else Timeout(f"{self._too_late(limit_s or 0.0)}. It stays pending; wait() may be called again.")
         )
 
+    def wait_no_longer(self) -> None:
+        """wait() of what has failed, or whose time limit is over: raises its error."""
+        if self._limit_s is not None and not self.is_completed():
+            with self._lock:
+                self._watch()
+            raise self._give_up(self._limit_s)
+        self.wait()
+
     def _named(self) -> str:
         return f"{self._what} in process group {self._group!r}"
 

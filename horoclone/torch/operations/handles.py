@@ -36,7 +36,7 @@ _unfinished: list[
 ] = []  # memory of blocking calls that a signal broke off: the core may still write to it
 
 # DLPack's table of C functions, through which the core reads tensors by itself; torch has it from 2.10 on.
-_exchange: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+tensor_exchange: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 
 
 # The fast path, as in horoclone/arrays/handles.py. Callers read them from this module: they change with the runtime.
@@ -57,11 +57,13 @@ def _begin_life(runtime: Runtime) -> None:
     _unfinished.clear()
     _owner = runtime
     offer_memory(runtime)
-    if _exchange is None:
+    if tensor_exchange is None:
         return
     from horoclone._core import FastPath
 
-    fast_path = FastPath(runtime, (torch.Tensor, torch.nn.Parameter), _exchange, global_process_set, _pending)
+    fast_path = FastPath(
+        runtime, (torch.Tensor, torch.nn.Parameter), tensor_exchange, global_process_set, _pending
+    )
     start_plain, start_plain_group, finish_plain = fast_path.start, fast_path.start_group, fast_path.finish
     call_plain, given_elsewhere = fast_path.call, fast_path.given_elsewhere
 
