@@ -383,7 +383,7 @@ def test_a_failed_reduction_leaves_parameters_as_they_were() -> None:
     name = f"deltas.{optimizer._deltas._layout}.0"
     if hvd.rank() == 0:  # another operation of that name
         hvd.allreduce(
-            torch.zeros(1, dtype=torch.uint8), name="horoclone.overflow", op=hvd.Max
+            torch.zeros(2, dtype=torch.uint8), name="horoclone.overflow", op=hvd.Max
         )  # of the backward
         with pytest.raises(hvd.Mismatch):
             hvd.grouped_allreduce([torch.zeros(3), torch.zeros(2)], name=name, op=hvd.Adasum)

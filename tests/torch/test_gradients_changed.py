@@ -37,8 +37,10 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
     return hvd.allgather(tensor.detach().double().flatten()[None])
 
 
-def same(model: Model) -> bool:
-    rows = gathered(torch.cat([p.detach().double().flatten() for p in model.parameters()]))
+def same(model: Model, apart: tuple[torch.Tensor, ...] = ()) -> bool:
+    """Whether parameters are the same on all ranks, but for those `apart`."""
+    shared = [p for p in model.parameters() if not any(p is one for one in apart)]
+    rows = gathered(torch.cat([p.detach().double().flatten() for p in shared]))
     return all(torch.equal(row, rows[0]) for row in rows)
 
 
@@ -436,13 +438,50 @@ RANDOM: dict[str, dict[str, Any]] = {
     "int8": {"compression": hvd.Compression.int8},
     "topk": {"compression": hvd.Compression.topk(ratio=0.5)},
     "powersgd": {"compression": hvd.Compression.powersgd(rank=1)},
+    "cross_barrier": {},
+    "quorum": {"quorum": 1.0},
+    "local": {},
+    "local, zero": {"shard_optimizer_state": True},
+    "local, int8": {"compression": hvd.Compression.int8},
+    "sparse": {},
+    "sparse as dense": {"sparse_as_dense": True},
+    "sparse, zero": {"shard_optimizer_state": True},
+    "sparse as dense, groups": {"sparse_as_dense": True, "groups": 1},
 }
 TOLERANCES = {
     "fp16": 2e-3,
     "int8": 2e-2,
+    "local, int8": 2e-2,
     "topk": np.inf,
     "powersgd": np.inf,
 }  # inf: only the ranks are compared
+OF_SPARSE = (
+    "channels last",
+    "cloned",
+    "double",
+    "in place",
+    "loaded",
+    "mask",
+    "new",
+)  # torch refuses the others
+UNSEEN = {"channels last", "loaded"}  # what leaves gradients as they are
+
+
+class Rows(torch.nn.Module):
+    """A row for each number, whose gradients are sparse, and a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(5, 3))
+        self.bias = torch.nn.Parameter(torch.randn(3))
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.embedding(numbers, self.weight, sparse=True) + self.bias
+
+
+def _batch(option: str, number: int, shape: tuple[int, ...]) -> np.ndarray:
+    chance = np.random.default_rng(number)
+    return chance.integers(5, size=shape[:-1]) if "sparse" in option else chance.normal(size=shape)
 
 
 def _loss_gradients(values: list[np.ndarray], parts: np.ndarray) -> list[np.ndarray]:
@@ -450,8 +489,12 @@ def _loss_gradients(values: list[np.ndarray], parts: np.ndarray) -> list[np.ndar
     weight, bias = values
     grads = [np.zeros_like(weight), np.zeros_like(bias)]
     for part in parts:
-        out = part @ weight.T + bias
-        grads[0] += 2 * out.T @ part / out.size
+        if part.ndim == 1:
+            out = weight[part] + bias
+            np.add.at(grads[0], part, 2 * out / out.size)
+        else:
+            out = part @ weight.T + bias
+            grads[0] += 2 * out.T @ part / out.size
         grads[1] += 2 * out.sum(0) / out.size
     return grads
 
@@ -461,43 +504,77 @@ def _adasum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (1 - dot / (2 * aa)) * a + (1 - dot / (2 * bb)) * b
 
 
+def _mean(each: list[list[np.ndarray]]) -> list[np.ndarray]:
+    return [np.mean(grads, axis=0) for grads in zip(*each, strict=True)]
+
+
 @pytest.mark.parametrize("option", sorted(RANDOM))
 @ranks(2, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
 def test_any_sequence_of_changes_trains_as_numpy_says(option: str) -> None:
+    """Or an error on every rank, after which nothing has moved."""
     passes = RANDOM[option].get("backward_passes_per_step", 1)
     tolerance = TOLERANCES.get(option, 1e-5)
-    options, members = dict(RANDOM[option]), list(range(hvd.size()))
+    options, size = dict(RANDOM[option]), hvd.size()
     if option == "own set":
-        sets = [hvd.add_process_set([rank]) for rank in members]
-        options["process_set"], members = sets[hvd.rank()], [hvd.rank()]
+        options["process_set"] = [hvd.add_process_set([rank]) for rank in range(size)][hvd.rank()]
+    names = OF_SPARSE if "sparse" in option else sorted(CHANGES)
+
+    def seen(own: list[list[np.ndarray]], rank: int) -> list[np.ndarray]:
+        """What a rank's gradients are when backward() has ended."""
+        if option in ("adasum", "own set", "quorum"):
+            return own[rank]
+        mean = _mean(own)
+        return [mean[0], own[rank][1] / size] if "local" in option else mean
+
+    def used(changed: list[list[np.ndarray]], rank: int) -> list[np.ndarray]:
+        if option == "adasum":  # which is of the steps that the ranks would make alone
+            return [_adasum(*grads) for grads in zip(*changed, strict=True)]
+        return _mean(changed) if option == "quorum" else changed[rank]
+
+    def refuses(changes: list[str], changed: list[list[np.ndarray]]) -> bool:
+        if option == "cross_barrier":
+            return not UNSEEN.issuperset(changes)
+        return "local" in option and not np.allclose(changed[0][0], changed[1][0], rtol=1e-6)
 
     @alike(int(os.environ.get("HOROCLONE_TEST_EXAMPLES", "8")))
     @given(
-        st.lists(st.lists(st.sampled_from(sorted(CHANGES)), max_size=2), min_size=3, max_size=5),
+        st.lists(st.lists(st.sampled_from(names), max_size=2), min_size=3, max_size=5),
         st.booleans(),
     )
     def check(steps: list[list[str]], to_none: bool) -> None:
         torch.manual_seed(0)
-        model = torch.nn.Linear(3, 2)
-        twin, optimizer = Twin(model, 0.1), wrapped(model, 0.1, **options)
+        model = Rows() if "sparse" in option else torch.nn.Linear(3, 2)
+        apart = {"local_parameters": model.bias} if "local" in option else {}
+        apart = {"cross_barrier": model} if option == "cross_barrier" else apart
+        twins = [Twin(model, 0.1) for _ in range(size)]
+        optimizer = wrapped(model, 0.1, **options, **apart)
         for number, changes in enumerate(steps):
             optimizer.zero_grad(set_to_none=to_none)
-            inputs = np.random.default_rng(number).normal(size=(hvd.size(), passes, 4, 3))
-            each = [_loss_gradients(twin.values, inputs[rank]) for rank in members]
-            if option != "adasum":  # which is of the steps that the ranks would make alone
-                each = [[np.mean(grads, axis=0) for grads in zip(*each, strict=True)]]
+            inputs = _batch(option, number, (size, passes, 4, 3))
+            own = [_loss_gradients(twins[rank].values, inputs[rank]) for rank in range(size)]
+            changed = [seen(own, rank) for rank in range(size)]
             for part in inputs[hvd.rank()]:
-                x = torch.from_numpy(part).to(model.weight.dtype)
-                model(x).square().mean().backward()
+                x = torch.from_numpy(part)
+                model(x if part.ndim == 1 else x.to(model.weight.dtype)).square().mean().backward()
             for change in changes:
                 act, said = CHANGES[change]
                 act(model)
-                each = [said(grads) for grads in each]
-            optimizer.step()
-            twin.grads = each[0] if len(each) == 1 else [_adasum(*grads) for grads in zip(*each, strict=True)]
-            twin.step()
-            assert option == "own set" or same(model), (steps, number)
-            for mine, want in zip(model.parameters(), twin.values, strict=True):
+                changed = [said(grads) for grads in changed]
+            if refuses(changes, changed):
+                with pytest.raises(RuntimeError, match="'(weight|bias)' was"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+                for rank, twin in enumerate(twins):
+                    twin.grads = used(changed, rank)
+                    twin.step()
+            if option == "cross_barrier":
+                optimizer.synchronize()
+            locals_ = (model.bias,) if "local" in option else ()
+            assert option == "own set" or same(model, locals_), (steps, number)
+            for mine, want in zip(model.parameters(), twins[hvd.rank()].values, strict=True):
                 assert np.allclose(mine.detach().double().numpy(), want, atol=tolerance), (steps, number)
+        if option == "quorum":
+            optimizer.join()
 
     check()

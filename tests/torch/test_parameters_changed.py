@@ -31,6 +31,12 @@ CHANGES: dict[str, tuple[Callable[[Net], Any], Callable[[Net], Any], str]] = {
         "0.weight",
     ),
 }
+
+
+class Plain(hvd.Compression.none):
+    """A compressor of the user's own: each gradient is reduced alone."""
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "none": {},
     "sum": {"op": hvd.Sum},
@@ -40,26 +46,44 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fp16": {"compression": hvd.Compression.fp16},
     "unused": {"unused_as_none": True},
     "passes": {"backward_passes_per_step": 2},
+    "int8": {"compression": hvd.Compression.int8},
+    "topk": {"compression": hvd.Compression.topk(ratio=0.5)},
+    "powersgd": {"compression": hvd.Compression.powersgd(rank=1)},
+    "largest": {"op": hvd.Max},
+    "adasum": {"op": hvd.Adasum},
+    "own compressor": {"compression": Plain},
+    "sparse": {},
+    "cross_barrier": {},
 }
 
 
 class Training:
     def __init__(self, option: str, head_only: bool = False) -> None:
         self.net = network()
+        self.rows = torch.nn.Embedding(3, 2, sparse=True) if option == "sparse" else None
         self.passes = OPTIONS[option].get("backward_passes_per_step", 1)
         trained = self.net[2] if head_only else self.net
-        sgd = torch.optim.SGD(trained.parameters(), 0.01, momentum=0.5)
-        self.optimizer = hvd.DistributedOptimizer(sgd, self.net.named_parameters(), **OPTIONS[option])
+        parameters = [*trained.parameters(), *(self.rows.parameters() if self.rows else ())]
+        sgd = torch.optim.SGD(parameters, 0.01, momentum=0.0 if self.rows else 0.5)
+        named = [*self.net.named_parameters(), *([("rows", self.rows.weight)] if self.rows else [])]
+        options = {"cross_barrier": self.net} if option == "cross_barrier" else OPTIONS[option]
+        self.clips = option not in ("cross_barrier", "sparse")
+        self.optimizer = hvd.DistributedOptimizer(sgd, named, **options)
 
     def step(self, clips: bool = True) -> None:
         self.optimizer.zero_grad()
         for _ in range(self.passes):
             x = torch.ones(1, 2, 3, 3, dtype=self.net[0].weight.dtype)
             hidden = self.net[1](self.net[0](x))
-            self.net[2](hidden.to(self.net[2].weight.dtype)).sum().mul(1 + hvd.rank()).backward()
-        if clips:
+            loss = self.net[2](hidden.to(self.net[2].weight.dtype)).sum()
+            if self.rows is not None:
+                loss = loss + self.rows(torch.tensor([hvd.rank()])).sum().to(loss.dtype)
+            loss.mul(1 + hvd.rank()).backward()
+        if clips and self.clips:
             torch.nn.utils.clip_grad_norm_(self.net.parameters(), 0.5)
         self.optimizer.step()
+        if self.optimizer._options["cross_barrier"]:
+            self.optimizer.synchronize()
 
     def is_alike(self) -> bool:
         mine = torch.cat([p.detach().double().flatten() for p in self.net.parameters()])

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from horoclone.errors import HorovodInternalError
+from horoclone.errors import HorovodInternalError, Mismatch
 from horoclone.ops import Adasum, Max
 from horoclone.process_sets import ProcessSet
 from horoclone.runtime import native, size
@@ -24,7 +24,7 @@ from horoclone.torch import operations
 from horoclone.torch.operations.grouped import grouped_allreduce_async_
 from horoclone.torch.optimizer.agreement import agree_on_order, agree_on_parameters
 from horoclone.torch.optimizer.backward_calls import BackwardCalls
-from horoclone.torch.optimizer.buckets import BUCKET_BYTES, GradState, flat_of, is_dense
+from horoclone.torch.optimizer.buckets import BUCKET_BYTES, GradState, flat_of, form_of, is_dense
 from horoclone.torch.optimizer.reducer import TOO_MANY
 from horoclone.torch.optimizer.wrapping import WrappedOptimizer, checked_passes, parameters_of
 
@@ -40,6 +40,21 @@ class Deltas:
         self._layout = 0  # number of the agreed layout, in the names of the operations
         self._parts: list[list[torch.Tensor]] = []  # one operation each, the same ones on every rank
         self._starts: dict[torch.Tensor, torch.Tensor] = {}
+        self._forms: list[Any] = []
+        self._was_told = False  # some rank has other parameters now than when the ranks agreed
+
+    def is_stale(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether this rank has other parameters now than when the ranks agreed."""
+        if not self._known or native() is not self._runtime:
+            return False
+        same = len(parameters) == len(self._known) and all(
+            a is b for a, b in zip(parameters, self._known, strict=True)
+        )
+        return not same or self._forms != [form_of(p) for p in parameters]
+
+    def forget(self) -> None:
+        """The next step agrees anew, on every rank."""
+        self._known, self._was_told = [], True
 
     @torch.no_grad()
     def begin(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -56,7 +71,14 @@ class Deltas:
 
     def _lay_out(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         states = [GradState(parameter, name) for name, parameter in named]
-        agreed = agree_on_parameters(states, self._set)
+        try:
+            agreed = agree_on_parameters(states, self._set)
+        except ValueError as error:
+            if not self._was_told:
+                raise
+            text = f"{str(error).removesuffix('.')}. This has changed on some ranks since their last step."
+            raise Mismatch(text) from None
+        self._forms, self._was_told = [form_of(parameter) for _, parameter in named], False
         assert agreed is not None
         self._layout, runs = agree_on_order(states, self._set, agreed.leads)
         self._parts, filled = [[]], 0
@@ -269,10 +291,11 @@ class AdasumMixin(WrappedOptimizer):
         gradients = [p.grad for p in self._watched if p.grad is not None]
         values = [g._values() if g.is_sparse else g for g in gradients]
         found = not all(bool(v.isfinite().all()) for v in values)
-        anywhere = operations.allreduce(
-            torch.tensor([found], dtype=torch.uint8), name="horoclone.overflow", op=Max
-        )
-        if anywhere.item():
+        said = torch.tensor([found, self._deltas.is_stale(list(self._watched))], dtype=torch.uint8)
+        anywhere, changed = operations.allreduce(said, name="horoclone.overflow", op=Max).tolist()
+        if changed:
+            self._deltas.forget()
+        if anywhere:
             self._passes.clear()  # a gradient scaler leaves this step out
             if not found and values:
                 values[0].fill_(float("inf"))

@@ -15,7 +15,7 @@ from horoclone.ops import Max
 from horoclone.process_sets import ProcessSet
 from horoclone.torch import operations
 from horoclone.torch.operations.tensors import DTYPE_OF, NUMBER_OF
-from horoclone.torch.optimizer.buckets import GradState
+from horoclone.torch.optimizer.buckets import GradState, bits_of
 
 _formed = 0  # bucket layouts formed by this process: makes bucket names unique among its optimizers
 
@@ -35,6 +35,7 @@ class Parameters(NamedTuple):
     complete: list[bool]  # on every rank
     leads: bool  # this rank is the first one of those that have not joined
     all_here: bool  # none has joined
+    some_local: bool  # some rank keeps gradients of its own
 
 
 def agree_on_parameters(
@@ -43,12 +44,15 @@ def agree_on_parameters(
     optimizer: int = 0,
     complete: Callable[[GradState], bool] | None = None,
     changed: bool = False,
+    local: bool = False,
+    operation: str = "horoclone.optimizer",
 ) -> Parameters | None:
     """Checks that the ranks mean the same parameters; ValueError names the first difference.
 
     optimizer: number of this one in its process. complete: given at the end of backward, and not in a step. Then the
     result is None where other ranks are with another optimizer, whose backward pass comes first there. changed: here,
-    since they agreed last; the same on all as well.
+    since they agreed last; the same on all as well. local: this rank has parameters whose gradients stay here.
+    operation: how names of operations begin.
     """
     ordered = by_name(states)
     form = [(s.name, tuple(s.parameter.shape), str(s.parameter.dtype), s.strides()) for s in ordered]
@@ -58,9 +62,11 @@ def agree_on_parameters(
     mine = process_set.rank() or 0
     here[mine] = 1
     while True:
-        said = torch.tensor([digest, -digest, optimizer, -optimizer, int(complete is not None), *here])
-        operations.allreduce_(said, name="horoclone.optimizer.parameters", op=Max, process_set=process_set)
-        most, least, last, first, in_backward, *present = said.tolist()
+        said = torch.tensor(
+            [digest, -digest, optimizer, -optimizer, int(complete is not None), int(local), *here]
+        )
+        operations.allreduce_(said, name=f"{operation}.parameters", op=Max, process_set=process_set)
+        most, least, last, first, in_backward, some_local, *present = said.tolist()
         alike = most == -least
         if not in_backward or (alike and last == -first):
             break
@@ -69,11 +75,11 @@ def agree_on_parameters(
     if not alike:
         from horoclone.torch.functions import allgather_object
 
-        forms = allgather_object(form, "horoclone.optimizer.differences", process_set)
+        forms = allgather_object(form, f"{operation}.differences", process_set)
         raise ValueError(_difference(forms, process_set.ranks or []))
     flags = [(_flag(s), _dtype_number(s), int(complete is None or not complete(s))) for s in ordered]
     table = torch.tensor(flags, dtype=torch.uint8).reshape(-1, 3)
-    operations.allreduce_(table, name="horoclone.optimizer.sparse", op=Max, process_set=process_set)
+    operations.allreduce_(table, name=f"{operation}.sparse", op=Max, process_set=process_set)
     agreed = table.tolist()
     return Parameters(
         [row[0] for row in agreed],
@@ -81,6 +87,26 @@ def agree_on_parameters(
         [not row[2] for row in agreed],
         present.index(1) == mine,
         min(present) == 1,
+        some_local == 1,
+    )
+
+
+@torch.no_grad()
+def first_that_differs(states: Sequence[GradState], process_set: ProcessSet) -> GradState | None:
+    """Of gradients that have been reduced: the first whose content is not the same on all ranks."""
+    ordered = by_name(states)
+    grads = [(i, state.parameter.grad) for i, state in enumerate(ordered)]
+    there = [(i, bits_of(grad)) for i, grad in grads if grad is not None]
+    content = torch.zeros(len(ordered), dtype=torch.int64)
+    if there:
+        device = there[0][1].device
+        sums = torch.stack([bits.to(device) for _, bits in there]).bitwise_and((1 << 62) - 1)
+        content[[i for i, _ in there]] = sums.cpu()
+    said = torch.cat([content, -content])
+    operations.allreduce_(said, name="horoclone.optimizer.alike", op=Max, process_set=process_set)
+    most, least = said.chunk(2)
+    return next(
+        (state for state, same in zip(ordered, (most == -least).tolist(), strict=True) if not same), None
     )
 
 

@@ -105,11 +105,15 @@ class GradState:
         """Of the gradient in its bucket: the parameter's, if it is dense without overlap."""
         return torch.empty_like(self.parameter, device="meta").stride()
 
-    def zeros(self) -> torch.Tensor:
-        """A gradient for a rank that has none."""
-        if not self.sparse_dim:
-            return torch.zeros_like(self.parameter, dtype=self.dtype, requires_grad=False)
+    def zeros(self, as_agreed: bool = False) -> torch.Tensor:
+        """A gradient for a rank that has none. as_agreed: for the parameter as it was when the ranks agreed."""
         shape, device = self.parameter.shape, self.parameter.device
+        if as_agreed:
+            shape, device = self.form[0], self.form[3]
+        if not self.sparse_dim:
+            if as_agreed:
+                return torch.zeros(shape, dtype=self.dtype, device=device)
+            return torch.zeros_like(self.parameter, dtype=self.dtype, requires_grad=False)
         indices = torch.empty((self.sparse_dim, 0), dtype=torch.int64, device=device)
         values = torch.empty((0, *shape[self.sparse_dim :]), dtype=self.dtype, device=device)
         return torch.sparse_coo_tensor(indices, values, shape)
@@ -145,8 +149,8 @@ class GradState:
             and grad.stride() == view.stride()
         )
 
-    def take(self, grad: torch.Tensor) -> None:
-        """Copies a gradient into the bucket, and makes parameter.grad that memory where dtypes and layouts allow.
+    def take(self, grad: torch.Tensor, lends: bool) -> None:
+        """Copies a gradient into the bucket. lends: makes parameter.grad that memory where dtypes and layouts allow.
 
         ValueError for one of another shape.
         """
@@ -164,7 +168,7 @@ class GradState:
             if not self.becomes_sparse:
                 self.parameter.grad = grad
         view.copy_(grad.detach())
-        if view.dtype == grad.dtype and not self.becomes_sparse:
+        if lends and view.dtype == grad.dtype and not self.becomes_sparse:
             self.parameter.grad = self.lend()
         else:
             self.apart = True
@@ -179,6 +183,11 @@ class GradState:
     def hand_out_sparse(self, reduced: torch.Tensor) -> None:
         """Makes parameter.grad what has been reduced dense, without its zeros."""
         self.parameter.grad = reduced.to(self.dtype).to_sparse()
+
+    def new_grad(self) -> torch.Tensor:
+        """Memory for parameter.grad outside of the bucket, of the dtype that it may have now."""
+        dtype = self.dtype if self.parameter.dtype == self.form[1] else self.parameter.dtype
+        return torch.empty_like(self.parameter, dtype=dtype, requires_grad=False)
 
     # --- what the user does to it ----------------------------------------------------------------------------------
 
@@ -215,7 +224,15 @@ def bits_of(grad: torch.Tensor) -> torch.Tensor:
     """A checksum of a gradient's content, on its device; values that change places change it, too."""
     values = (grad._values() if grad.is_sparse else grad).detach()
     values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
-    return values.view(_AS_INTEGER[values.element_size()]).flatten().cumsum(0, dtype=torch.int64).sum()
+    flat = values.contiguous().view(_AS_INTEGER[values.element_size()]).flatten()
+    ratio = 8 // flat.element_size()  # sums of 64-bit integers are the only fast ones
+    if flat.storage_offset() % ratio:
+        flat = flat.clone()
+    even = flat.numel() // ratio * ratio
+    words = flat[:even].view(torch.int64)
+    rows = words[: words.numel() // 256 * 256].view(-1, 256)
+    parts = (rows.sum(0), rows.sum(1), words[rows.numel() :], flat[even:].long())
+    return torch.cat(parts).cumsum(0).sum()
 
 
 def with_other_content(states: Iterable[GradState]) -> list[GradState]:

@@ -67,6 +67,7 @@ class CrossBarrier:
         self._optimizer = weakref.ref(optimizer)
         self._reducer = reducer
         reducer.bucket_bytes = URGENT_BUCKET_BYTES
+        reducer.lends = False  # a change before step() must not reach memory that is being reduced
         self._owed: dict[torch.Tensor, Bucket] = {}
         self._handles: dict[Bucket, Any] = {}
         self._groups: list[dict[str, Any]] = []  # as they were at the step, without parameters
@@ -118,8 +119,11 @@ class CrossBarrier:
         reducer = self._reducer
         self.finish()
         optimizer._find_new()
-        if reducer.give_up_changed(optimizer._find_new):
-            raise RuntimeError(NO_TIME_FOR.format("changed (clipped, unscaled) before optimizer.step()"))
+        changed = reducer.give_up_changed(optimizer._find_new)
+        if changed is not None:
+            self._learn()
+            what = f"changed (clipped, unscaled) before optimizer.step(), as that of {changed!r} was"
+            raise RuntimeError(NO_TIME_FOR.format(what))
         if not _send_rest(reducer):
             result = whole()
             for group in optimizer.__dict__["param_groups"]:
@@ -201,6 +205,9 @@ class CrossBarrier:
             if error is not None:
                 self.forget()
                 raise error
+            if self._reducer.is_marked(bucket):
+                self.forget()
+                self._reducer.hear_change()
             self._update(bucket)
 
     def _update(self, bucket: Bucket) -> None:
@@ -213,12 +220,10 @@ class CrossBarrier:
             if not parameter.requires_grad or parameter not in self._places:
                 continue
             assert view is not None
-            if view.dtype == state.dtype:
-                parameter.grad = state.lend()
-            else:
-                parameter.grad = torch.empty_like(parameter, dtype=state.dtype, requires_grad=False).copy_(
-                    view
-                )
+            is_as_agreed = parameter.dtype == state.form[1]  # else the model was converted after backward()
+            parameter.grad = (
+                state.lend() if is_as_agreed and view.dtype == state.dtype else state.new_grad().copy_(view)
+            )
             parts[self._places[parameter]]["params"].append(parameter)
         own = optimizer.__dict__["param_groups"]
         optimizer.__dict__["param_groups"] = [part for part in parts if part["params"]]

@@ -116,7 +116,9 @@ class DistributedMixin(WrappedOptimizer):
 
         Call it before backward. A parameter that other ranks have too must be made local on all of them.
         """
-        self._reducer.add_local(parameters_of(parameters))
+        local = parameters_of(parameters)
+        _check_local(local, type(self)._wrapped_class)
+        self._reducer.add_local(local)
 
     def _local_parameters(self) -> list[torch.Tensor]:
         return list(self._reducer.local)
@@ -196,7 +198,27 @@ class DistributedMixin(WrappedOptimizer):
         self._reducer.reduced = False
         if self._sharding is not None:
             return self._step_of_my_share(*args, **kwargs)
-        return super().step(*args, **kwargs)  # type: ignore[misc]
+        with self._last_check(closure):
+            return super().step(*args, **kwargs)  # type: ignore[misc]
+
+    @contextmanager
+    def _last_check(self, closure: Any) -> Iterator[None]:
+        """Within it the wrapped class's step begins with a look at gradients, which its hooks may have changed, too. A
+        closure looks by itself."""
+        if closure is not None or not (self._included and self._reducer.some_local):
+            yield
+            return
+        hooks = self.__dict__.get("_optimizer_step_pre_hooks")
+        if hooks is None:
+            self._reducer.check_alike()
+            yield
+            return
+        mark = object()
+        hooks[mark] = lambda *_: self._reducer.check_alike()
+        try:
+            yield
+        finally:
+            hooks.pop(mark, None)
 
     def _reducing(self, closure: Any) -> Any:
         """The closure, with its gradients reduced; and for LBFGS its loss, on which every rank must decide alike."""
@@ -206,6 +228,8 @@ class DistributedMixin(WrappedOptimizer):
             if self._should_synchronize and self._reducer.outstanding:
                 self._synchronize(whole=False)
                 self._reducer.reduced = False
+            if self._included:
+                self._reducer.check_alike()
             if isinstance(self, torch.optim.LBFGS) and self._included:
                 loss = torch.as_tensor(loss, dtype=torch.float64).detach().clone()
                 operations.allreduce_(loss, op=Average, process_set=self._process_set)
@@ -229,7 +253,7 @@ class DistributedMixin(WrappedOptimizer):
                 self._become_whole()
                 sharding.lay_out(reducer)
         self._whole_state = None
-        with sharding.only_mine(self.__dict__):
+        with sharding.only_mine(self.__dict__), self._last_check(closure):
             result = super().step(*args, **kwargs)  # type: ignore[misc]
         sharding.share_parameters()
         return result if closure is None else loss
@@ -378,6 +402,7 @@ def DistributedOptimizer(
     apart = (op == Adasum, local, unused_as_none, shard_optimizer_state)
     if quorum is not None:
         return _by_quorum(optimizer, named_parameters, local, (quorum, late, max_lag), how)
+    _check_local(local, type(optimizer))
     modules = checked_modules(cross_barrier, type(optimizer), compression, apart)
     if op == Adasum:
         if shard_optimizer_state:
@@ -446,6 +471,14 @@ def _check_arguments(optimizer: Any, op: int, predivide: float, process_set: Pro
     if op == Adasum and process_set is not global_process_set:
         raise NotImplementedError("Adasum does not support non-global process sets yet.")
     resolve_reduce(None, op)
+
+
+def _check_local(local: list[torch.Tensor], kind: type) -> None:
+    if local and issubclass(kind, torch.optim.LBFGS):
+        raise ValueError(
+            "local_parameters do not work with LBFGS, whose step mixes all gradients: shared parameters would drift "
+            "apart. Give the local ones an optimizer of their own, without hvd.DistributedOptimizer"
+        )
 
 
 def _checked_groups(num_groups: int, groups: Any) -> int | list[list[torch.Tensor]]:

@@ -23,6 +23,8 @@ from horoclone.ops import Sum
 from horoclone.process_sets import global_process_set
 from horoclone.torch import operations
 from horoclone.torch.operations import messages
+from horoclone.torch.optimizer.agreement import agree_on_parameters
+from horoclone.torch.optimizer.buckets import GradState
 from horoclone.torch.optimizer.wrapping import WrappedOptimizer
 
 # Tags of messages: a rank to rank 0, and rank 0 to a rank.
@@ -98,10 +100,14 @@ class _Tally:
 class _Agent:
     """One rank's side of all rounds."""
 
-    def __init__(self, like: list[torch.Tensor], quorum: int, max_lag: int) -> None:
+    def __init__(self, parameters: list[tuple[str, torch.Tensor]], quorum: int, max_lag: int) -> None:
+        """parameters: with their names, in an order that is the same on all ranks."""
         size, self._rank = global_process_set.size() or 1, global_process_set.rank() or 0
         self._size = size
         self._tally = _Tally(size, quorum, max_lag) if self._rank == 0 else None
+        # Contributions have the dtypes and layouts of this moment, whatever the model becomes.
+        like = [torch.empty_like(p, requires_grad=False) for _, p in parameters]
+        self._states = [GradState(p, name) for name, p in parameters]
         self._new: Callable[[], list[torch.Tensor]] = lambda: [torch.zeros_like(t) for t in like]
         self._lock = threading.Condition()
         self._given, self._count = self._new(), 0  # what the next round takes from here
@@ -146,6 +152,7 @@ class _Agent:
 
     def _run(self) -> None:
         try:
+            agree_on_parameters(self._states, global_process_set, operation="quorum")
             while (number := self._next()) != OVER:
                 self._round(number)
         except (HorovodInternalError, ValueError) as error:
@@ -190,10 +197,12 @@ class _Agent:
 class QuorumMixin(WrappedOptimizer):
     """See DistributedOptimizer."""
 
-    _own_attributes = frozenset({"_agent", "_applied", "_late"})
+    _own_attributes = frozenset({"_agent", "_applied", "_late", "_trained", "_shapes"})
     _agent: _Agent
     _applied: int
     _late: str
+    _trained: list[tuple[str, torch.Tensor]]  # by name; fixed when rounds begin
+    _shapes: list[torch.Size]
 
     def _begin(self, quorum: float | str, late: str, max_lag: int) -> Any:
         if late not in ("drop", "carry"):
@@ -202,11 +211,30 @@ class QuorumMixin(WrappedOptimizer):
             raise ValueError(f"max_lag={max_lag} must be at least 1")
         count = checked_quorum(quorum, global_process_set.size() or 1)
         self._late, self._applied = late, 0
-        self._agent = _Agent([p.detach() for p in self._trained()], count, max_lag)
+        trained = [p for p in self._parameters() if p.requires_grad]
+        self._trained = sorted(((self._name_of(p), p) for p in trained), key=lambda named: named[0])
+        self._shapes = [p.shape for _, p in self._trained]
+        self._agent = _Agent(self._trained, count, max_lag)
         return self
 
-    def _trained(self) -> list[torch.Tensor]:
-        return [p for group in self.__dict__["param_groups"] for p in group["params"] if p.requires_grad]
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for group in self.__dict__["param_groups"] for p in group["params"]]
+
+    def _check_parameters(self) -> None:
+        """ValueError for what has become of them since the beginning and no round can carry."""
+        known = {p for _, p in self._trained}
+        for parameter in self._parameters():
+            if parameter.requires_grad and parameter not in known:
+                raise ValueError(
+                    f"quorum=: {self._name_of(parameter)!r} was not trained when the optimizer was made, so that no "
+                    "round has its gradient. Make the optimizer anew, on every rank, after join()"
+                )
+        for (name, parameter), shape in zip(self._trained, self._shapes, strict=True):
+            if parameter.shape != shape:
+                raise ValueError(
+                    f"quorum=: {name!r} has the shape {list(parameter.shape)}, and had {list(shape)} when the "
+                    "optimizer was made. Make the optimizer anew, on every rank, after join()"
+                )
 
     @property
     def rounds(self) -> int:
@@ -221,13 +249,14 @@ class QuorumMixin(WrappedOptimizer):
         """
         if closure is not None:
             raise ValueError("quorum= and step(closure) do not go together: call step() after backward()")
+        self._check_parameters()
         agent = self._agent
         late = agent.rounds > self._applied
         if late and self._late == "drop":
             agent.say(LATE)
             self._apply(agent.take(self._applied))
             return None
-        agent.give([self._gradient_of(p) for p in self._trained()])
+        agent.give([self._gradient_of(name, p) for name, p in self._trained])
         agent.say(READY)
         self._apply(agent.take(agent.rounds if late else self._applied + 1))
         return None
@@ -240,19 +269,22 @@ class QuorumMixin(WrappedOptimizer):
         while not self._agent.is_over:
             self._apply(self._agent.take(self._applied + 1))
 
-    def _gradient_of(self, parameter: torch.Tensor) -> torch.Tensor:
+    def _gradient_of(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
         if parameter.grad is None:
             return torch.zeros_like(parameter)
         if parameter.grad.is_sparse:
-            raise ValueError("quorum= and sparse gradients do not go together; use dense embeddings")
+            raise ValueError(
+                f"quorum= and sparse gradients do not go together, and that of {name!r} is one: use dense embeddings"
+            )
         return parameter.grad.detach()
 
     def _apply(self, results: list[list[torch.Tensor]]) -> None:
         for averages in results:
-            for parameter, average in zip(self._trained(), averages, strict=True):
-                parameter.grad = average
-            super().step()  # type: ignore[misc]
+            for (_, parameter), average in zip(self._trained, averages, strict=True):
+                dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+                parameter.grad = average.to(parameter.device, dtype) if parameter.requires_grad else None
             self._applied += 1
+            super().step()  # type: ignore[misc]
 
 
 def refuse_beside_quorum(others: dict[str, Any]) -> None:

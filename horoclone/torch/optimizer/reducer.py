@@ -26,7 +26,12 @@ from horoclone.torch.operations import requests, spans
 from horoclone.torch.operations.barriers import joins
 from horoclone.torch.operations.gpu import HOST, follow, is_capturing, offer_memory, place_of
 from horoclone.torch.operations.tensors import from_result
-from horoclone.torch.optimizer.agreement import agree_on_order, agree_on_parameters, by_name
+from horoclone.torch.optimizer.agreement import (
+    agree_on_order,
+    agree_on_parameters,
+    by_name,
+    first_that_differs,
+)
 from horoclone.torch.optimizer.backward_calls import BackwardCalls
 from horoclone.torch.optimizer.buckets import (
     BUCKET_BYTES,
@@ -41,7 +46,7 @@ from horoclone.torch.optimizer.buckets import (
 )
 from horoclone.torch.optimizer.gradient_bucket import OptimizerBucket, run_compressors
 from horoclone.torch.optimizer.residuals import Residuals
-from horoclone.torch.optimizer.single import Terms, finish_alone, reduces_buckets, submit_alone
+from horoclone.torch.optimizer.single import Terms, finish_alone, reduces_buckets, start_alone, submit_alone
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
@@ -60,8 +65,17 @@ CHANGED = (
     "        optimizer.step()"
 )
 
+DIFFERS = (
+    "the gradient of {name!r} was changed between backward() and optimizer.step(), differently on each rank, so that "
+    "the ranks would have gone on with different parameters. Some parameters are local: norms over all gradients "
+    "differ between ranks. Clip those of local parameters apart:\n"
+    "    local = set(...)  # what was given as local_parameters\n"
+    "    torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p not in local], max_norm)\n"
+    "    torch.nn.utils.clip_grad_norm_(local, max_norm)"
+)
 UNREDUCED = (
-    "this rank has computed fewer gradients in this step than in the first one, or backward() does not wait"
+    "this rank has computed fewer gradients in this step than in the first one or than backward_passes_per_step says, "
+    "or backward() does not wait"
 )
 NOT_EVERYWHERE = "it was not computed by every rank in the first step"
 IN_SHARDS = "with shard_optimizer_state each rank has the result of its own share only until then"
@@ -77,6 +91,7 @@ class Reducer:
         self.passes = passes
         self.outstanding = False  # a hook has fired since the last synchronize()
         self.may_wait = True  # unless gradients are not to be whole before the next forward
+        self.lends = True  # parameter.grad becomes the memory of the buckets
         self.waits = True  # backward() ends when the gradients that every rank computes are reduced
         self.reduced = False  # synchronize() has run and no hook has fired since
         self.partial = False  # and what it left here is right only in this rank's shards of the buckets
@@ -90,10 +105,14 @@ class Reducer:
         self.residuals = Residuals(terms.compression)
         self._state_of: dict[torch.Tensor, GradState] = {}
         self.local: dict[torch.Tensor, None] = {}  # parameters whose gradients stay here
+        self.some_local = False  # some rank has such ones, as far as the ranks have agreed
+        self._scaled: set[torch.Tensor] = set()  # local ones whose gradient is divided already in this step
         self._runtime: Runtime | None = None
         self._set_id = 0
         self._learned = False
-        self._marked = False  # buckets take a mark to every rank, and it costs nothing to look for one
+        self._marked = False  # reductions take a mark to every rank that has other parameters by now
+        self._marks_apart = False  # in operations of their own, not in the buckets
+        self._marks: dict[bool | None, int | None] = {}  # handles of those sent apart, until they are read
         self._changed = False  # in a learning step: other ranks may go by the buckets that there were
         self._agreed = False  # in a learning step: on the parameters
         self._leads = True  # this rank's order of gradients is everybody's
@@ -143,6 +162,8 @@ class Reducer:
                 self._forget_layout()
             elif parameter not in self.local and parameter.requires_grad:
                 self._watch(parameter)
+            if parameter not in self.local and parameter.requires_grad:
+                self._watch_local(parameter)
             self.local[parameter] = None
 
     def _watch(self, parameter: torch.Tensor) -> None:
@@ -155,6 +176,21 @@ class Reducer:
                 reducer._fired(parameter)
 
         parameter.register_post_accumulate_grad_hook(hook)
+
+    def _watch_local(self, parameter: torch.Tensor) -> None:
+        # Before a further backward of a step adds to a gradient that is divided already.
+        reducer_of = weakref.ref(self)
+        parameter_of = weakref.ref(parameter)
+
+        def hook(_: torch.Tensor) -> None:
+            reducer, parameter = reducer_of(), parameter_of()
+            if reducer is not None and parameter is not None and parameter in reducer._scaled:
+                reducer._scaled.discard(parameter)
+                if parameter.grad is not None:
+                    with torch.no_grad():
+                        parameter.grad.mul_(reducer._terms.process_set.size() or 1)
+
+        parameter.register_hook(hook)
 
     def knows(self, parameter: torch.Tensor) -> bool:
         """Whether `add` or `add_local` has been called for it."""
@@ -183,10 +219,12 @@ class Reducer:
             if not self._learned:
                 self._observe(state)
                 return
-            if not state.prompt:  # sent by synchronize(), from what parameter.grad is then
-                return
-            state.left -= 1
-            if state.left > 0:
+            if state.prompt:
+                state.left -= 1
+            if (
+                not state.prompt or state.left > 0
+            ):  # else sent by synchronize(), from what parameter.grad is then
+                self._note(state)
                 return
         if state.left < 0:
             raise AssertionError(f"{TOO_MANY} (parameter {state.name!r})")
@@ -243,6 +281,7 @@ class Reducer:
             if state.passes > self.passes:
                 raise AssertionError(f"{TOO_MANY} (parameter {state.name!r})")
         state.fires_in_pass += 1
+        self._note(state)
         state.fires = max(state.fires, state.fires_in_pass)
         self._order.pop(state, None)
         self._order[state] = None
@@ -263,14 +302,21 @@ class Reducer:
                 "backward() than the first one had and this gradient come in the last of them (add up the losses "
                 "instead); cross_barrier: or a parameter is read by no module's forward"
             )
-        state.take(grad)
-        state.note()
+        state.take(grad, self.lends)
+        self._note(state)
         with self._lock:
             bucket.waiting -= state.counted
-            self._awaited -= state.counted
             full = bucket.waiting == 0 and state.counted
         if full:
             self._submit(bucket)
+        with self._lock:  # only now: another thread's backward, at its end, collects what all have sent
+            self._awaited -= state.counted
+
+    def _note(self, state: GradState) -> None:
+        """Before it is reduced. Memory of the user's own may be written to through .data; on a GPU nobody looks there,
+        for that would wait for backward."""
+        grad = state.parameter.grad
+        state.note(content=not self.lends and grad is not None and place_of(grad) is HOST)
 
     # --- the end of backward ---------------------------------------------------------------------------------------
 
@@ -280,7 +326,10 @@ class Reducer:
         As in DistributedDataParallel, what the user then does to the gradients is done to the reduced ones.
         """
         with self._lock:
-            if not self.outstanding or not self.waits or self._settled:
+            if not self.outstanding or not self.waits:
+                return
+            if self._settled:  # a further call has added to gradients that stay here
+                self._scale_local()
                 return
             if self._learned:
                 calls, expected = self._calls.number - self._first_call, self._calls_of_a_pass
@@ -305,7 +354,7 @@ class Reducer:
     @torch.no_grad()
     def _settle(self) -> None:
         """Waits for the gradients that every rank computes. A parameter that was not used this time has zeros."""
-        if self._changed and not self._tell_change([bucket for bucket in self.buckets if bucket.prompt]):
+        if self._changed and not self._tell_change(prompt=True):
             self._settled = False
             return
         if not self._learned and not self._agree_on(self.states, early=True):
@@ -315,35 +364,41 @@ class Reducer:
                 False  # ranks run the passes of several optimizers in different orders
             )
             return
-        for bucket in self.buckets:
-            if bucket.prompt and not bucket.sent:
-                self._submit(bucket)
-        for state in self.states:
-            if state.prompt and state.bucket is None and not state.arrived:
-                submit_alone(state, self._terms)
+        self._send(prompt=True)
         self._collect()
-        if self.partial:
+        self._scale_local()
+        if self.partial or self.some_local:
             self._spread_overflow()
         if not self._was_skipped():  # what is changed from now on is changed too early, through .data as well
             for state in self.states:
                 if state.reduced:
                     state.note(content=not is_capturing())
 
+    @torch.no_grad()
     def _spread_overflow(self) -> None:
-        """Where a rank has its shards only: what is not finite in another's shows here, so that gradient scalers leave
-        out a step on every rank or on none. No rank's update reads it."""
-        shards = [self._shard_of(bucket) for bucket in self.buckets if bucket.flat.is_floating_point()]
-        if not shards:
-            return
-        finite = torch.stack([shard.isfinite().all() for shard in shards]).all()
-        found = (~finite).to(torch.uint8).view(1)
+        """What is not finite in a gradient that this rank alone has, in its shards or local, shows on the others in one
+        that they have, so that gradient scalers leave out a step on every rank or on none."""
+        own = [parameter.grad for parameter in self.local if parameter.grad is not None]
+        values = [grad._values() if grad.is_sparse else grad for grad in own]
+        if self.partial:
+            values += [self._shard_of(bucket) for bucket in self.buckets if bucket.flat.is_floating_point()]
+        shared = [state.parameter.grad for state in self.states] + own
+        shown = [grad for grad in shared if grad is not None and grad.is_floating_point() and grad.numel()]
+        like = values[0] if values else self.states[0].parameter if self.states else torch.empty(0)
+        finite = [value.isfinite().all().to(like.device) for value in values]
+        found = torch.zeros(1, dtype=torch.uint8, device=like.device)
+        if finite:
+            found = (~torch.stack(finite).all()).to(torch.uint8).view(1)
         operations.allreduce_(found, None, "horoclone.overflow", Max, process_set=self._terms.process_set)
-        if not found.is_cpu or found.item():
-            nothing = torch.where(found > 0, float("inf"), 0.0)
-            for bucket in self.buckets:
-                if bucket.flat.is_floating_point():
-                    for part in self._parts_of_others(bucket):
-                        part.add_(nothing.to(part.dtype))
+        if found.is_cpu and not found.item():
+            return
+        nothing = torch.where(found > 0, float("inf"), 0.0)
+        parts = [shown[0]._values() if shown[0].is_sparse else shown[0]] if shown and self.some_local else []
+        if self.partial:
+            floating = [bucket for bucket in self.buckets if bucket.flat.is_floating_point()]
+            parts = [part for bucket in floating for part in self._parts_of_others(bucket)]
+        for part in parts:
+            part.add_(nothing.to(part.device, part.dtype))
 
     def _parts_of_others(self, bucket: Bucket) -> Iterator[torch.Tensor]:
         """Of the gradients; what lies between them stays zero."""
@@ -372,33 +427,58 @@ class Reducer:
         if not all(bool(value.isfinite().all()) for value in values):
             self._end()
 
-    def give_up_changed(self, find_new: Callable[[], None]) -> bool:
-        """Whether gradients were changed too early; then the reductions are completed, to be forgotten."""
-        if self._early_change() is None:
-            return False
+    def give_up_changed(self, find_new: Callable[[], None]) -> str | None:
+        """The name of a gradient that was changed too early; then the reductions are completed, to be forgotten."""
+        changed = self._changed_by_user()
+        if not changed:
+            return None
         for state in self.states:
-            state.noted = None
+            state.noted = state.bits = None
         self.synchronize(find_new)
-        return True
+        return changed[0].name
+
+    def _changed_by_user(self) -> list[GradState]:
+        return [state for state in self.states if state.is_changed()] or with_other_content(self.states)
 
     def _early_change(self) -> str | None:
         """What is wrong if gradients were changed while others, or they themselves, were not reduced."""
-        changed = [state for state in self.states if state.is_changed()] or with_other_content(self.states)
+        changed = self._changed_by_user()
         if not changed:
             return None
-        for state in changed:
-            if self.partial:
-                return CHANGED.format(changed=state.name, pending="it", why=IN_SHARDS)
-            if not state.reduced:
-                return CHANGED.format(changed=state.name, pending="it", why=UNREDUCED)
+        name = next((state.name for state in changed if state.reduced), None)
+        if self.partial:
+            return CHANGED.format(changed=changed[0].name, pending="it", why=IN_SHARDS)
+        if name is None:
+            is_late = (self._learned or self._agreed) and not changed[0].prompt
+            why = NOT_EVERYWHERE if is_late else UNREDUCED
+            return CHANGED.format(changed=changed[0].name, pending="it", why=why)
         pending = next((state for state in self.states if state.fired and not state.reduced), None)
         if pending is None:
             return None
-        return CHANGED.format(
-            changed=changed[0].name, pending=f"that of {pending.name!r}", why=NOT_EVERYWHERE
-        )
+        return CHANGED.format(changed=name, pending=f"that of {pending.name!r}", why=NOT_EVERYWHERE)
 
     # --- submission ------------------------------------------------------------------------------------------------
+
+    def _reduced_with(self, prompt: bool | None) -> tuple[list[Bucket], list[GradState]]:
+        """What is reduced at the end of backward (prompt), in synchronize() only, or ever: buckets, and gradients that
+        are in none."""
+        return (
+            [bucket for bucket in self.buckets if prompt in (bucket.prompt, None)],
+            [state for state in self.states if state.bucket is None and prompt in (state.prompt, None)],
+        )
+
+    def _send(self, prompt: bool) -> bool:
+        """Sends what has not been sent of these. Whether there are any."""
+        buckets, alone = self._reduced_with(prompt)
+        if buckets or alone:
+            self._send_mark(prompt)
+        for state in alone:
+            if not state.arrived:
+                submit_alone(state, self._terms)
+        for bucket in buckets:
+            if not bucket.sent:
+                self._submit(bucket)
+        return bool(buckets or alone)
 
     def _submit(self, bucket: Bucket) -> None:
         assert self._runtime is not None
@@ -407,16 +487,19 @@ class Reducer:
                 self._fill(state)
         bucket.sent = True
         try:
-            if bucket.exposed is None:
-                bucket.handle = self._submit_flat(bucket)
-                return
-            with torch.no_grad():
-                bucket.work = self._terms.compression.reduce(bucket.exposed)
-                bucket.handle = next(bucket.work, None)
+            self._start(bucket)
         except BaseException:
             # It was refused, in a capture say: synchronize() sends it again, or hears the reason again.
             bucket.sent, bucket.work, bucket.handle = False, None, None
             raise
+
+    def _start(self, bucket: Bucket) -> None:
+        if bucket.exposed is None:
+            bucket.handle = self._submit_flat(bucket)
+            return
+        with torch.no_grad():
+            bucket.work = self._terms.compression.reduce(bucket.exposed)
+            bucket.handle = next(bucket.work, None)
 
     def _submit_flat(self, bucket: Bucket) -> int:
         assert self._runtime is not None
@@ -450,7 +533,7 @@ class Reducer:
         if grad is None:
             state.take_none()
         else:
-            state.take(grad)
+            state.take(grad, self.lends)
         state.arrived = True
 
     # --- waiting ---------------------------------------------------------------------------------------------------
@@ -480,23 +563,25 @@ class Reducer:
             before = len(self.states)
             find_new()
             if self._changed:
-                self._tell_change(self.buckets)
+                # Others read the first mark before they send more, unless they wait before the next forward only.
+                told = self._tell_change(prompt=True if self.may_wait else None)
+                if not told:
+                    self._tell_change(prompt=False)
             if learning and not self._agreed:
                 self._agree_on(self.states)
             elif len(self.states) > before:
                 self._agree_on(self.states[before:])
-            for state in self.states:
-                if not state.arrived and state.bucket is None:
-                    submit_alone(state, self._terms)
-            for bucket in self.buckets:
-                if not bucket.sent:
-                    self._submit(bucket)
+            if self._send(prompt=True) and self._marked and not self._settled:
+                self._collect()  # where parameters have changed elsewhere, nobody sends the others
+            self._send(prompt=False)
             self._collect()
             if self._terms.unused_as_none:
                 self._clear_unused()
             if learning:
                 self._form_buckets()
             self._scale_local()
+            if self.some_local and not self._settled:
+                self._spread_overflow()
             if too_early:
                 raise RuntimeError(too_early)
         finally:
@@ -509,6 +594,7 @@ class Reducer:
         """Waits for what has been sent, and hands it out."""
         errors: list[Exception] = []
         run_compressors(self.buckets, errors)
+        changed = self._take_marks(errors)
         for bucket in self.buckets:
             if bucket.sent and not bucket.done:
                 bucket.done = True
@@ -525,7 +611,7 @@ class Reducer:
                     errors.append(error)
         if errors:
             raise errors[0]
-        self._look_at_marks()
+        self._look_at_marks(changed)
 
     def _finish(self, bucket: Bucket) -> None:
         assert self._runtime is not None
@@ -588,8 +674,7 @@ class Reducer:
                     parameter.grad = state.lend()
             else:
                 if grad is None:
-                    dtype = state.dtype if parameter.dtype == state.form[1] else parameter.dtype
-                    grad = parameter.grad = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+                    grad = parameter.grad = state.new_grad()
                 targets.append(grad)
                 sources.append(view)
         if targets:
@@ -608,16 +693,27 @@ class Reducer:
             if not flag:
                 state.parameter.grad = None
 
+    @torch.no_grad()
     def _scale_local(self) -> None:
         size = self._terms.process_set.size() or 1
         if self._terms.scale_local_gradients and self._terms.op == Average and size > 1:
             for parameter in self.local:
-                if parameter.grad is not None:
+                if parameter.grad is not None and parameter not in self._scaled:
                     parameter.grad.div_(size)
+                    self._scaled.add(parameter)
+
+    def check_alike(self) -> None:
+        """Before the update, where some rank has local gradients: RuntimeError where what was done to the others
+        differs between the ranks. Collective."""
+        if self.some_local and not self.partial and not is_capturing():
+            state = first_that_differs(self.states, self._terms.process_set)
+            if state is not None:
+                raise RuntimeError(DIFFERS.format(name=state.name))
 
     def _end(self) -> None:
         self.outstanding = self._changed = False
         self._order.clear()
+        self._scaled.clear()
         self._calls.forget()
         for bucket in self.buckets:
             bucket.handle = bucket.work = None
@@ -628,12 +724,15 @@ class Reducer:
             state.passes = state.fires_in_pass = 0
             state.call = -1
             state.pending = state.noted = state.bits = None
+        self._marks.clear()
 
     def discard(self) -> None:
         """Gives up reductions in flight (a state is being restored); their memory is kept, not reused."""
         if not self.outstanding:
             return
-        self._abandoned.append(([b.flat for b in self.buckets if b.sent], [s.pending for s in self.states]))
+        self._abandoned.append(
+            ([b.flat for b in self.buckets if b.sent], [s.pending for s in self.states], dict(self._marks))
+        )
         self._forget_layout()
         self._end()
         self.reduced = False
@@ -649,46 +748,94 @@ class Reducer:
         for state in self._state_of.values():
             state.fires = 0
             state.expected = state.left = self.passes
-            state.form = form_of(state.parameter)
 
     def _drop_buckets(self) -> None:
-        self._marked = self._scatter = False
+        self._marked = self._marks_apart = self._scatter = False
         self._undeclare()
         for state in self._state_of.values():
             state.bucket = state.view = state.lent = None
             state.prompt = False
 
     # A parameter has another dtype, say, and needs other buckets. If that is so on every rank, they agree on new ones.
-    # A rank on which nothing has changed goes on with the old ones, though: it hears of the change by a mark in them.
+    # A rank on which nothing has changed goes on with the old ones, though: it hears of the change by a mark in them,
+    # or beside them where not every rank reads all of what is reduced.
 
-    def _tell_change(self, buckets: Sequence[Bucket]) -> bool:
+    def _tell_change(self, prompt: bool | None) -> bool:
         """Makes the reductions in which other ranks may wait, and drops the buckets. False: there are none."""
-        if not buckets:
+        buckets, alone = self._reduced_with(prompt)
+        if not self._marked or not (buckets or alone):
             return False
         kept = [bucket.flat.clone() for bucket in buckets]  # parameter.grad may be this memory
+        residuals = {name: held.clone() for name, held in self.residuals.read(self.buckets).items()}
+        self._send_mark(prompt)
+        for state in alone:
+            start_alone(state, state.zeros(as_agreed=True), self._terms)
         for bucket in buckets:
             bucket.flat.zero_()
-            bucket.mark.fill_(self._terms.process_set.size() or 1)  # an average of integers is not 0 either
-            bucket.handle = self._submit_flat(bucket)
+            if not self._marks_apart:
+                bucket.mark.fill_(
+                    self._terms.process_set.size() or 1
+                )  # an average of integers is not 0 either
+            self._start(bucket)
         errors: list[Exception] = []
+        run_compressors(buckets, errors)
+        self._take_marks(errors)
         for bucket, content in zip(buckets, kept, strict=True):
             assert self._runtime is not None
             try:
-                spans.wait(self._runtime, bucket.handle)
-                self._runtime.release(bucket.handle)
+                if bucket.exposed is None:
+                    spans.wait(self._runtime, bucket.handle)
+                    self._runtime.release(bucket.handle)
                 bucket.flat.copy_(content)
             except HorovodInternalError as error:
                 errors.append(error)
+        for state in alone:
+            try:
+                operations.synchronize(state.pending[0])
+            except (HorovodInternalError, ValueError) as error:
+                errors.append(error)
+            state.pending = None
         self._drop_buckets()
+        self.residuals.write(residuals, ())
         if errors:
             raise errors[0]
         return True
 
-    def _look_at_marks(self) -> None:
+    def _send_mark(self, prompt: bool | None) -> None:
+        if self._marks_apart and prompt not in self._marks:
+            mark = torch.tensor([self._changed], dtype=torch.uint8)
+            name = f"gradients.{self.layout}.{'mark' if prompt else 'late mark'}"
+            self._marks[prompt] = operations.allreduce_async_(
+                mark, name=name, op=Max, process_set=self._terms.process_set
+            )
+
+    def _take_marks(self, errors: list[Exception]) -> bool:
+        """Whether one of those that were sent is set."""
+        found = False
+        for prompt, handle in self._marks.items():
+            if handle is not None:
+                self._marks[prompt] = None
+                try:
+                    found |= bool(operations.synchronize(handle).item())
+                except (HorovodInternalError, ValueError) as error:
+                    errors.append(error)
+        return found
+
+    def _look_at_marks(self, changed: bool) -> None:
         """Raises Mismatch where parameters have changed on other ranks and not on this one."""
-        if self._marked and any(bucket.done and bucket.mark.item() for bucket in self.buckets):
-            self._forget_layout()
-            self._agree_on(self.states, elsewhere=True)
+        if self._marked and not self._marks_apart:
+            changed = any(bucket.done and self.is_marked(bucket) for bucket in self.buckets)
+        if changed:
+            self.hear_change()
+
+    def is_marked(self, bucket: Bucket) -> bool:
+        """Whether this bucket's reduction, which is over, has brought a mark."""
+        return self._marked and not self._marks_apart and bool(bucket.mark.item())
+
+    def hear_change(self) -> None:
+        """Collective, for a mark was set: agrees anew, which raises Mismatch."""
+        self._forget_layout()
+        self._agree_on(self.states, elsewhere=True)
 
     def _declare(self) -> None:
         """Collective. From here on a bucket starts without any message where all ranks share memory."""
@@ -728,6 +875,7 @@ class Reducer:
                 self._ordinal(),
                 (lambda state: state.passes == self.passes) if early else None,
                 self._changed,
+                bool(self.local),
             )
         except ValueError as error:
             self.waits = self.may_wait  # it was no other optimizer that others were with
@@ -737,7 +885,7 @@ class Reducer:
             raise Mismatch(f"{text}. This has changed on some ranks since their last step.") from None
         if agreed is None:
             return False
-        self._leads, self._all_here = agreed.leads, agreed.all_here
+        self._leads, self._all_here, self.some_local = agreed.leads, agreed.all_here, agreed.some_local
         for i, state in enumerate(by_name(states)):
             flag, dtype = agreed.sparse[i], agreed.dtypes[i]
             state.form = form_of(state.parameter)
@@ -791,11 +939,14 @@ class Reducer:
                 self._expose()
             elif not self._scatter:
                 self._declare()
-                self._marked = (
-                    not on_gpu
-                    and self._terms.op in (Average, Sum)
-                    and all(state.bucket is not None for state in self.states)
-                )
+        # On a GPU marks would wait for the stream, or for the other ranks' processors.
+        self._marked = self._all_here and all(place_of(state.parameter) is HOST for state in self.states)
+        in_buckets = all(state.bucket is not None for state in self.states)
+        self._marks_apart = self._marked and not (
+            in_buckets and self._declared is not None and self._terms.op in (Average, Sum)
+        )
+        if self._marks_apart and in_buckets and not self.may_wait:
+            self._marked = self._marks_apart = False  # nobody waits for marks
         for state in self.states:
             state.expected = self.passes * max(1, state.fires)
         self._learned = True

@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from horoclone.ops import Average
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.torch import operations
@@ -47,6 +49,11 @@ def submit_alone(state: GradState, terms: Terms) -> None:
         grad = state.zeros()
         if state.parameter.requires_grad:
             state.parameter.grad = grad
+    start_alone(state, grad, terms)
+
+
+def start_alone(state: GradState, grad: torch.Tensor, terms: Terms) -> None:
+    """Starts it with this gradient, whatever parameter.grad is."""
     if grad.is_sparse and terms.sparse_as_dense:
         grad = grad.to_dense()
     if grad.is_sparse:
