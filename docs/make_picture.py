@@ -8,6 +8,7 @@ same sources give the same text.
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import re
 import sys
@@ -240,7 +241,11 @@ def crossings(rows: list[list[str]], steps: list[tuple[str, str]]) -> int:
 
 
 def order_rows(rows: list[list[str]], steps: list[tuple[str, str]]) -> None:
-    """Sorts by the middle of the neighbours, then swaps neighbours while that leaves fewer crossings."""
+    """Sorts by the middle of the neighbours, then swaps neighbours while that leaves fewer crossings.
+
+    Crossings are counted among the steps that what moves is an end of: no others change.
+    """
+    steps_of = {name: [step for step in steps if name in step] for row in rows for name in row}
     for sweep in range(24):
         down = sweep % 2 == 0
         for r in range(1, len(rows)) if down else range(len(rows) - 2, -1, -1):
@@ -249,22 +254,24 @@ def order_rows(rows: list[list[str]], steps: list[tuple[str, str]]) -> None:
             def middle(
                 name: str, down: bool = down, beside: dict[str, int] = beside, r: int = r
             ) -> tuple[float, int]:
-                near = [beside[a if down else b] for a, b in steps if (b if down else a) == name]
+                near = [beside[a if down else b] for a, b in steps_of[name] if (b if down else a) == name]
                 own = rows[r].index(name)
                 return (sum(near) / len(near) if near else float(own), own)
 
-            best, before = rows[r], crossings(rows, steps)
+            theirs = [step for name in rows[r] for step in steps_of[name]]
+            best, before = rows[r], crossings(rows, theirs)
             rows[r] = sorted(best, key=middle)
-            if crossings(rows, steps) > before:
+            if crossings(rows, theirs) > before:
                 rows[r] = best
     moved = True
     while moved:
         moved = False
         for row in rows:
             for i in range(len(row) - 1):
-                before = crossings(rows, steps)
+                theirs = steps_of[row[i]] + steps_of[row[i + 1]]
+                before = crossings(rows, theirs)
                 row[i], row[i + 1] = row[i + 1], row[i]
-                if crossings(rows, steps) < before:
+                if crossings(rows, theirs) < before:
                     moved = True
                 else:
                     row[i], row[i + 1] = row[i + 1], row[i]
@@ -471,10 +478,15 @@ def band(title: str, y: float, height: float) -> Iterator[str]:
     yield f'<text class="band" x="{MARGIN}" y="{y + 20:.1f}">{escape(title)}</text>'
 
 
-def picture() -> str:
+@functools.cache
+def layouts() -> tuple[Layout, Layout]:
+    """Of the Python packages and of the C++ layers."""
     modules = without_circles(graph_of_modules())
-    above = place(boxes_of(modules, "horoclone."), reduced(modules))
-    below = native_layout()
+    return place(boxes_of(modules, "horoclone."), reduced(modules)), native_layout()
+
+
+def picture() -> str:
+    above, below = layouts()
     # What is wider than the picture becomes smaller.
     scales = [min(1.0, (WIDTH - 2 * MARGIN) / layout.width) for layout in (above, below)]
     heights = [

@@ -93,8 +93,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _long.update({"ran": [each.nodeid for each in chosen], "no time": [each.nodeid for each in left]})
         items[:] = [item for item in items if item not in left]
         config.hook.pytest_deselected(items=left)
-    costly = {item.path for item in items if item.get_closest_marker("slow")}
-    # Several files at a time: the last one had better be a short one.
+    costly = {item.path for item in items if item.get_closest_marker("slow") or item in long}
+    # Several files at a time: the last one had better be a short one. Sorted here, so that no other one comes before them.
     items.sort(key=lambda item: item.path not in costly)
 
 

@@ -31,15 +31,9 @@ def test_the_picture_is_current_and_on_the_page(maker: ModuleType) -> None:
     ElementTree.fromstring(text)
 
 
-def layouts(maker: ModuleType) -> list:
-    modules = maker.without_circles(maker.graph_of_modules())
-    above = maker.place(maker.boxes_of(modules, "horoclone."), maker.reduced(modules))
-    below = maker.native_layout()
-    return [above, below, *(box.inside for box in below.boxes.values() if box.inside is not None)]
-
-
 def test_boxes_do_not_overlap_and_arrows_lead_down(maker: ModuleType) -> None:
-    found = layouts(maker)
+    above, below = maker.layouts()
+    found = [above, below, *(box.inside for box in below.boxes.values() if box.inside is not None)]
     assert len(found) == 2 + len(maker.OPENED)
     for layout in found:
         for one, other in combinations(layout.boxes.values(), 2):
