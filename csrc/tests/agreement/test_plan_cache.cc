@@ -40,8 +40,11 @@ TEST_CASE("plan cache: a changed signature is sent whole once") {
   Request x = allreduce("x", {4}), y = allreduce("x", {8});
   cache.learn(x, 0);
   CHECK_FALSE(sent_whole(&cache, x));
+  CHECK(cache.find(x) == 0);
+  CHECK(cache.find(y) == kNoCacheId);
   CHECK(sent_whole(&cache, y));
   CHECK_FALSE(sent_whole(&cache, y));
+  CHECK(cache.find(x) == kNoCacheId);
   CHECK(sent_whole(&cache, x));
   Signature in_arena = x.signature;
   in_arena.in_arena = true;
@@ -81,6 +84,7 @@ TEST_CASE("plan cache: a rank that only watched (joined) knows the cache id but 
   e.signature = signature(Op::kAllreduce, {4});
   cache.learn(e);
   CHECK(*cache.name_of(2) == "x");
+  CHECK(cache.find(allreduce("x")) == kNoCacheId);
   CHECK(sent_whole(&cache, allreduce("x")));
   CHECK_FALSE(sent_whole(&cache, allreduce("x")));
   cache.learn(e);  // once more: what this rank announced stays
