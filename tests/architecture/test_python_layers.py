@@ -21,212 +21,85 @@ PACKAGE = ROOT / "horoclone"
 
 # A layer is a module or package below horoclone, with all that no longer name here covers. It may import itself, the
 # package horoclone (its version, and nothing else), and the layers that are named.
-MAY_IMPORT: dict[str, set[str]] = {
-    "_keras": {"keras", "ops", "process_sets"},
-    "anonymous_file": set(),
-    "arguments": set(),
-    "arrays": {"arguments", "handles", "ops", "process_sets", "runtime"},
-    "bootstrap": {"errors", "selection", "settings", "connection_limits"},
-    "checkpoint": {"anonymous_file", "errors", "failpoints", "objects", "owned", "runtime"},
-    "checkpoint.jax": set(),
-    "checkpoint.torch": set(),
-    "common": {"elastic", "errors", "ops", "process_sets", "runtime", "runtime.lifecycle"},
-    "compression": set(),
-    "cupy": {"arrays", "errors", "objects", "ops", "process_sets", "runtime", "runtime.lifecycle"},
-    "data": set(),
-    "elastic": {
-        "arrays",
-        "errors",
-        "failpoints",
-        "objects",
-        "optional",
-        "owned",
-        "runtime",
-        "runtime.lifecycle",
-    },
-    "errors": set(),
-    "failpoints": {"errors"},
-    "handles": {"arguments"},
-    "horoclone": {"optional"},
-    "horovod_alias": {"stand_ins"},
-    "jax": {
-        "arguments",
-        "arrays",
-        "compression",
-        "elastic",
-        "errors",
-        "objects",
-        "ops",
-        "optional",
-        "owned",
-        "process_sets",
-        "runtime",
-        "runtime.lifecycle",
-    },
-    "keras": {
-        "arguments",
-        "arrays",
-        "compression",
-        "elastic",
-        "errors",
-        "jax",
-        "objects",
-        "ops",
-        "optional",
-        "owned",
-        "process_sets",
-        "runtime",
-        "runtime.exported",
-        "stand_ins",
-        "tensorflow",
-        "torch",
-        "torch.operations",
-        "tracking",
-    },
-    "launch": {
-        "anonymous_file",
-        "bootstrap",
-        "errors",
-        "failpoints",
-        "live",
-        "membership",
-        "optional",
-        "selection",
-        "settings",
-        "simulate",
-    },
-    "lightning": {"errors", "objects", "runtime", "runtime.lifecycle", "torch", "tracking"},
-    "live": {"connection_limits"},
-    "membership": {"bootstrap", "errors", "failpoints"},
-    "objects": {"arguments", "arrays", "bootstrap", "errors", "process_sets", "runtime"},
-    "ops": {"arguments", "errors"},
-    "optional": set(),
-    "owned": set(),
-    "plan": {"replay"},
-    "plan.launching": {"bootstrap", "launch"},
-    "plan.torch": {"replay", "torch", "torch.compression", "torch.optimizer"},
-    "process_sets": {"errors", "ops", "runtime"},
-    "ps": {"arguments", "bootstrap", "errors", "failpoints", "runtime"},
-    "ps.torch": {"arguments"},
-    "ray": {"bootstrap", "errors", "launch", "ps", "runner"},
-    "replay": set(),
-    "runner": {"bootstrap", "common", "launch"},
-    "runtime": {"bootstrap", "errors", "live", "membership", "settings"},
-    "runtime.exit_hooks": {"bootstrap", "errors"},
-    "runtime.exported": {"process_sets", "runtime.lifecycle"},
-    "runtime.lifecycle": {
-        "bootstrap",
-        "errors",
-        "failpoints",
-        "process_sets",
-        "runtime.exit_hooks",
-        "selection",
-        "settings",
-    },
-    "selection": set(),
-    "settings": set(),
-    "simulate": {"replay", "runtime"},
-    "spark": {"bootstrap", "errors", "launch", "runner", "connection_limits"},
-    "spark.keras": {"keras"},
-    "spark.torch": {"torch"},
-    "stand_ins": {"errors"},
-    "tensorflow": {
-        "arguments",
-        "arrays",
-        "bootstrap",
-        "common",
-        "compression",
-        "elastic",
-        "errors",
-        "objects",
-        "ops",
-        "optional",
-        "owned",
-        "process_sets",
-        "runtime",
-        "runtime.exported",
-        "runtime.lifecycle",
-    },
-    "tensorflow.keras": {"common", "keras", "process_sets", "runtime", "runtime.exported"},
-    "torch": {
-        "common",
-        "errors",
-        "ops",
-        "optional",
-        "runtime",
-        "runtime.exported",
-        "runtime.lifecycle",
-        "torch.c10d",
-        "torch.compression",
-        "torch.elastic",
-        "torch.functions",
-        "torch.local_sgd",
-        "torch.mpi_ops",
-        "torch.operations",
-        "torch.optimizer",
-        "torch.sync_batch_norm",
-    },
-    "torch.c10d": {
-        "anonymous_file",
-        "bootstrap",
-        "errors",
-        "objects",
-        "ops",
-        "runtime",
-        "runtime.lifecycle",
-        "settings",
-        "torch.operations",
-    },
-    "torch.compression": {"compression", "ops", "torch.compressor", "torch.compressors"},
-    "torch.compressor": {"compression", "errors"},
-    "torch.compressors": {"runtime", "torch.compressor"},
-    "torch.elastic": {
-        "elastic",
-        "errors",
-        "objects",
-        "owned",
-        "runtime",
-        "torch.functions",
-        "torch.optimizer",
-    },
-    "torch.functions": {"arguments", "objects", "process_sets", "runtime", "torch.operations"},
-    "torch.local_sgd": {
-        "ops",
-        "process_sets",
-        "runtime",
-        "torch.compression",
-        "torch.compressor",
-        "torch.operations",
-        "torch.optimizer",
-    },
-    "torch.mpi_ops": {"common", "errors", "ops", "runtime", "runtime.exported", "torch.operations"},
-    "torch.operations": {
-        "arguments",
-        "errors",
-        "handles",
-        "ops",
-        "process_sets",
-        "runtime",
-        "torch.compression",
-    },
-    "torch.optimizer": {
-        "arguments",
-        "arrays",
-        "errors",
-        "objects",
-        "ops",
-        "process_sets",
-        "runtime",
-        "stand_ins",
-        "torch.compression",
-        "torch.compressor",
-        "torch.functions",
-        "torch.operations",
-    },
-    "torch.sync_batch_norm": {"errors", "ops", "process_sets", "torch.operations"},
-    "torch.torchft": {"torch.c10d"},
-    "tracking": {"runtime"},
-    "connection_limits": set(),
+MAY_IMPORT = {
+    layer: set(others.split())
+    for layer, others in re.findall(
+        r"^([\w.]+):(.*(?:\n .*)*)",
+        """
+_keras: keras ops process_sets
+anonymous_file:
+arguments:
+arrays: arguments handles ops process_sets runtime
+bootstrap: connection_limits errors selection settings
+checkpoint: anonymous_file errors failpoints objects owned runtime
+checkpoint.jax:
+checkpoint.torch:
+common: elastic errors ops process_sets runtime runtime.lifecycle
+compression:
+cupy: arrays errors objects ops process_sets runtime runtime.lifecycle
+data:
+elastic: arrays errors failpoints objects optional owned runtime runtime.lifecycle
+errors:
+failpoints: errors
+handles: arguments
+horoclone: optional
+horovod_alias: stand_ins
+jax: arguments arrays compression elastic errors objects ops optional owned process_sets runtime
+    runtime.lifecycle
+keras: arguments arrays compression elastic errors jax objects ops optional owned process_sets runtime
+    runtime.exported stand_ins tensorflow torch torch.operations tracking
+launch: anonymous_file bootstrap errors failpoints live membership optional selection settings simulate
+lightning: errors objects runtime runtime.lifecycle torch tracking
+live: connection_limits
+membership: bootstrap errors failpoints
+objects: arguments arrays bootstrap errors process_sets runtime
+ops: arguments errors
+optional:
+owned:
+plan: replay
+plan.launching: bootstrap launch
+plan.torch: replay torch torch.compression torch.optimizer
+process_sets: errors ops runtime
+ps: arguments bootstrap errors failpoints runtime
+ps.torch: arguments
+ray: bootstrap errors launch ps runner
+replay:
+runner: bootstrap common launch
+runtime: bootstrap errors live membership settings
+runtime.exit_hooks: bootstrap errors
+runtime.exported: process_sets runtime.lifecycle
+runtime.lifecycle: bootstrap errors failpoints process_sets runtime.exit_hooks selection settings
+selection:
+settings:
+simulate: replay runtime
+spark: bootstrap connection_limits errors launch runner
+spark.keras: keras
+spark.torch: torch
+stand_ins: errors
+tensorflow: arguments arrays bootstrap common compression elastic errors objects ops optional owned process_sets
+    runtime runtime.exported runtime.lifecycle
+tensorflow.keras: common keras process_sets runtime runtime.exported
+torch: common errors ops optional runtime runtime.exported runtime.lifecycle torch.c10d torch.compression
+    torch.elastic torch.functions torch.local_sgd torch.mpi_ops torch.operations torch.optimizer
+    torch.sync_batch_norm
+torch.c10d: anonymous_file bootstrap errors objects ops runtime runtime.lifecycle settings torch.operations
+torch.compression: compression ops torch.compressor torch.compressors
+torch.compressor: compression errors
+torch.compressors: runtime torch.compressor
+torch.elastic: elastic errors objects owned runtime torch.functions torch.optimizer
+torch.functions: arguments objects process_sets runtime torch.operations
+torch.local_sgd: ops process_sets runtime torch.compression torch.compressor torch.operations torch.optimizer
+torch.mpi_ops: common errors ops runtime runtime.exported torch.operations
+torch.operations: arguments errors handles ops process_sets runtime torch.compression
+torch.optimizer: arguments arrays errors objects ops process_sets runtime stand_ins torch.compression
+    torch.compressor torch.functions torch.operations
+torch.sync_batch_norm: errors ops process_sets torch.operations
+torch.torchft: torch.c10d
+tracking: runtime
+connection_limits:
+""",
+        re.MULTILINE,
+    )
 }
 
 # (module, what it looks up by name) -> why it cannot import it
