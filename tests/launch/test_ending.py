@@ -77,28 +77,19 @@ def test_others_have_time_to_raise_and_are_named_in_one_line(launch):
     assert "ValueError: bad batch 17" in done.stderr.splitlines()[-1]
 
 
-def test_ranks_that_hang_after_a_failure_get_sigterm_after_five_seconds(launch):
+def test_ranks_that_hang_after_a_failure_get_sigterm_after_five_seconds_and_sigkill_after_the_grace_period(
+    launch,
+):
     body = RANK + (
         "def leave(*_): print('asked to leave', flush=True); sys.exit(0)\n"
-        "signal.signal(signal.SIGTERM, leave)\n"
+        "signal.signal(signal.SIGTERM, leave if r == 1 else signal.SIG_IGN)\n"
         "if r == 0: time.sleep(0.5); sys.exit(3)\n"
         "time.sleep(60)"
     )
-    done = launch([*RUN, "-np", "2", PYTHON, "-c", body], check=False)
-    assert done.returncode == 3 and 5.0 <= done.seconds < 40 and "[1] asked to leave" in done.stdout
-    waits = (
-        "horoclonerun: rank 0 failed; waiting for rank 1 to notice and say so; SIGTERM to who is left in 4 s"
-    )
+    done = launch([*RUN, "-np", "3", "--grace", "1", PYTHON, "-c", body], check=False)
+    assert done.returncode == 3 and 6.0 <= done.seconds < 40 and done.stdout == "[1] asked to leave\n"
+    waits = "horoclonerun: rank 0 failed; waiting for ranks 1-2 to notice and say so; SIGTERM to who is left in 4 s"
     assert waits in done.stderr.splitlines(), done.stderr
-
-
-def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_period(launch):
-    body = (
-        RANK
-        + "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif r == 0: time.sleep(0.5); sys.exit(3)\ntime.sleep(60)"
-    )
-    done = launch([*RUN, "-np", "2", "--grace", "1", PYTHON, "-c", body], check=False)
-    assert done.returncode == 3 and 6.0 <= done.seconds < 40
 
 
 def test_a_wait_of_seconds_is_said_and_a_short_one_is_not():
@@ -290,7 +281,7 @@ def test_descriptors_of_the_launcher_do_not_leak_into_ranks(launch):
     assert sum("horoclone-secret" in kind for kind in kinds) == 2
 
 
-@pytest.mark.parametrize("limit", [7, 9, 10, 12, 14, 16, 18])
+@pytest.mark.parametrize("limit", [7, 12, 18])
 def test_too_few_descriptors_are_said_without_a_traceback(launch, limit):
     command = f"ulimit -n {limit}; exec {shlex.quote(sys.executable)} -m horoclone.launch -np 2 true"
     done = launch(["sh", "-c", command], check=False)
