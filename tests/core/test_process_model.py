@@ -437,7 +437,7 @@ os.write(1, b"\\nfine\\n")
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", ["open_mpi", "mpich"])
+@pytest.mark.parametrize("name", ["open_mpi", pytest.param("mpich", marks=pytest.mark.long(8))])
 def test_every_life_may_have_another_world_under_mpirun(launch, request, name):
     """COMM_WORLD, a duplicate, halves of a Split and lists of ranks, in turn; MPI itself is used in between."""
     mpi = request.getfixturevalue(name)
@@ -474,7 +474,15 @@ def test_every_life_may_have_another_world_under_our_launcher():
         hvd.shutdown()
 
 
-@pytest.mark.parametrize("launcher", ["ours", "open_mpi", "mpich", "torchrun", "alone"])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "ours",
+        "open_mpi",
+        "alone",
+        *(pytest.param(one, marks=pytest.mark.long(6)) for one in ("mpich", "torchrun")),
+    ],
+)
 def test_the_example_computes_pi_under_every_launcher(launch, request, examples, launcher):
     script, env, size = str(examples / "numpy_pi.py"), {}, 2
     command = [sys.executable, script]

@@ -29,10 +29,9 @@ def kill(pid: int, number: int = signal.SIGKILL) -> None:
 @pytest.mark.parametrize(
     "victims",
     [
-        [1],
         [0],
         [1, 2],
-        *(pytest.param(more, marks=pytest.mark.long(10)) for more in ([3], [0, 3], [0, 1, 2])),
+        *(pytest.param(more, marks=pytest.mark.long(10)) for more in ([1], [3], [0, 3], [0, 1, 2])),
     ],
 )
 def test_survivors_go_on_and_the_slots_get_new_workers(elastic: Any, victims: list[int]) -> None:
@@ -93,7 +92,7 @@ def test_one_is_lost_when_all_are_connected_and_init_has_not_returned(elastic: A
 
 
 @pytest.mark.parametrize(
-    "after_ms", [0, 10, *(pytest.param(ms, marks=pytest.mark.long(10)) for ms in (2, 5, 20))]
+    "after_ms", [10, *(pytest.param(ms, marks=pytest.mark.long(10)) for ms in (0, 2, 5, 20))]
 )
 def test_two_are_killed_one_shortly_after_the_other(elastic: Any, after_ms: int) -> None:
     job = elastic(["-np", 4, "--min-np", 1], steps=50, pause_s=0.02)
@@ -250,8 +249,9 @@ def test_random_kills_at_random_moments_change_no_sum(elastic: Any, seed: int) -
     "victim, smallest, kept, dropped",
     [
         (0, 1, "{1: [0, 1]}", "(1,)"),  # of [0, 1] and [1, 2] the second is left, as [0, 1]
-        (3, 1, "{1: [0, 1], 2: [1, 2]}", "()"),
-        (3, 4, "{1: [0, 1], 2: [1, 2]}", "()"),  # the new worker names the same sets
+        pytest.param(3, 1, "{1: [0, 1], 2: [1, 2]}", "()", marks=pytest.mark.long(6)),
+        # The new worker names the same sets.
+        pytest.param(3, 4, "{1: [0, 1], 2: [1, 2]}", "()", marks=pytest.mark.long(6)),
         (0, 4, "{}", "(1, 2)"),  # the new worker names [0, 1], the others have it no more
     ],
 )

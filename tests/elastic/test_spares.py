@@ -39,9 +39,16 @@ def wait(started: Any, what: Callable[[], Any]) -> Any:
     return found
 
 
-@pytest.mark.parametrize("victim", [0, 1])  # rank 0 is the one that feeds
-@pytest.mark.parametrize("interval", ["0", "1000"])
-def test_a_promoted_spare_goes_on_from_what_it_was_given(launch: Any, victim: int, interval: str) -> None:
+@pytest.mark.parametrize(
+    "interval, victim",  # rank 0 is the one that feeds
+    [
+        ("0", 0),
+        ("1000", 1),
+        pytest.param("0", 1, marks=pytest.mark.long(8)),
+        pytest.param("1000", 0, marks=pytest.mark.long(8)),
+    ],
+)
+def test_a_promoted_spare_goes_on_from_what_it_was_given(launch: Any, interval: str, victim: int) -> None:
     environment = {"HOROCLONE_REPLICA_INTERVAL": interval}
     started = launch.start([*RUN, *FLAGS, "--verbose", sys.executable, WORKER, "4", "2"], env=environment)
     wait(started, lambda: len(IN.findall(started.stdout)) == 2)

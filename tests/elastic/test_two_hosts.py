@@ -121,20 +121,6 @@ def test_a_rank_of_another_host_is_lost_and_comes_back(job: Any, hosts: Hosts) -
     run.finish()
 
 
-@pytest.mark.netns
-def test_the_side_with_the_launcher_goes_on_when_the_other_is_cut_off(job: Any, hosts: Hosts) -> None:
-    run = job(
-        "-np", 4, "--min-np", 2, "-H", ",".join(f"{one}:2" for one in hosts.addresses), steps=300, **QUICK
-    )  # fmt: skip
-    first = run.whole(1)
-    run.step(5)
-    hosts.cut()
-    assert run.of_size(2, after=1) == {0: first[0], 1: first[1]}
-    hosts.heal()  # else the launcher waits for ssh to give its host up
-    run.started.process.send_signal(signal.SIGTERM)
-    assert run.started.finish(60).returncode == 143
-
-
 def wait_for(path: Path, text: str, timeout_s: float = 60) -> str:
     """The file, once the text is in it."""
     deadline = time.monotonic() + timeout_s
@@ -193,6 +179,7 @@ def test_ranks_on_two_hosts_go_on_when_their_launcher_dies(job: Any, hosts: Host
 
 
 @pytest.mark.netns
+@pytest.mark.long(25)
 def test_of_a_cut_network_the_majority_goes_on_without_the_launcher(
     job: Any, hosts: Hosts, tmp_path: Path
 ) -> None:
@@ -273,6 +260,7 @@ def test_a_process_that_cannot_reach_its_coordinator_ends_with_75(launch: Any) -
 
 
 @pytest.mark.netns
+@pytest.mark.long(25)
 def test_a_whole_host_is_killed_and_nothing_that_only_its_ranks_had_is_lost(
     launch: Any, watch: Any, hosts: Hosts, tmp_path: Path
 ) -> None:
