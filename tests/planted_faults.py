@@ -54,7 +54,7 @@ CPP = (
     Fault("csrc/base/sha256.h", "0x6a09e667", "0x6a09e668", "base *"),
     Fault("csrc/agreement/plan_cache.cc", "return cache_id.announced && cache_id.signature == request.signature ? number : kNoCacheId;", "return cache_id.announced ? number : kNoCacheId;", "agreement plan cache*"),
     Fault("csrc/agreement/coordinator.cc", "if (list.size() < 2 ||", "if (list.size() < 3 ||", "agreement *"),
-    Fault("csrc/agreement/coordinator.cc", "if (next.is_join()) break;", "if (false) break;", "agreement *"),
+    Fault("csrc/agreement/coordinator.cc", "if (next.is_join()) break;", "if (false) break;", "agreement coordinator: join*"),
     Fault("csrc/collective/selection.cc", "return bytes < t.ring_from_bytes ? Algorithm::kRecursiveDoubling : Algorithm::kRing;", "return bytes <= t.ring_from_bytes ? Algorithm::kRecursiveDoubling : Algorithm::kRing;", "collective selection*"),
     Fault("csrc/collective/selection.cc", "return ranks == 2 ? 4 * flat_bytes : flat_bytes;", "return flat_bytes;", "collective selection*"),
     Fault("csrc/net/framed_channel.cc", "if (frame.empty() || frame.size() > kMaxControlBytes) {", "if (frame.empty()) {", "net channel*"),

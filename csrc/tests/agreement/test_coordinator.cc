@@ -457,6 +457,17 @@ TEST_CASE("coordinator: join: a joined rank's identity element is not scaled, wh
       }
 }
 
+TEST_CASE("coordinator: join: what comes behind it is not fused with what came before") {
+  Ranks ranks(options(2));
+  ranks.everybody_says({allreduce("before")});
+  for (int rank : {0, 1}) ranks.say(rank, {}, true);
+  ranks.everybody_says({allreduce("behind")});
+  const Plan plan = ranks.decide();
+  REQUIRE(plan.batches.size() == 3);
+  CHECK(plan.batches[0].entries.size() == 1);
+  CHECK(plan.batches[1].op == Op::kJoin);
+}
+
 TEST_CASE("coordinator: join: a joined rank counts for allreduce and barrier, and plans carry signatures") {
   Ranks ranks(options(2));
   for (int i = 0; i < 2; i++) {
