@@ -332,6 +332,14 @@ TEST_CASE("channel: after a goodbye an end is silent, unless something is still 
   Transfer send{tag_of(0, 1, 0), &byte, 1};
   link->a->post_send(&send);
   CHECK(link->a->progress(&moved).code() == Code::kPeerLost);
+  link = make_link(shared);
+  Transfer receive{tag_of(0, 1, 0), &byte, 1};
+  link->a->post_receive(&receive);
+  link->a->expect_close();
+  link->end_b();
+  Status status;
+  for (int i = 0; i < 5; ++i) status = link->a->progress(&moved);
+  CHECK(status.code() == Code::kPeerLost);
 }
 
 TEST_CASE("tcp channel: the last data is taken in, though the end of the control line comes first") {
