@@ -59,9 +59,9 @@ CPP = (
     Fault("csrc/collective/selection.cc", "return ranks == 2 ? 4 * flat_bytes : flat_bytes;", "return flat_bytes;", "collective selection*"),
     Fault("csrc/net/framed_channel.cc", "if (frame.empty() || frame.size() > kMaxControlBytes) {", "if (frame.empty()) {", "net channel*"),
     Fault("csrc/net/framed_channel.cc", "if (goodbye_ && !stranded_ && !inbox_.waiting()) return Status::ok();", "if (goodbye_ && !stranded_) return Status::ok();", "net *channel*"),
-    Fault("csrc/server/table.cc", "return static_cast<uint32_t>(shard * partitions >> 16);", "return static_cast<uint32_t>(shard % partitions);", "server partitions*"),
-    Fault("csrc/server/table.cc", "if (workers < 1) return", "if (workers < 0) return", "server *"),
-    Fault("csrc/arithmetic/quantize.h", "127", "126", "arithmetic quantize*"),
+    Fault("csrc/server/table.cc", "return static_cast<uint32_t>(shard * partitions >> 16);", "return static_cast<uint32_t>(shard * partitions >> 17);", "server partitions*"),
+    Fault("csrc/server/table.cc", "if (workers < 1) return", "if (workers < 0) return", "server a table whose*"),
+    Fault("csrc/arithmetic/quantize_kernels.h", "scale /= 127.0f", "scale /= 126.0f", "arithmetic quantize*"),
 )  # fmt: skip
 FAULTS = [*PYTHON, *CPP]
 

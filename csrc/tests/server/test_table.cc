@@ -99,6 +99,20 @@ TEST_CASE("a table: when its memory is used up nothing has changed, and the erro
   CHECK(slots[999] == 999);
 }
 
+TEST_CASE("a table whose description makes no sense is refused") {
+  const auto refused = [](const auto& change) {
+    TableSpec spec = spec_of(Rule::kSum, 1);
+    CHECK(spec.check().is_ok());
+    change(&spec);
+    return spec.check().code() == Code::kInvalidArgument;
+  };
+  for (int workers : {0, -1}) CHECK(refused([&](TableSpec* spec) { spec->workers = workers; }));
+  CHECK(refused([](TableSpec* spec) { spec->staleness = -2; }));
+  CHECK(refused([](TableSpec* spec) { spec->dim = 0; }));
+  CHECK(refused([](TableSpec* spec) { spec->name.clear(); }));
+  CHECK(refused([](TableSpec* spec) { spec->optimizer.beta1 = 1; }));
+}
+
 TEST_CASE("partitions get equal parts of consecutive ids") {
   for (uint32_t partitions : {1u, 2u, 3u, 16u}) {
     std::vector<int> counts(partitions, 0);
