@@ -281,6 +281,39 @@ def test_a_step_that_is_left_out_for_an_overflow_is_left_out_everywhere() -> Non
         assert finite == ((step % 3) not in (0, 2)) and same(model)
 
 
+@pytest.mark.parametrize("option", ["none", "zero"])
+@ranks(2)
+def test_an_overflow_in_a_local_gradient_leaves_the_step_out_on_every_rank(option: str) -> None:
+    net = torch.nn.ModuleDict({"trunk": torch.nn.Linear(3, 3), "head": torch.nn.Linear(3, 2 + hvd.rank())})
+    optimizer = wrapped(net, local_parameters=net["head"], **OPTIONS[option])
+    hvd.broadcast_parameters(net["trunk"].state_dict(), root_rank=0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        hidden = net["trunk"](torch.ones(1, 3))
+        factor = float("inf") if step == 2 and hvd.rank() == 1 else 1.0
+        scaler.scale(hidden.sum() + (net["head"](hidden.detach()) * factor).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == (8.0 if step < 2 else 4.0)
+    assert same(net["trunk"])
+
+
+@ranks(2)
+def test_a_local_gradient_that_several_calls_of_backward_add_up_is_divided_once() -> None:
+    net = torch.nn.ModuleDict({"trunk": torch.nn.Linear(3, 3), "head": torch.nn.Linear(3, 2)})
+    optimizer = wrapped(net, 0.0, local_parameters=net["head"])
+    for _ in range(3):
+        optimizer.zero_grad()
+        (net["trunk"](torch.ones(1, 3)).sum() + net["head"](torch.ones(1, 3)).sum()).backward()
+        for calls in (1, 2):
+            assert set(net["head"].weight.grad.flatten().tolist()) == {calls / hvd.size()}
+            if calls == 1:
+                net["head"](torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        assert set(net["head"].weight.grad.flatten().tolist()) == {2 / hvd.size()}
+
+
 # --- nothing but the calls that say so communicates ------------------------------------------------------------------
 
 

@@ -94,10 +94,21 @@ class Training:
 @pytest.mark.parametrize("option", sorted(OPTIONS))
 @ranks(2)
 def test_on_one_rank_only(option: str) -> None:
+    check_on_one_rank_only(option)
+
+
+@pytest.mark.parametrize("option", ["zero", "int8", "sparse"])
+@ranks(2, env={"HOROCLONE_SHARED_MEMORY": "0"})
+def test_on_one_rank_only_between_machines(option: str) -> None:
+    """Where a rank reads only its share of what is reduced."""
+    check_on_one_rank_only(option, clips=False)
+
+
+def check_on_one_rank_only(option: str, clips: bool = True) -> None:
     for change, undo, named in CHANGES.values():
         training = Training(option)
         for _ in range(3):
-            training.step()
+            training.step(clips)
         if hvd.rank() == 1:
             change(training.net)
         for _ in range(2):  # and again, as long as it is so
@@ -105,7 +116,7 @@ def test_on_one_rank_only(option: str) -> None:
             with pytest.raises(
                 (hvd.Mismatch, ValueError), match=f"'{named}' is .* on rank 0 and .* on rank 1"
             ):
-                training.step()
+                training.step(clips)
             assert time.monotonic() - begin < 20
             training.optimizer.zero_grad()
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
@@ -113,7 +124,7 @@ def test_on_one_rank_only(option: str) -> None:
             undo(training.net)
         hvd.broadcast_parameters(training.net.state_dict(), root_rank=0)
         for _ in range(3):
-            training.step()
+            training.step(clips)
         assert training.is_alike()
 
 
