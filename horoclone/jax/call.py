@@ -88,13 +88,15 @@ def is_tracing() -> bool:
 
 
 def name_for(op: int, paths: Sequence[str], leaves: Sequence[Any], *more: Any) -> str:
-    """A name for an unnamed call in a program, from what is equal on every rank.
+    """A name for an unnamed call in a program, or of a step, from what is equal on every rank.
 
     That is the operation, the tree's paths, shapes and dtypes, and how many calls of this form the trace had before;
-    never the identity of an object.
+    never the identity of an object. Outside of a program calls come one after another, and need no number.
     """
     form = [(path, tuple(leaf.shape), str(leaf.dtype)) for path, leaf in zip(paths, leaves, strict=True)]
     digest = hashlib.sha256(repr((op, form, more)).encode()).hexdigest()[:12]
+    if not is_tracing():
+        return f"jax.{NAMES[op]}.{digest}"
     counter = _traces.counter()
     counter[digest] += 1
     return f"jax.{NAMES[op]}.{digest}.{counter[digest]}"

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from horoclone import arrays, ops, runtime
 from horoclone.arguments import check, check_compression, given, root, wrong_type
@@ -39,7 +40,7 @@ def _call(tree: Any, op: int, name: str | None, process_set: ProcessSet, **more:
         return tree
     _check_dtypes(op, paths, leaves)
     members = native.members_of(process_set)
-    if name is None and is_tracing():
+    if name is None and (is_tracing() or more.get("is_step")):  # gradients of different parameters never meet
         alike = [value for key, value in sorted(more.items()) if key != "position"]
         name = name_for(op, paths, leaves, members, *alike)
     elif name is not None and not name:
@@ -53,9 +54,10 @@ def _call(tree: Any, op: int, name: str | None, process_set: ProcessSet, **more:
 
 
 def _array(call: str, path: str, leaf: Any) -> Any:
-    """The leaf as an array. TypeError for what JAX makes none of."""
+    """The leaf as an array. TypeError for what JAX makes none of, OverflowError for integers that it would cut."""
     if isinstance(leaf, jax.Array):
         return leaf
+    _refuse_to_cut(call, path, leaf)
     try:
         return jnp.asarray(leaf)
     except TypeError:
@@ -67,6 +69,22 @@ def _array(call: str, path: str, leaf: Any) -> Any:
 
 
 _FIRST_ARGUMENT = {"alltoall": "array"}
+
+
+def _refuse_to_cut(call: str, path: str, leaf: Any) -> None:
+    """Without jax_enable_x64 JAX makes 32-bit integers of NumPy's, whatever their values, and says nothing."""
+    if (
+        not isinstance(leaf, (np.ndarray, np.generic))
+        or leaf.dtype not in (np.int64, np.uint64)
+        or not leaf.size
+    ):
+        return
+    kept = np.iinfo(jax.dtypes.canonicalize_dtype(leaf.dtype))
+    if leaf.min() < kept.min or leaf.max() > kept.max:
+        raise OverflowError(
+            f"{call}: the array at {path or 'the root'} is {leaf.dtype} and has values outside of {kept.dtype}, which "
+            "JAX makes of it. Use jax.config.update('jax_enable_x64', True), or horoclone's operations on NumPy arrays."
+        )
 
 
 def _check(call: str, process_set: ProcessSet, **more: Any) -> None:

@@ -9,23 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from horoclone.keras.flavor import backend, keras
+import numpy as np
+
+from horoclone.keras.flavor import backend, keras, to_numpy
 
 Update = Callable[[list[Any]], None]
 
 
 class Aggregation:
-    """The sums of one Keras 3 optimizer and the count of batches in them."""
+    """The sums of one Keras 3 optimizer, and for each variable how many batches are in its sum: apply() may be called
+    for some of the variables (a GAN's two halves), and each half has its batches."""
 
     def __init__(self, passes: int, average: bool, variables: Sequence[Any], name: str) -> None:
         self._passes = passes
         self._scale = 1.0 / passes if average else 1.0
-        self._count = self._make((), "int32", f"{name}_aggregated_batches")
+        self._counts = self._make((len(variables),), "int32", f"{name}_aggregated_batches")
         self._sums = [self._make(v.shape, v.dtype, f"{_flat_name(v)}_aggregated_gradient") for v in variables]
-        self.variables = [self._count, *self._sums]
-        self._present = [False] * len(
-            self._sums
-        )  # torch only: elsewhere a missing gradient is always missing
+        self.variables = [self._counts, *self._sums]
+        self._present = [False] * len(self._sums)  # outside of programs: there was a gradient in some pass
 
     @staticmethod
     def _make(shape: Any, dtype: str, name: str) -> Any:
@@ -38,28 +39,30 @@ class Aggregation:
 
         places: the sums' places, one for each gradient. state: all variables that `update` changes, for JAX.
         """
-        if backend() == "torch":
-            self._eagerly(grads, places, update)
+        if not _in_a_program(self._counts):
+            self._at_once(grads, places, update)
             return
         ops = keras.ops
         totals = [
             None if g is None else ops.add(self._sums[p], _dense(g))
             for g, p in zip(grads, places, strict=True)
         ]
-        last = ops.equal(self._count, self._passes - 1)
+        mine = np.isin(np.arange(len(self._sums)), places).astype(np.int32)
+        counts = ops.add(self._counts, mine)
+        last = ops.max(ops.multiply(counts, mine)) >= self._passes
 
         def finish() -> None:
             update([None if total is None else total * self._factor(total) for total in totals])
             for place, total in zip(places, totals, strict=True):
                 if total is not None:
                     self._sums[place].assign(ops.zeros_like(total))
-            self._count.assign(0)
+            self._counts.assign(ops.multiply(counts, 1 - mine))
 
         def go_on() -> None:
             for place, total in zip(places, totals, strict=True):
                 if total is not None:
                     self._sums[place].assign(total)
-            self._count.assign_add(1)
+            self._counts.assign(counts)
 
         if backend() == "tensorflow":
             ops.cond(last, finish, go_on)
@@ -69,23 +72,51 @@ class Aggregation:
     def _factor(self, total: Any) -> Any:
         return keras.ops.cast(self._scale, total.dtype)
 
-    def _eagerly(self, grads: Sequence[Any], places: Sequence[int], update: Update) -> None:
-        from horoclone.keras import on_torch
-
+    def _at_once(self, grads: Sequence[Any], places: Sequence[int], update: Update) -> None:
         for gradient, place in zip(grads, places, strict=True):
             if gradient is not None:
-                on_torch.add_in_place(self._sums[place], gradient)
+                _add(self._sums[place], gradient)
                 self._present[place] = True
-        if int(self._count.value) < self._passes - 1:
-            self._count.assign_add(1)
-            return
-        update(
-            [on_torch.scaled(self._sums[p].value, self._scale) if self._present[p] else None for p in places]
-        )
-        for total in self._sums:
-            on_torch.clear(total)
-        self._present = [False] * len(self._sums)
-        self._count.assign(0)
+        mine, counts = list(places), np.array(to_numpy(self._counts))
+        counts[mine] += 1
+        if counts[mine].max() >= self._passes:
+            sums = [self._sums[p].value if self._present[p] else None for p in mine]
+            update([None if total is None else total * self._factor(total) for total in sums])
+            for place in mine:
+                _clear(self._sums[place])
+                self._present[place] = False
+            counts[mine] = 0
+        self._counts.assign(counts)
+
+
+def _in_a_program(counts: Any) -> bool:
+    if backend() == "tensorflow":
+        import tensorflow as tf
+
+        return not tf.executing_eagerly()
+    if backend() == "jax":
+        from horoclone.keras.on_jax import traced
+
+        return traced(counts.value)
+    return False
+
+
+def _add(total: Any, gradient: Any) -> None:
+    if backend() == "torch":
+        from horoclone.keras import on_torch
+
+        on_torch.add_in_place(total, gradient)
+    else:
+        total.assign_add(_dense(gradient))
+
+
+def _clear(total: Any) -> None:
+    if backend() == "torch":
+        from horoclone.keras import on_torch
+
+        on_torch.clear(total)
+    else:
+        total.assign(keras.ops.zeros_like(total.value))
 
 
 def _flat_name(variable: Any) -> str:
@@ -99,12 +130,7 @@ def _dense(gradient: Any) -> Any:
 def _jax_cond(
     condition: Any, true: Callable[[], None], false: Callable[[], None], state: Sequence[Any]
 ) -> None:
-    """A condition whose branches assign to `state`: under jit each branch hands out what it assigned."""
-    from horoclone.keras.on_jax import traced
-
-    if not traced(condition):
-        true() if condition else false()
-        return
+    """A condition whose branches assign to `state`: each branch hands out what it assigned."""
 
     def values_after(branch: Callable[[], None]) -> Callable[[], list[Any]]:
         def run() -> list[Any]:

@@ -37,10 +37,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Gives every rank, before the first step, the weights and the optimizer's state of rank `root_rank`.
 
     The optimizer is built for that. A model that tf_keras builds in its first step is sent after that step. Random
-    seeds and metrics stay each rank's own, and so do `local_variables`. ValueError, on every rank, when the models or
-    the numbers of batches differ between the ranks. device has no effect. Where on_batch_end is replaced, on an object
-    or in a class, everything is sent when it is called after the first batch, as in Horovod, so that it may register
-    local variables before.
+    seeds and metrics stay each rank's own, and so do `local_variables`. ValueError, on every rank, when the models
+    or the numbers of batches differ between the ranks, or at an epoch's begin their learning rates. device has no
+    effect. Where on_batch_end is replaced, on an object or in a class, everything is sent when it is called after
+    the first batch, as in Horovod, so that it may register local variables before.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
@@ -77,6 +77,16 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._build_optimizer(model)
         if self._ready_everywhere(not self._is_replaced()):
             self._send(model)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Raises ValueError, on every rank, when the ranks have different learning rates."""
+        rates_there = allgather_object(rates.learning_rate_if_known(getattr(self.model, "optimizer", None)))
+        if len(set(rates_there)) > 1:
+            raise ValueError(
+                f"the ranks have different learning rates, {dict(enumerate(rates_there))}, so their weights drift "
+                "apart. Where a callback like ReduceLROnPlateau sets them by this rank's own metrics, put "
+                "hvd.callbacks.MetricAverageCallback() before it; else set the same rate on every rank."
+            )
 
     def on_batch_end(self, batch: int, logs: Any = None) -> None:
         """Broadcasts what did not exist before the first batch. Called by Keras's on_train_batch_end."""

@@ -14,6 +14,14 @@ def learning_rate_of(optimizer: Any) -> float:
     return float(to_numpy(optimizer.learning_rate))
 
 
+def learning_rate_if_known(optimizer: Any) -> float | None:
+    """The rate of the next step; None where it cannot be read (no optimizer, a schedule of tf_keras)."""
+    try:
+        return None if optimizer is None else learning_rate_of(optimizer)
+    except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError):
+        return None
+
+
 def set_learning_rate(optimizer: Any, rate: float) -> None:
     """Sets the rate. TypeError when the optimizer has a schedule or a function in its place."""
     try:

@@ -44,6 +44,7 @@ class State:
                 reduction.passes, self.reduce, reduction.average_passes, sparse=True
             )
             self.aggregation.gives_sums = True
+        self.numbers: dict[Hashable, int] = {}  # of its variables, the same on every rank
         self.computed: set[Hashable] = (
             set()
         )  # eagerly: variables whose gradients were reduced and are not applied yet
@@ -54,7 +55,13 @@ class State:
         self.matched: int | None = None  # how these are found: KEY, NAME or PLACE
 
     def reduce(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        return self.reduction.reduce(grads, variables, _key)
+        self.number(variables)
+        return self.reduction.reduce(grads, variables, _key, self.numbers)
+
+    def number(self, variables: Sequence[Any]) -> None:
+        """Gives new ones their numbers, those that come together in the order in which they were made."""
+        for variable in sorted(variables, key=_made_as):
+            self.numbers.setdefault(_key(variable), len(self.numbers))
 
 
 class DistributedMixin(Copied):
@@ -140,20 +147,20 @@ class DistributedMixin(Copied):
         """As the wrapped class; with backward_passes_per_step only every so often."""
         apply = super().apply_gradients
         state, pairs = self._horoclone, list(grads_and_vars)
+        state.number([v for _, v in pairs])
         if state.aggregation is None:
             return apply(pairs, *args, **kwargs)
         _refuse_sessions()
-        pairs = [(g, v) for g, v in pairs if g is not None]
         grads, variables = [g for g, _ in pairs], [v for _, v in pairs]
-        computed = (
-            tf.executing_eagerly() and bool(pairs) and all(_key(v) in state.computed for v in variables)
-        )
+        there = [_key(v) for g, v in pairs if g is not None]
+        computed = tf.executing_eagerly() and bool(there) and state.computed.issuperset(there)
         if not computed and not state.reduction.all_reduced_before(grads, variables):
             aggregation = state.aggregation
             reduce_now = not _has_reduced_by_himself(kwargs)
             grads = aggregation.compute_gradients(grads, variables, reduce_now)
             reduced_gradients.mark(grads)
-            pairs = list(zip(grads, variables, strict=True))
+        pairs = [(g, v) for g, v in zip(grads, variables, strict=True) if g is not None]
+        variables = [v for _, v in pairs]
         state.computed.clear()
         with tf.init_scope():  # in the conditional step below no variables can be made
             if hasattr(self, "_create_all_weights"):
@@ -169,6 +176,7 @@ class OfTfKeras(DistributedMixin):
 
     def build(self, var_list: Any) -> None:
         """As the wrapped class."""
+        self._horoclone.number(var_list)
         if not self._has_state():
             super().build(self._to_build(var_list))
             self._take_over()
@@ -206,6 +214,7 @@ class OfLegacy(DistributedMixin):
     """For tf_keras.optimizers.legacy."""
 
     def _create_all_weights(self, var_list: Any) -> None:
+        self._horoclone.number(var_list)
         super()._create_all_weights(var_list)
         self._take_over()
 
@@ -283,6 +292,12 @@ def _how_to_match(labels: list[tuple[Any, str]], values: list[Any]) -> int:
 
 def _key(variable: Any) -> Hashable:
     return variable.ref()
+
+
+def _made_as(variable: Any) -> int:
+    """TensorFlow's running number, with which a variable's identifier ends; 0 where it has none."""
+    number = str(getattr(variable, "_unique_id", "")).rpartition("_")[2]
+    return int(number) if number.isdigit() else 0
 
 
 def _has_reduced_by_himself(options: dict[str, Any]) -> bool:

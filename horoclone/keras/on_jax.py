@@ -45,8 +45,11 @@ def reduce(
         if result:
             wires, _ = jax.lax.optimization_barrier((wires, list(result.values())))
         # In a program two optimizers may be at it at once: there the names that the binding makes are told apart.
-        name = members[0].name if settings.named or not is_tracing() else None
+        # They are made of the tree, in which the part's name says whose gradients these are.
+        key = members[0].name
+        name = key if settings.named or not is_tracing() else None
         compression = members[0].compression or hvd.Compression.none
-        reduced = reduce_gradients(wires, name, compression, op, settings.process_set, prescale, postscale)
-        result.update(zip(places, reduced, strict=True))
+        tree = {key: wires}
+        reduced = reduce_gradients(tree, name, compression, op, settings.process_set, prescale, postscale)
+        result.update(zip(places, reduced[key], strict=True))
     return result

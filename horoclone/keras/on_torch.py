@@ -41,10 +41,12 @@ def reduce(
     parts: Sequence[Part], grads: Sequence[Any], variables: Sequence[Any], settings: Reduction
 ) -> dict[int, Any]:
     """Place in the list -> reduced gradient; None where no rank had one. The tensors given stay as they are."""
+    if not parts:
+        return {}
     places = [place for part in parts for place in part.places]
     had = torch.tensor([grads[place] is not None for place in places], dtype=torch.uint8)
     someone = operations.allreduce_async(
-        had, name=f"{settings.name}.present", op=Max, process_set=settings.process_set
+        had, name=f"{parts[0].name}.present", op=Max, process_set=settings.process_set
     )
     running = [_submit(part, grads, variables, settings) for part in parts]
     result: dict[int, Any] = {}

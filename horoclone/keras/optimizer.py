@@ -20,6 +20,11 @@ from horoclone.keras.flavor import keras
 from horoclone.keras.reduction import Reduction
 
 LossScaleOptimizer = keras.optimizers.LossScaleOptimizer
+_FEWER = (
+    "this LossScaleOptimizer is a copy of one that has trained, for fewer variables, or in another order. On JAX that "
+    "is possible for the optimizer inside it alone: build the copy for the variables of the original, or make a new "
+    "optimizer, without state."
+)
 _classes: dict[tuple[type, str, str], type] = {}  # wrapped class, options, module -> derived class
 
 
@@ -34,6 +39,7 @@ class State:
         self.implied = False  # made from a saved configuration; DistributedOptimizer may still be called
         self.values: list[Any] | None = None  # of the original's variables, until the copy has them
         self.trained: list[Any] | None = None  # the variables that it, or the original, is built for
+        self.given: list[Any] | None = None  # to build(), where a copy is given fewer than that
 
 
 class DistributedMixin(Copied):
@@ -51,6 +57,8 @@ class DistributedMixin(Copied):
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Reduces the gradients over the ranks, then applies them as the wrapped class does (unscaling, clipping)."""
         grads = list(grads)
+        if trainable_variables is None:
+            trainable_variables = self._given(len(grads))
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
         if self._horoclone.handed_over or not grads:
@@ -77,7 +85,9 @@ class DistributedMixin(Copied):
         self._horoclone.aggregation.apply(grads, places, update, state)
 
     def _reduced(self: Any, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        return self._horoclone.reduction.reduce(grads, variables, self._var_key)
+        return self._horoclone.reduction.reduce(
+            grads, variables, self._var_key, self._trainable_variables_indices
+        )
 
     def stateless_apply(
         self: Any,
@@ -85,8 +95,18 @@ class DistributedMixin(Copied):
         grads: Sequence[Any],
         trainable_variables: Sequence[Any],
     ) -> tuple[list[Any], list[Any]]:
-        """As the wrapped class; the gradients are reduced first."""
+        """As the wrapped class; the gradients are reduced first. Unsupported for a LossScaleOptimizer that is a copy
+        for fewer variables than its original."""
         plain = super().stateless_apply  # type: ignore[misc]
+        if (given := self._given(len(trainable_variables))) is not None:
+            if isinstance(self, LossScaleOptimizer):
+                raise Unsupported(_FEWER)
+            mapping = [*zip(given, trainable_variables, strict=True)]
+            mapping += zip(self.variables, optimizer_variables, strict=True)
+            with keras.StatelessScope(state_mapping=mapping) as scope:
+                self.apply(grads, given)
+            after = [[scope.get_current_value(v) for v in group] for group in (given, self.variables)]
+            return after[0], after[1]
         if self._horoclone.handed_over or not isinstance(self, LossScaleOptimizer):
             return plain(optimizer_variables, grads, trainable_variables)
         return self._stateless_apply_scaled(plain, optimizer_variables, grads, trainable_variables)
@@ -128,10 +148,18 @@ class DistributedMixin(Copied):
 
     def build(self: Any, variables: Sequence[Any]) -> None:
         """As the wrapped class; also makes the sums of backward_passes_per_step."""
-        super().build(self._to_build(variables))  # type: ignore[misc]
+        all_of_them = self._to_build(variables)
+        if [id(v) for v in all_of_them] != [id(v) for v in variables]:
+            self._horoclone.given = list(variables)
+        super().build(all_of_them)  # type: ignore[misc]
         self.built = True
         self._take_over()
         _aggregate(self)
+
+    def _given(self, count: int) -> list[Any] | None:
+        """The variables that gradients without variables are for, if not those for which the state is."""
+        given = self._horoclone.given
+        return given if given is not None and len(given) == count else None
 
     def _own_variables(self) -> list[Any]:
         return super().variables  # type: ignore[misc]

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence
+import zlib
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 from horoclone.errors import Unsupported
@@ -19,6 +21,7 @@ from horoclone.ops import Adasum, Average, Max, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
 
 Grads = Sequence[Any]
+MAX_NUMBERS = 40  # characters of a name that list variables
 
 
 _LOCAL = (
@@ -88,16 +91,29 @@ class Reduction:
             raise Unsupported(self.refusal)
         return True
 
-    def reduce(self, grads: Grads, variables: Sequence[Any], key_of: Callable[[Any], Hashable]) -> list[Any]:
+    def reduce(
+        self,
+        grads: Grads,
+        variables: Sequence[Any],
+        key_of: Callable[[Any], Hashable],
+        numbers: Mapping[Hashable, int],
+    ) -> list[Any]:
         """The gradients to apply: reduced over the ranks, local ones divided by the size, None where there is none.
 
         grads: one per variable, dense or (TensorFlow) IndexedSlices, or None; what a tape has reduced stays as it is.
-        Raises the errors of the operation.
+        numbers: of all the optimizer's variables, the same on every rank. In their order gradients meet, in whichever
+        they are given. Raises the errors of the operation.
         """
         if len(grads) != len(variables):
             raise ValueError(f"{len(grads)} gradients were given for {len(variables)} variables")
         if not self.active():
             return list(grads)
+        known = [numbers.get(key_of(variable), len(numbers) + i) for i, variable in enumerate(variables)]
+        order = sorted(range(len(known)), key=known.__getitem__)
+        if order != list(range(len(known))):
+            in_order = self.reduce([grads[i] for i in order], [variables[i] for i in order], key_of, numbers)
+            as_given = sorted(zip(order, in_order, strict=True), key=itemgetter(0))
+            return [gradient for _, gradient in as_given]
         mover = importlib.import_module(f"horoclone.keras.on_{backend()}")
         done = self.reduced_before(grads, variables)
         todo = [i for i in range(len(variables)) if not done[i]]
@@ -110,7 +126,8 @@ class Reduction:
         for i in sorted(set(todo) - set(shared)):
             if self.scale_local_gradients and grads[i] is not None:
                 result[i] = mover.scaled(grads[i], 1.0 / divisor)
-        parts = self._parts(shared, variables, key_of)
+        sent = shared if backend() == "torch" else [i for i in shared if grads[i] is not None]
+        parts = self._parts(shared, variables, key_of, _named_by([known[i] for i in sent], len(numbers)))
         for i, reduced in mover.reduce(parts, grads, variables, self).items():
             result[i] = reduced
         return result
@@ -133,9 +150,14 @@ class Reduction:
         return {key_of(variable) for variable in [*self.local_variables, *weights]}
 
     def _parts(
-        self, shared: Sequence[int], variables: Sequence[Any], key_of: Callable[[Any], Hashable]
+        self,
+        shared: Sequence[int],
+        variables: Sequence[Any],
+        key_of: Callable[[Any], Hashable],
+        which: str,
     ) -> list[Part]:
-        """The groups of the user, then everything else; the float8 scales that Keras carries as gradients by Max."""
+        """The groups of the user, then everything else; the float8 scales that Keras carries as gradients by Max.
+        which: goes into the names, see _named_by()."""
         scales = [i for i in shared if getattr(variables[i], "overwrite_with_gradient", False)]
         rest = [i for i in shared if i not in scales]
         lists: list[list[int]] = []
@@ -153,7 +175,7 @@ class Reduction:
             lists = [rest]
         parts = [
             Part(
-                f"{self.name}.{n}",
+                f"{self.name}.{n}{which}",
                 places,
                 self.op,
                 1.0 / self.predivide,
@@ -165,8 +187,21 @@ class Reduction:
             if places
         ]
         if scales:
-            parts.append(Part(f"{self.name}.scales", scales, Max, 1.0, 1.0, None))
+            parts.append(Part(f"{self.name}.scales{which}", scales, Max, 1.0, 1.0, None))
         return parts
+
+
+def _named_by(sent: Sequence[int], count: int) -> str:
+    """What a step's name says of the variables whose gradients are sent: nothing where all are, else their numbers.
+    Without it gradients of different variables, on ranks that lack different ones, would be added up."""
+    if len(sent) == count or not sent:
+        return ""
+    cuts = [0, *(i for i in range(1, len(sent)) if sent[i] != sent[i - 1] + 1), len(sent)]
+    runs = [(sent[a], sent[b - 1]) for a, b in pairwise(cuts)]
+    text = "_".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    if len(text) > MAX_NUMBERS:
+        text = f"{text[:MAX_NUMBERS]}.{zlib.crc32(text.encode()):08x}"
+    return f".variables.{text}.of.{count}"
 
 
 def default_reduction(name: str) -> Reduction:

@@ -18,7 +18,8 @@ Reduce = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 
 
 class GradientAggregation:
-    """The sums of one optimizer, one for each variable, and how many passes are in them (`counter`).
+    """The sums of one optimizer, one for each variable, and how many passes are in them (`counter`; variables that are
+    given in calls of their own, as those of a GAN's two halves, have one of their own).
 
     reduce: takes gradients and variables, gives the reduced gradients (None where there was none). average: the sums
     are divided by `passes`. sparse: tf.IndexedSlices are made dense; ValueError where it is False. Works eagerly, in
@@ -33,22 +34,30 @@ class GradientAggregation:
         self.backward_passes_per_step = passes
         self.average_aggregated_gradients = average
         self.sparse_as_dense = sparse
-        self.counter: Any = None
+        self.counter: Any = None  # of the variables that were given last
         self._reduce = reduce
         self._sums: dict[Hashable, Any] = {}
+        self._counters: dict[Hashable, Any] = {}  # variables that were first given together have one
+        self._gathered: set[Hashable] = set()  # eagerly: variables that had a gradient in this step
 
+    @mpi_ops._as_it_is
     def compute_gradients(self, grads: Sequence[Any], vars: Sequence[Any], reduce: bool = True) -> list[Any]:
         """Adds the gradients; the reduced sums with every last pass, else the gradients, or the sums so far.
 
         reduce=False: the sums are of gradients that have been reduced.
         """
-        gradients = [self._dense(gradient) for gradient in grads]
-        there = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        sums = self._variables_for([gradients[i] for i in there], [vars[i] for i in there])
-        with tf.control_dependencies(
-            [total.assign_add(gradients[i]) for i, total in zip(there, sums, strict=True)]
-        ):
-            count = self.counter.assign_add(1)
+        if not vars:
+            return []
+        gradients, keys = [self._dense(gradient) for gradient in grads], [key_of(v) for v in vars]
+        now = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        if tf.executing_eagerly():
+            self._gathered |= {keys[i] for i in now}
+        there = [i for i, key in enumerate(keys) if gradients[i] is not None or key in self._gathered]
+        self._make_variables([gradients[i] for i in now], [keys[i] for i in now], keys)
+        counter = self.counter = self._counters[keys[0]]
+        sums = [self._sums[keys[i]] for i in there]
+        with tf.control_dependencies([self._sums[keys[i]].assign_add(gradients[i]) for i in now]):
+            count = counter.assign_add(1)
             count = count if tf.is_tensor(count) else count.read_value()
 
         def finish() -> list[Any]:
@@ -59,14 +68,16 @@ class GradientAggregation:
                 reduced = self._reduce(reduced, vars)
             with tf.control_dependencies(totals):
                 cleared = [total.assign(tf.zeros_like(total)) for total in sums]
-                cleared.append(self.counter.assign(0))
+                cleared.append(counter.assign(0))
+            self._gathered -= set(keys)
             with tf.control_dependencies([c for c in cleared if c is not None]):
                 return [tf.identity(reduced[i]) for i in there]
 
         def go_on() -> list[Any]:
             if self.gives_sums:
                 return [total.read_value() for total in sums]
-            return [tf.identity(gradients[i]) for i in there]
+            given = zip(there, sums, strict=True)
+            return [tf.zeros_like(s) if gradients[i] is None else tf.identity(gradients[i]) for i, s in given]
 
         with tf.control_dependencies([count]):
             given = tf.cond(count >= self.backward_passes_per_step, finish, go_on) if there else []
@@ -74,6 +85,7 @@ class GradientAggregation:
         result = dict(zip(there, given, strict=True))
         return [result.get(i) for i in range(len(gradients))]
 
+    @mpi_ops._as_it_is
     def apply_gradients(
         self, apply_grads_closure: Callable[[], Any], optimizer: Any, *args: Any, **kwargs: Any
     ) -> Any:
@@ -92,8 +104,9 @@ class GradientAggregation:
                 return tf.constant(False)
 
         pairs = args[0] if args else ()
+        counter = next((self._counters.get(key_of(v)) for _, v in pairs), self.counter)
         with tf.control_dependencies(_as_dependencies([g for g, _ in pairs])):
-            due = tf.constant(True) if self.counter is None else tf.equal(self.counter.read_value(), 0)
+            due = tf.constant(True) if counter is None else tf.equal(counter.read_value(), 0)
         return tf.cond(due, apply, skip)
 
     def _dense(self, gradient: Any) -> Any:
@@ -108,12 +121,16 @@ class GradientAggregation:
     def _averaged(self, total: Any) -> Any:
         return total / self.backward_passes_per_step if self.average_aggregated_gradients else total
 
-    def _variables_for(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """The sums, made when a variable is met for the first time."""
-        keys = [key_of(variable) for variable in variables]
+    def _make_variables(
+        self, gradients: Sequence[Any], keys: Sequence[Hashable], together: Sequence[Hashable]
+    ) -> None:
+        """The sums and the counter, where a variable is met for the first time. together: all that were given."""
         with tf.init_scope():
-            if self.counter is None:
-                self.counter = _local_variable(tf.constant(0), "aggregation_counter")
+            counter = next((self._counters[key] for key in together if key in self._counters), None)
+            if counter is None:
+                counter = _local_variable(tf.constant(0), "aggregation_counter")
+            for key in together:
+                self._counters.setdefault(key, counter)
             for gradient, key in zip(gradients, keys, strict=True):
                 if key in self._sums:
                     continue
@@ -121,7 +138,6 @@ class GradientAggregation:
                     raise ValueError("backward_passes_per_step > 1 needs gradients of known shapes")
                 zeros = tf.zeros(gradient.shape, gradient.dtype)
                 self._sums[key] = _local_variable(zeros, f"aggregated_gradient_{len(self._sums)}")
-        return [self._sums[key] for key in keys]
 
 
 def _local_variable(value: Any, name: str) -> Any:

@@ -251,3 +251,14 @@ def test_a_compiled_program_finds_its_process_set_in_the_next_life(worlds: Any) 
 
 def test_a_compiled_program_survives_shutdown_and_init(worlds: Any) -> None:
     assert worlds.run(2, shutdown_and_init_between_calls, init=False) == [[3.0] * 3] * 2
+
+
+@ranks(2)
+def test_integers_that_jax_would_cut_are_refused() -> None:
+    """Without jax_enable_x64 its own conversion makes 0 of 2**40."""
+    tree = {"step": np.array([2**40 + hvd.rank()])}
+    with pytest.raises(OverflowError, match=r"broadcast: the array at \['step'\] is int64.*jax_enable_x64"):
+        hvd.broadcast(tree, 0)
+    with jax.enable_x64(True):
+        assert hvd.broadcast(tree, 0)["step"].tolist() == [2**40]
+    assert hvd.broadcast({"step": np.array([7 + hvd.rank()])}, 0)["step"].tolist() == [7]

@@ -162,6 +162,19 @@ def said_by_the_example(size: int) -> tuple[float, float]:
     return float(found.group(1)), float(found.group(2))
 
 
+@pytest.mark.parametrize("how", ["jit", "eager"])
+@ranks(2, env={"HOROCLONE_DEADLOCK_TIME_SECONDS": "2"})
+def test_gradients_of_different_parameters_never_meet(how: str) -> None:
+    """Each rank lacks another one; they are alike in shape and number."""
+    tx, p = hvd.DistributedOptimizer(optax.sgd(1.0)), {"a": jnp.zeros(2), "b": jnp.zeros(2)}
+    update = jax.jit(tx.update) if how == "jit" else tx.update
+    mine = {"a": jnp.ones(2), "b": None} if hvd.rank() == 0 else {"a": None, "b": jnp.ones(2)}
+    with pytest.raises((RuntimeError, ValueError), match="each waits for a call that the other has not made"):
+        jax.block_until_ready(update(mine, tx.init(p), p))
+    changes, _ = update({"a": None, "b": jnp.full(2, hvd.rank() + 1.0)}, tx.init(p), p)
+    assert changes["b"].tolist() == [-1.5, -1.5]
+
+
 @pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="the example needs scikit-learn")
 @pytest.mark.long(40)
 @ranks(2, init=False, limit_s=150)

@@ -169,3 +169,23 @@ def test_two_optimizers_of_one_form_in_one_program_are_no_steps_of_one_another()
     for number in range(20):
         first, second = program(gradient(number, False), gradient(number + 1, False))
         assert float(first["w"][0]) == -(number + 0.25) and float(second["w"][0]) == -(number + 1.25)
+
+
+@pytest.mark.parametrize("how", ["jit", "eager"])
+@ranks(2, env={"HOROCLONE_DEADLOCK_TIME_SECONDS": "2"})
+def test_a_step_left_out_by_python_is_said_at_the_next_other_call(how: str) -> None:
+    """The rank's next step is taken for the one that it has left out: nothing in it tells them apart. The call of
+    another kind that comes after the steps, or the end, does."""
+    tx, p = distributed(), {"w": jnp.zeros(3)}
+    update, state = jax.jit(tx.update) if how == "jit" else tx.update, tx.init(p)
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        for number in range(STEPS):
+            if number == BAD and hvd.rank() == 1:
+                continue
+            jax.block_until_ready(update(gradient(number, False), state, p)[0])
+        hvd.allreduce(jnp.ones(2), name="metrics")
+    found = hvd.horovod_error_of(caught.value) or caught.value
+    assert isinstance(found, hvd.Mismatch), caught.value
+    assert "'metrics'" in str(found) and "jax.allreduce." in str(found), found
+    assert str(found).count("test_steps_left_out.py:") >= 2, found
+    assert hvd.allreduce(jnp.ones(2), op=hvd.Sum).tolist() == [2.0, 2.0]

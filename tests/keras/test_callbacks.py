@@ -126,6 +126,24 @@ def says_which_variable_differs() -> None:
     assert hvd.allreduce(1.0, op=hvd.Sum) == hvd.size()
 
 
+def says_that_the_rates_differ() -> None:
+    """As after ReduceLROnPlateau without MetricAverageCallback: at the next epoch, on every rank."""
+    import horoclone.keras as hvd
+    from horoclone.keras import learning_rate as rates
+
+    class Lowers(the_keras().callbacks.Callback):  # type: ignore[misc, name-defined]
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            rates.set_learning_rate(self.model.optimizer, 0.5 ** (epoch + 1) * (1 + epoch * hvd.rank()))
+            ended.append(epoch)
+
+    ended: list[int] = []
+    model = network(hvd.DistributedOptimizer(the_keras().optimizers.SGD(1.0)))
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), Lowers()]
+    with pytest.raises(ValueError, match=r"different learning rates.*MetricAverageCallback"):
+        model.fit(**data(hvd.rank()), epochs=4, callbacks=callbacks)
+    assert ended == [0, 1]
+
+
 def averages_metrics() -> None:
     """Also those of the validation; what Keras keeps as history, and later callbacks see, is the average."""
     import horoclone.keras as hvd
@@ -384,7 +402,7 @@ def says_that_nothing_was_sent() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("body", [starts_alike, builds_the_optimizer_before_the_first_step, keeps_local_variables,
-                                  says_which_variable_differs, averages_metrics, warms_up, follows_a_schedule,
+                                  says_which_variable_differs, says_that_the_rates_differ, averages_metrics, warms_up, follows_a_schedule,
                                   works_on_values], ids=lambda body: body.__name__)  # fmt: skip
 def test_callbacks(on: On, backend: str, body: Any) -> None:
     on(backend, body)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -190,6 +190,57 @@ def copies_whose_first_step_has_fewer_variables(kind: str) -> None:
     assert values() == [-1.5]
 
 
+def gradients_without_variables(passes: int, places: Sequence[int]) -> None:
+    """They are those of the variables that the copy was built for, in their order, where the original had more."""
+    import copy
+
+    import horoclone.keras as hvd
+
+    keras = the_keras()
+    variables = [keras.Variable(np.zeros(2, np.float32)) for _ in range(3)]
+    original = hvd.DistributedOptimizer(sgd("new", momentum=0.5), backward_passes_per_step=passes)
+    one = keras.ops.full((2,), hvd.rank() + 1.0)
+    for _ in range(2):
+        original.apply([one] * 3, variables)
+    made, some = copy.deepcopy(original), [variables[i] for i in places]
+    made.build(some)
+    gradients = [one * (place + 1) for place in places]
+    trained, own = [v.value for v in some], [v.value for v in made.variables]
+    for _ in range(2):
+        if keras.backend.backend() == "jax":
+            import jax
+
+            trained, own = jax.jit(made.stateless_apply)(own, gradients, trained)
+        else:
+            made.apply(gradients)
+            trained = [v.value for v in some]
+    for place, value in zip(places, trained, strict=True):
+        mean = 1.5 * (place + 1)
+        momenta = [0.5 * (-2.25 if passes == 1 else -3.0) - mean * passes]
+        if passes == 1:
+            momenta.append(0.5 * momenta[0] - mean)
+        before = -3.75 if passes == 1 else -3.0
+        assert float(keras.ops.convert_to_numpy(value)[0]) == before + sum(momenta)
+
+
+def a_scaled_copy_is_for_all_variables() -> None:
+    """On JAX a LossScaleOptimizer takes states by place alone."""
+    import copy
+
+    import horoclone.keras as hvd
+
+    keras = the_keras()
+    variables = [keras.Variable(np.zeros(2, np.float32)) for _ in range(2)]
+    scaled = hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(sgd("new")))
+    scaled.build(variables)
+    made = copy.deepcopy(scaled)
+    made.build(variables[1:])
+    with pytest.raises(hvd.Unsupported, match="copy of one that has trained, for fewer variables"):
+        made.stateless_apply(
+            [v.value for v in made.variables], [keras.ops.ones(2)], [v.value for v in variables[1:]]
+        )
+
+
 def a_model(kind: str, optimizer: Any) -> Any:
     keras = the_keras()
     layers = [keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")]
@@ -330,3 +381,14 @@ def test_copies_of_models(on: On, backend: str, kind: str, tmp_path: Any) -> Non
 @pytest.mark.parametrize("kind", ["new", "legacy"])
 def test_copies_keep_the_state_of_each_variable(on: On, kind: str) -> None:
     on("legacy", copies_keep_the_state_of_each_variable, kind=kind)
+
+
+@pytest.mark.parametrize("places", [(2, 0), (1,), (2, 1, 0)])
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
+def test_gradients_without_variables(on: On, backend: str, passes: int, places: tuple[int, ...]) -> None:
+    on(backend, gradients_without_variables, passes=passes, places=places)
+
+
+def test_a_scaled_copy_is_for_all_variables(on: On) -> None:
+    on("jax", a_scaled_copy_is_for_all_variables)
