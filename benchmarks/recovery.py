@@ -36,9 +36,9 @@ from pathlib import Path
 from typing import Any
 
 import machine
-from recovery_jobs import LIMIT_S, Failed, Horoclone, Job, Torchft, Torchrun
+from recovery_jobs import LIMIT_S, Horoclone, Job, Torchft, Torchrun
 from recovery_worker import Page
-from session import options, refuse, write
+from session import Failed, options, refuse, write
 
 # kind -> phases of the worker in which it is done; "" for a kill from outside
 KINDS: dict[str, list[str]] = {
