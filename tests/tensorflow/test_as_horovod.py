@@ -27,31 +27,6 @@ def gradient(make: Any, x: Any, weight: float) -> Any:
 
 
 @ranks(3, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
-def test_gradients_of_gathers_and_broadcasts_are_averages_over_the_process_set() -> None:
-    pair, me = hvd.add_process_set([0, 2]), hvd.rank()
-    for dtype in (tf.float16, tf.bfloat16, tf.float32, tf.float64):
-        for members, mean in ((hvd.global_process_set, 2.0), (pair, 2.0)):
-            if not members.included():
-                continue
-            own = tf.ones((me, 2), dtype)  # no rows on rank 0
-            calls = [
-                lambda x, s=members: hvd.allgather(x, process_set=s),
-                lambda x, s=members: hvd.grouped_allgather([x], process_set=s),
-            ]
-            for make in calls:
-                for run in both_ways(lambda make=make, own=own: gradient(make, own, me + 1.0)):
-                    got = run()
-                    assert got.dtype == dtype and got.shape == own.shape
-                    assert np.allclose(tf.cast(got, tf.float32), mean)
-            for run in both_ways(
-                lambda s=members, dtype=dtype: gradient(
-                    lambda x: hvd.broadcast(x, 2, process_set=s), tf.ones((2, 3), dtype), me + 1.0
-                )
-            ):
-                assert np.allclose(tf.cast(run(), tf.float32), mean if me == 2 else 0.0)
-
-
-@ranks(3, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
 def test_a_rank_outside_the_process_set_keeps_its_own_gradients() -> None:
     pair, me = hvd.add_process_set([0, 2]), hvd.rank()
     table, w, local = tf.Variable(tf.ones((4, 2))), tf.Variable(tf.ones(2)), tf.Variable(1.0)
@@ -86,24 +61,6 @@ def test_a_rank_outside_the_process_set_keeps_its_own_gradients() -> None:
         with tf.GradientTape() as tape:
             loss = w * 1.0
         hvd.DistributedGradientTape(tape, process_set=hvd.ProcessSet([0])).gradient(loss, w)
-
-
-@ranks(2)
-def test_a_tape_reduces_with_every_reduction() -> None:
-    me, v = hvd.rank(), tf.Variable([1.0, 2.0])
-    for op, expected in ((hvd.Min, 1.0), (hvd.Max, 2.0), (hvd.Product, 2.0)):
-
-        def run(op: int = op) -> Any:
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_sum(v) * (me + 1.0)
-            return hvd.DistributedGradientTape(tape, op=op).gradient(loss, v)
-
-        for step in both_ways(run):
-            assert step().numpy().tolist() == [expected, expected]
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_sum(tf.gather(v, [me]))
-    with pytest.raises(NotImplementedError, match="IndexedSlices"):
-        hvd.DistributedGradientTape(tape, op=hvd.Min).gradient(loss, v)
 
 
 @ranks(2)

@@ -116,19 +116,6 @@ def test_gather_scatter_and_messages() -> None:
             hvd.recv(bits(0, 5, torch.uint64), 1)
 
 
-@ranks(3, init=False)
-def test_in_a_process_set() -> None:
-    pair = hvd.ProcessSet([0, 2])
-    hvd.init(process_sets=[pair])
-    for dtype in MOVED if pair.included() else []:
-        mine, both = bits(hvd.rank(), 4, dtype), [bits(rank, 4, dtype) for rank in (0, 2)]
-        same(hvd.allgather(mine, process_set=pair), *both)
-        same(hvd.broadcast(mine, 2, process_set=pair), both[1])
-        half = slice(hvd.rank(), hvd.rank() + 2)
-        same(hvd.alltoall(mine, process_set=pair), *(part[half] for part in both))
-    hvd.shutdown()
-
-
 @ranks(2)
 def test_reductions_are_refused_by_name_and_the_runtime_goes_on() -> None:
     for dtype in MOVED:
@@ -175,29 +162,9 @@ def test_an_optimizer_with_a_complex_parameter_says_so_on_every_rank() -> None:
 
 
 @ranks(2, init=False)
-def test_torch_distributed_moves_them() -> None:
+def test_torch_distributed_does_not_add_them_up_and_goes_on() -> None:
+    """That it moves them is shown by test_c10d_layouts.py."""
     dist.init_process_group("horoclone")
-    me = dist.get_rank()
-    for dtype in MOVED:
-        place = bits(me, 5, dtype)
-        dist.broadcast(place, 1)
-        same(place, bits(1, 5, dtype))
-        both = [torch.empty_like(place) for _ in (0, 1)]
-        dist.all_gather(both, bits(me, 5, dtype))
-        same(
-            torch.cat([part.view(torch.uint8) for part in both]).view(dtype),
-            bits(0, 5, dtype),
-            bits(1, 5, dtype),
-        )
-        if me:
-            dist.send(place, 0)
-        else:
-            dist.recv(both[0], 1)
-            same(both[0], place)
-    for op in (dist.ReduceOp.BAND, dist.ReduceOp.BXOR):
-        mine = torch.tensor([5 + me, 1 << 31], dtype=torch.uint32)
-        dist.all_reduce(mine, op)
-        assert mine.view(torch.int32).tolist() == ([4, -(1 << 31)] if op == dist.ReduceOp.BAND else [3, 0])
     with pytest.raises(ValueError, match="uint32 is not supported by allreduce"):
         dist.all_reduce(torch.ones(2).to(torch.uint32))
     one = torch.ones(2)

@@ -105,22 +105,6 @@ def test_average_of_integers_truncates_toward_zero_and_sums_wrap() -> None:
 
 
 @ranks(2, 4)
-def test_prescale_and_postscale() -> None:
-    n = hvd.size()
-    ones = torch.full((5,), 2.0)
-    assert (
-        hvd.allreduce(ones, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0).tolist() == [3.0 * n] * 5
-    )
-    assert (
-        hvd.allreduce(ones, op=hvd.Average, prescale_factor=0.5, postscale_factor=4.0).tolist() == [4.0] * 5
-    )
-    whole = torch.full((5,), 10, dtype=torch.int64)
-    assert hvd.allreduce(whole, op=hvd.Sum, postscale_factor=0.5).tolist() == [5 * n] * 5
-    half = torch.full((3,), 1.5, dtype=torch.bfloat16)
-    assert hvd.allreduce(half, op=hvd.Sum, prescale_factor=2.0).tolist() == [3.0 * n] * 3
-
-
-@ranks(2, 4)
 def test_sixteen_bit_floats_accumulate_in_float32() -> None:
     n = hvd.size()
     for dtype, big in ((torch.float16, 2048.0), (torch.bfloat16, 256.0)):
@@ -300,80 +284,7 @@ def test_tensors_of_a_pending_operation_are_kept_alive() -> None:
     assert [hvd.synchronize(h)[999].item() for h in handles] == [float(i) * hvd.size() for i in range(50)]
 
 
-@ranks(2, 4)
-def test_sparse_allreduce_sums_or_averages() -> None:
-    n, me = hvd.size(), hvd.rank()
-    mine = torch.sparse_coo_tensor(
-        [[me, n, n]], torch.tensor([[1.0, 2.0], [1.0, 1.0], [2.0, 2.0]]), (n + 2, 2)
-    )
-    for op, factor in ((hvd.Sum, 1), (hvd.Average, n)):
-        handle = hvd.sparse_allreduce_async(mine, name=f"sparse.{op}", op=op)
-        out = handle() if op == hvd.Sum else hvd.synchronize(handle)
-        expected = torch.zeros(n + 2, 2)
-        expected[:n] = torch.tensor([1.0, 2.0])
-        expected[n] = 3.0 * n
-        assert out.is_sparse and torch.equal(out.to_dense(), expected / factor)
-
-
-@ranks(2, 4)
-def test_barrier_and_join() -> None:
-    hvd.barrier()
-    for _ in range(hvd.rank() * 2):
-        hvd.allreduce_(torch.ones(1), name="uneven", op=hvd.Sum)
-    last = hvd.join()
-    assert last in range(hvd.size())
-    assert hvd.allgather(torch.tensor([last])).tolist() == [last] * hvd.size()
-
-
-@ranks(2, 4)
-def test_joined_ranks_contribute_neutral_elements_and_the_divisor_stays() -> None:
-    n = hvd.size()
-    if hvd.rank() == 0:
-        for _ in range(3):
-            assert hvd.allreduce(torch.tensor([6.0]), name="avg").item() == 6.0 / n
-            assert hvd.allreduce(torch.tensor([6.0]), name="min", op=hvd.Min).item() == 6.0
-            assert hvd.allreduce(torch.tensor([-6.0]), name="max", op=hvd.Max).item() == -6.0
-            assert hvd.allreduce(torch.tensor([3]), name="product", op=hvd.Product).item() == 3
-    assert hvd.join() == 0
-
-
-@ranks(4, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
-def test_every_operation_in_a_process_set() -> None:
-    odd = hvd.add_process_set([1, 3])
-    if hvd.rank() in (1, 3):
-        me = odd.rank()
-        assert hvd.allreduce(torch.tensor([float(hvd.rank())]), op=hvd.Sum, process_set=odd).item() == 4.0
-        assert hvd.allreduce(torch.tensor([float(hvd.rank())]), process_set=odd).item() == 2.0
-        assert hvd.allgather(torch.tensor([hvd.rank()]), process_set=odd).tolist() == [1, 3]
-        assert hvd.broadcast(torch.tensor([hvd.rank()]), 3, process_set=odd).item() == 3
-        assert hvd.alltoall(torch.tensor([10 * me, 10 * me + 1]), process_set=odd).tolist() == [me, 10 + me]
-        assert hvd.reducescatter(torch.ones(2), op=hvd.Sum, process_set=odd).tolist() == [2.0]
-        assert hvd.allgather_object(hvd.rank(), process_set=odd) == [1, 3]
-        hvd.barrier(odd)
-    hvd.barrier()
-    assert hvd.remove_process_set(odd)
-
-
 # --- gradients of operations ---------------------------------------------------------------------------------------
-
-
-@ranks(2, 4)
-def test_gradient_of_allreduce_is_the_allreduce_of_the_gradient() -> None:
-    n, me = hvd.size(), hvd.rank()
-    for op, factor in ((hvd.Sum, sum(range(1, n + 1))), (hvd.Average, sum(range(1, n + 1)) / n)):
-        x = torch.ones(3, 2, requires_grad=True)
-        (hvd.allreduce(x, op=op) * (me + 1)).sum().backward()
-        assert torch.equal(x.grad, torch.full((3, 2), float(factor)))
-        x = torch.ones(3, requires_grad=True)
-        hvd.allreduce(x, op=op, name="scaled", prescale_factor=2.0).sum().backward()
-        assert torch.equal(x.grad, torch.full((3,), 2.0 * (n if op == hvd.Sum else 1)))
-    x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
-    a, b = hvd.grouped_allreduce([x, y], op=hvd.Sum)
-    (a.sum() + 2 * b.sum()).backward()
-    assert x.grad.tolist() == [n, n] and y.grad.tolist() == [2 * n, 2 * n]
-    half = torch.ones(2, requires_grad=True)
-    hvd.allreduce(half, compression=hvd.Compression.fp16).sum().backward()
-    assert half.grad.tolist() == [1, 1] and half.grad.dtype == torch.float32
 
 
 @ranks(2, 4)
@@ -405,15 +316,3 @@ def test_gradients_of_the_other_operations() -> None:
     x = torch.ones(n, requires_grad=True)
     (hvd.grouped_reducescatter([x], op=hvd.Average)[0] * 2).sum().backward()
     assert x.grad.tolist() == [2.0] * n
-
-
-@ranks(2)
-def test_gradient_of_a_reduction_that_is_not_linear_is_refused() -> None:
-    x = torch.ones(2, requires_grad=True)
-    out = hvd.allreduce(x, op=hvd.Max)
-    try:
-        out.sum().backward()
-    except hvd.Unsupported as error:
-        assert "Max" in str(error)
-    else:
-        raise AssertionError("a gradient of Max was made up")

@@ -171,14 +171,6 @@ def test_a_compressor_of_the_users_own_sees_single_gradients() -> None:
     assert set(Halving.shapes) == {tuple(p.shape) for p in model.parameters()}
 
 
-@ranks(2, 4)
-def test_sum_and_predivide() -> None:
-    model, reference, _ = train(MAKERS["sgd"], steps=3, gradient_predivide_factor=float(hvd.size()))
-    close(model, reference)
-    model, reference, _ = train(MAKERS["sgd"], steps=3, op=hvd.Sum, factor=float(hvd.size()))
-    close(model, reference)
-
-
 @ranks(2)
 def test_groups_by_number_and_by_list() -> None:
     for options in ({"groups": 2}, {"groups": 100}, {"num_groups": 3}):

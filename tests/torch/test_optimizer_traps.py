@@ -205,20 +205,6 @@ def test_parameters_frozen_and_unfrozen_later() -> None:
     assert same_on_every_rank(model)
 
 
-@ranks(2)
-def test_a_parameter_group_added_later_is_reduced() -> None:
-    model, more = layers(2), layers(1, seed=5)
-    optimizer = wrapped(model)
-    for number in range(6):
-        if number == 3:
-            optimizer.add_param_group({"params": list(more.parameters()), "lr": 0.05})
-        optimizer.zero_grad()
-        (model(inputs(number)).square().mean() + more(inputs(number)).square().mean()).backward()
-        optimizer.step()
-    assert same_on_every_rank(model) and same_on_every_rank(more)
-    assert not torch.equal(more[0].weight, layers(1, seed=5)[0].weight)
-
-
 class Words(torch.nn.Module):
     def __init__(self, sparse: bool) -> None:
         super().__init__()

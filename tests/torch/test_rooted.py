@@ -193,15 +193,6 @@ def test_what_cannot_work_raises_and_the_runtime_goes_on() -> None:
 
 
 @ranks(2)
-def test_not_while_a_rank_has_joined() -> None:
-    if hvd.rank() == 0:
-        for call in (hvd.reduce, hvd.gather, hvd.scatter):
-            with pytest.raises(hvd.Unsupported, match="not supported with Join"):
-                call(torch.ones(2), 0)
-    assert hvd.join() in (0, 1)
-
-
-@ranks(2)
 def test_large_tensors_and_pending_ones_are_kept_alive() -> None:
     me, size, count = hvd.rank(), hvd.size(), 1_000_003
     handles = [hvd.reduce_async(torch.full((count,), me + i + 1.0), i % size, op=hvd.Sum) for i in range(4)]
