@@ -159,7 +159,11 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for index, case in enumerate(cases):
         before, after = (summarise(times[index, build]) for build in range(2))
-        found = {"before": before, "after": after, "ratio": ratio_of(after.rounds_us, before.rounds_us)}
+        found: dict[str, Any] = {
+            "before": before,
+            "after": after,
+            "ratio": ratio_of(after.rounds_us, before.rounds_us),
+        }
         rows.append({"case": case, **{name: dataclasses.asdict(one) for name, one in found.items()}})
     return {
         "benchmark": f"Two builds; float32, sum, {RANKS} ranks, {arguments.rounds} rounds in turn",
