@@ -17,6 +17,7 @@ from horoclone.checkpoint.loading import Pieces, load
 from horoclone.checkpoint.saving import Save
 from horoclone.owned import Owned
 from horoclone.runtime.current import say
+from horoclone.runtime.native_module import core
 
 __all__ = ["CheckpointError", "NothingSaved", "Owned", "Pieces", "load", "save", "saves", "wait"]
 
@@ -65,7 +66,7 @@ def wait() -> Path | None:
     """Waits for the save that is under way and returns its directory, or None where there is none. Raises what it
     failed with.
 
-    Call it before hvd.shutdown(). The end of the process waits as well, and prints what went wrong.
+    Call it before hvd.shutdown(). The end of the process waits as well, and prints what went wrong: its exit code is 1.
     """
     global _under_way
     last, _under_way = _under_way, None
@@ -85,3 +86,4 @@ def _at_exit() -> None:
         wait()
     except BaseException as error:
         say(f"the last checkpoint has failed: {error}")
+        core().fail_at_exit()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -203,3 +204,23 @@ def test_a_rank_that_is_killed_while_saving_hangs_nobody(
 ) -> None:
     said = worlds.run(2, killed_while_saving, dies=[victim], place=place, call=call, victim=victim)
     assert said[1 - victim].startswith("PeerLost"), said
+
+
+ENDS = """
+import sys
+import numpy as np
+import horoclone as hvd
+hvd.init()
+if hvd.rank() == 0 or sys.argv[2] == "both":
+    hvd.checkpoint.save(sys.argv[1], {"a": np.ones(3)}, timeout_s=20)
+"""
+
+
+@pytest.mark.parametrize("who", ["both", "rank 0"])
+def test_a_process_whose_last_save_failed_does_not_end_with_success(
+    launch: Any, tmp_path: Any, who: str
+) -> None:
+    start = [sys.executable, "-m", "horoclone.launch", "-np", "2", sys.executable, "-c", ENDS]
+    done = launch([*start, str(tmp_path / "saves"), who], check=False)
+    said = "the last checkpoint has failed" in done.output
+    assert (done.returncode == 0, said) == ((True, False) if who == "both" else (False, True)), done.output
