@@ -218,7 +218,7 @@ class Runtime:
         name: str | None,
         data_in: int,
         data_out: int,
-        shape: Sequence[int],
+        shape: Sequence[int] | None,  # as in submit
         dtype: int,
         reduce: int = 1,
         prescale: float = 1.0,

@@ -1,7 +1,7 @@
 """What an adapter is: the functions through which the operations on arrays handle one kind of array.
 
 They tell where an array lies and what form it has, and make arrays for results. A module with these functions is an
-adapter: host_memory.py for NumPy, horoclone/cupy/memory.py for CuPy.
+adapter: host_memory.py for NumPy, horoclone/cupy/memory.py for CuPy. Operations has the way from arrays to the core.
 """
 
 from __future__ import annotations
@@ -10,11 +10,17 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from horoclone import ops, runtime
+from horoclone.arrays.handles import synchronize, table
+from horoclone.handles import ROWS
+from horoclone.process_sets import ProcessSet, set_id
+from horoclone.requests import HOST as HOST
+from horoclone.requests import Place as Place
+from horoclone.requests import Requests
+
 if TYPE_CHECKING:
     from horoclone._core import Result, Runtime
 
-Place = tuple[int, int]  # CUDA's number of the device, and the stream on which the work was submitted
-HOST: Place = (-1, 0)
 Copy = Callable[
     [int, int, int], None
 ]  # of a core-owned result: to that address, so many bytes, on that stream
@@ -70,7 +76,126 @@ class Operations(Generic[Array]):
     """Base class of operations over an adapter; a bound method of it is a public function."""
 
     def __init__(self, memory: Adapter) -> None:
-        self._memory = memory
+        self._memory, self._requests = memory, Requests(memory.address)
+
+    def _start(
+        self,
+        op: int,
+        name: str | None,
+        process_set: ProcessSet,
+        source: Any = None,
+        target: Any = None,
+        output: Any = ROWS,
+        make: Callable[[Runtime, int], Any] | None = None,
+        *,
+        place: Place | None = None,
+        **terms: Any,
+    ) -> int:
+        """Submits and returns the handle of `output`, or of what `make` makes of the core's result.
+
+        target None: none on this rank, or the core's own. terms: as for Requests.submit; with `splits` how many rows
+        have come from each rank belongs to the output.
+        """
+        native, memory = runtime.native(), self._memory
+        form = target if source is None else source
+        if place is None:
+            place = memory.place_to_receive() if form is None else memory.place_of((form,))
+        handle = self._requests.submit(
+            native, op, name, source=source, target=target, dtype=0 if form is None else memory.dtype_of(form),
+            process_set=set_id(process_set), place=place, **terms,
+        )  # fmt: skip
+        has_counts = op == ops.ALLTOALL and terms["splits"] is not None
+
+        def rows(native: Runtime, handle: int) -> Any:
+            memory.follow(native, handle, place)
+            made = self._rows(native, handle, 0, source)
+            return (made, memory.counts(native.result(handle).rows_from)) if has_counts else made
+
+        make = rows if output is ROWS else make or self._behind(output, place)
+        return table.remember(native, handle, output, (source, target), make)
+
+    def _run(
+        self,
+        op: int,
+        name: str | None,
+        process_set: ProcessSet,
+        source: Any = None,
+        target: Any = None,
+        output: Any = ROWS,
+        *,
+        reduce: int = ops.Sum,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        root: int = 0,
+        splits: list[int] | None = None,
+    ) -> Any:
+        """As _start, and waits. Every term by its own name, because a small call feels the making of a dict."""
+        memory = self._memory
+        if not memory.IN_HOST_MEMORY:
+            return synchronize(
+                self._start(
+                    op, name, process_set, source, target, output, reduce=reduce, prescale=prescale,
+                    postscale=postscale, root=root, splits=splits,
+                )
+            )  # fmt: skip
+        native = runtime.native()
+        try:
+            result = self._requests.run(
+                native, op, name, source=source, target=target, dtype=memory.dtype_of(source), reduce=reduce,
+                prescale=prescale, postscale=postscale, root=root, process_set=set_id(process_set), splits=splits,
+            )  # fmt: skip
+        except BaseException as error:
+            table.keep_if_broken_off(error, (source, target))
+            raise
+        if output is not ROWS:
+            table.open_fast_path(native)
+            return output
+        assert result is not None
+        rows = memory.rows(result, source, None)
+        return rows if splits is None else (rows, memory.counts(result.rows_from))
+
+    def _start_group(
+        self,
+        op: int,
+        name: str | None,
+        process_set: ProcessSet,
+        sources: Sequence[Any],
+        targets: Sequence[Any] | None = None,
+        **terms: Any,
+    ) -> int:
+        """As _start, for several arrays at once. targets None: rows whose number the ranks agree on."""
+        native, memory = runtime.native(), self._memory
+        if not sources:
+            return table.settled([])
+        place = memory.place_of([*sources, *(targets or ())])
+        handle = self._requests.submit_group(
+            native, op, name, sources=sources, targets=targets, dtypes=[memory.dtype_of(one) for one in sources],
+            process_set=set_id(process_set), place=place, **terms,
+        )  # fmt: skip
+
+        def rows(native: Runtime, handle: int) -> list[Any]:
+            memory.follow(native, handle, place)
+            return [self._rows(native, handle, i, source) for i, source in enumerate(sources)]
+
+        make = rows if targets is None else self._behind(targets, place)
+        return table.remember(native, handle, targets, (sources, targets), make)
+
+    def _rows(self, native: Runtime, handle: int, index: int, like: Any) -> Any:
+        return self._memory.rows(
+            native.result(handle, index), like, lambda *where: native.copy_result(handle, index, *where)
+        )
+
+    def _behind(self, output: Any, place: Place) -> Callable[[Runtime, int], Any] | None:
+        """The maker of an output in memory that the caller gave; None: it is there when wait() returns."""
+        memory = self._memory
+        if memory.IN_HOST_MEMORY:
+            return None
+
+        def make(native: Runtime, handle: int) -> Any:
+            memory.follow(native, handle, place)
+            return output
+
+        return make
 
     def __reduce__(self) -> Any:
         """So that public functions can be pickled, as functions can: an adapter is a module, known by its name."""

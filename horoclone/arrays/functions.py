@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from horoclone.arrays.adapter import Adapter, Operations
-from horoclone.arrays.collectives import Collectives, barrier
+from horoclone.arrays.collectives import Collectives
 from horoclone.arrays.grouped import Grouped
 from horoclone.arrays.handles import poll, synchronize
 from horoclone.arrays.messages import Messages
@@ -17,7 +17,7 @@ KINDS: tuple[type[Operations[Any]], ...] = (Collectives, Grouped, Rooted, Messag
 
 def functions_over(memory: Adapter) -> dict[str, Callable[..., Any]]:
     """The public functions of the binding to that adapter's arrays, by name: the public methods of all KINDS, bound."""
-    functions: dict[str, Callable[..., Any]] = {"barrier": barrier, "poll": poll, "synchronize": synchronize}
+    functions: dict[str, Callable[..., Any]] = {"poll": poll, "synchronize": synchronize}
     for kind in KINDS:
         operations = kind(memory)
         functions |= {name: getattr(operations, name) for name in dir(kind) if not name.startswith("_")}

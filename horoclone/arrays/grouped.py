@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from horoclone import ops, runtime
+from horoclone import ops
 from horoclone.arguments import wrong_type
-from horoclone.arrays import handles, requests
 from horoclone.arrays.adapter import Array, Operations, named
-from horoclone.arrays.collectives import UNSCALED, Scales, rows_of, scatterable
-from horoclone.arrays.handles import Pending, remember, synchronize
-from horoclone.process_sets import ProcessSet, global_process_set, set_id
-
-if TYPE_CHECKING:
-    from horoclone._core import Runtime
+from horoclone.arrays.collectives import scatterable
+from horoclone.arrays.handles import synchronize, table
+from horoclone.process_sets import ProcessSet, global_process_set
 
 
 def listed(call: str, arrays: Sequence[Any]) -> Sequence[Any]:
@@ -48,11 +44,11 @@ def _allreduce(name: str, doc: str, *, in_place: bool = False, waits: bool = Fal
         else:
             sources = [memory.readable(array) for array in arrays]
             outs = [memory.empty_like(source) for source in sources]
-        handle = handles.start_plain_group(sources, outs, None, name, reduce, *scales, process_set, 0)
+        handle = table.start_plain_group(sources, outs, None, name, reduce, *scales, process_set, 0)
         if handle is None:
-            handle = remember(
-                self._start(ops.ALLREDUCE, name, sources, outs, process_set, reduce=reduce, scales=scales)
-            )
+            handle = self._start_group(
+                ops.ALLREDUCE, name, process_set, sources, outs, reduce=reduce, prescale=scales[0], postscale=scales[1]
+            )  # fmt: skip
         return synchronize(handle) if waits else handle
 
     return named(grouped_allreduce, f"Grouped.{name}", doc)
@@ -60,35 +56,6 @@ def _allreduce(name: str, doc: str, *, in_place: bool = False, waits: bool = Fal
 
 class Grouped(Operations[Array]):
     """Grouped allreduce, allgather and reducescatter, over an adapter."""
-
-    def _start(
-        self,
-        op: int,
-        name: str | None,
-        sources: Sequence[Any],
-        outs: Sequence[Any] | None,
-        process_set: ProcessSet,
-        *,
-        reduce: int = ops.Sum,
-        scales: Scales = UNSCALED,
-    ) -> Pending:
-        """outs None: rows whose number the ranks agree on."""
-        native, memory = runtime.native(), self._memory
-        if not sources:
-            return Pending(native, 0, None, lambda native, handle: [])
-        place = memory.place_of([*sources, *(outs or ())])
-        handle = requests.submit_group(
-            memory, native, op, name, sources=sources, targets=outs, reduce=reduce, prescale=scales[0],
-            postscale=scales[1], process_set=set_id(process_set), place=place,
-        )  # fmt: skip
-
-        def finish(native: Runtime, handle: int) -> list[Any]:
-            memory.follow(native, handle, place)
-            if outs is not None:
-                return list(outs)
-            return [rows_of(memory, native, handle, i, array) for i, array in enumerate(sources)]
-
-        return Pending(native, handle, (sources, outs), finish)
 
     grouped_allreduce = _allreduce(
         "grouped_allreduce",
@@ -115,7 +82,7 @@ class Grouped(Operations[Array]):
     ) -> int:
         """Starts grouped_allgather and returns one handle for the group at once."""
         sources = [self._memory.readable(array) for array in listed("grouped_allgather", arrays)]
-        return remember(self._start(ops.ALLGATHER, name, sources, None, process_set))
+        return self._start_group(ops.ALLGATHER, name, process_set, sources)
 
     def grouped_allgather(
         self, arrays: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
@@ -134,10 +101,10 @@ class Grouped(Operations[Array]):
     ) -> int:
         """Starts grouped_reducescatter and returns one handle for the group at once."""
         sources = [scatterable(self._memory, array) for array in listed("grouped_reducescatter", arrays)]
-        reduce, scales = ops.resolve_reduce(None, op), (prescale_factor, postscale_factor)
-        return remember(
-            self._start(ops.REDUCESCATTER, name, sources, None, process_set, reduce=reduce, scales=scales)
-        )
+        return self._start_group(
+            ops.REDUCESCATTER, name, process_set, sources, reduce=ops.resolve_reduce(None, op),
+            prescale=prescale_factor, postscale=postscale_factor,
+        )  # fmt: skip
 
     def grouped_reducescatter(
         self,

@@ -14,11 +14,13 @@ import numpy as np
 
 from horoclone import ops, runtime
 from horoclone.arrays import host_memory as memory
-from horoclone.arrays import requests
 from horoclone.jax.call import NAMES, Call
 from horoclone.process_sets import registered
+from horoclone.requests import Requests
 
 ALIGNMENT = 64  # bytes: XLA takes NumPy memory that lies so without a copy
+
+_requests = Requests(memory.address)
 
 
 def all_on_one_gpu(arrays: Sequence[Any]) -> bool:
@@ -46,10 +48,10 @@ def _run(arrays: Sequence[Any], call: Call) -> list[Any]:
     sources = [memory.readable(np.asarray(array)) for array in arrays]
     owned = call.op in (ops.ALLGATHER, ops.ALLTOALL, ops.REDUCESCATTER)
     outs = [] if owned else [empty(source) for source in sources]
-    handle = requests.submit_group(
-        memory, native, call.op, call.name or None, sources=sources, targets=None if owned else outs,
-        reduce=call.reduce, prescale=call.prescale, postscale=call.postscale, root=call.root,
-        process_set=_set_number(call.members),
+    handle = _requests.submit_group(
+        native, call.op, call.name or None, sources=sources, targets=None if owned else outs,
+        dtypes=[memory.dtype_of(source) for source in sources], reduce=call.reduce, prescale=call.prescale,
+        postscale=call.postscale, root=call.root, process_set=_set_number(call.members),
     )  # fmt: skip
     try:
         native.wait(handle)

@@ -111,36 +111,43 @@ def _node_name(kind: str, source: str) -> str:
     return f"{kind}_{re.sub('[^a-zA-Z0-9_]', '_', source)}"
 
 
-def _common(
-    kind: str,
-    tensors: Sequence[Any],
+def _run(
+    call: str,
+    given: Any,
     name: str | None,
     ignore_name_scope: bool,
     process_set: ProcessSet,
-    factors: Sequence[float] = (),
-) -> dict[str, Any]:
-    """The arguments that all ops share: node name, key, process set, guard; and the factors, prescale and postscale, of
-    those that reduce. TypeError for those of a wrong type."""
-    check(_public_name(kind), name=name)
-    _refuse_dtypes(kind, tensors)
-    if tf.executing_eagerly():
-        check_joining_rank(name or kind)
+    factors: tuple[float, float] | None = None,
+    **more: Any,
+) -> Any:
+    """The one way to the ops: runs one, or adds it to the graph. given: a tensor, or those of a group, of which there
+    may be none. factors: prescale and postscale, of those that reduce. TypeError for arguments of a wrong type."""
+    is_group = call.startswith("grouped_")
+    if is_group and not given:
+        return []
+    if factors is not None:
+        check("reduction", prescale_factor=factors[0], postscale_factor=factors[1])
+    pre, post = map(float, factors or (1.0, 1.0))
+    check(call, name=name)
+    tensors = given if is_group else [given]
+    _refuse_dtypes(call, tensors)
+    kind = "Horovod" + "".join(word.capitalize() for word in call.split("_"))
     eager = tf.executing_eagerly()
-    arguments = {
-        "guard": _guard_with(name or "", factors) if eager and (name or {*factors} - {1.0}) else _guard(),
-        "ignore_name_scope": ignore_name_scope,
-        "process_set_id": id_of(process_set),
-    }
+    more |= {"tensors" if is_group else "tensor": given, "ignore_name_scope": ignore_name_scope}
     if eager:
-        return {**arguments, "label": name or ""}
-    _refuse_xla()
-    if name is None:
-        name = _node_name(kind, tensors[0].name)
-    # The attribute is not the key in a graph. It makes the node unlike all others: equal ones would be merged.
-    unique = tf.compat.v1.get_default_graph().unique_name(name, mark_as_used=False)
-    if factors:
-        arguments |= {"prescale_factor": factors[0].hex(), "postscale_factor": factors[1].hex()}
-    return {**arguments, "tensor_name": unique, "name": name}
+        check_joining_rank(name or kind)
+        is_plain = not name and pre == post == 1.0
+        more |= {"guard": _guard() if is_plain else _guard_with(name or "", (pre, post)), "label": name or ""}
+    else:
+        _refuse_xla()
+        if name is None:
+            name = _node_name(kind, tensors[0].name)
+        # The attribute is not the key in a graph. It makes the node unlike all others: equal ones would be merged.
+        unique = tf.compat.v1.get_default_graph().unique_name(name, mark_as_used=False)
+        more |= {"guard": _guard(), "tensor_name": unique, "name": name}
+        if factors is not None:
+            more |= {"prescale_factor": pre.hex(), "postscale_factor": post.hex()}
+    return getattr(functions, f"horovod_{call}")(process_set_id=id_of(process_set), **more)
 
 
 _MOVABLE = {
@@ -153,10 +160,10 @@ class WrongDtype(tf.errors.InvalidArgumentError, TypeError):
     """A tensor that no operation takes: TensorFlow's error of an eager operation, and that of a graph."""
 
 
-def _refuse_dtypes(kind: str, tensors: Sequence[Any]) -> None:
+def _refuse_dtypes(call: str, tensors: Sequence[Any]) -> None:
     for name in {tensor.dtype.base_dtype.name for tensor in tensors} - _MOVABLE:
         text = f"Tensor type {name} is not supported, only {', '.join(sorted(_MOVABLE))}. Convert it first."
-        raise WrongDtype(None, None, f"{_public_name(kind)}: {text}")
+        raise WrongDtype(None, None, f"{call}: {text}")
 
 
 class WrongReduction(tf.errors.UnknownError, ValueError):
@@ -185,11 +192,6 @@ def _refuse_scalars(kind: str, tensors: Sequence[Any], eager_too: bool = False) 
     raise tf.errors.InvalidArgumentError(None, None, text) if eager else ValueError(text)
 
 
-def _public_name(kind: str) -> str:
-    """`grouped_allreduce` of HorovodGroupedAllreduce."""
-    return kind.removeprefix("Horovod").lower().replace("grouped", "grouped_")
-
-
 def to_tensor(call: str, value: Any) -> Any:
     """The value as a tensor; TensorFlow's own error otherwise, with the call and what it was given."""
     try:
@@ -206,8 +208,8 @@ def group_of(call: str, values: Any) -> list[Any]:
     return list(values)
 
 
-def _tensors(call: str, values: Sequence[Any]) -> list[Any]:
-    return [to_tensor(call, value) for value in values]
+def _tensors(call: str, values: Any) -> list[Any]:
+    return [to_tensor(call, value) for value in group_of(call, values)]
 
 
 def _splits(splits: Any) -> Any:
@@ -221,11 +223,6 @@ def _splits(splits: Any) -> Any:
         return tf.convert_to_tensor(list(splits), tf.int32)
     except (TypeError, ValueError):
         raise wrong_type("alltoall", "splits", splits, SPLITS) from None
-
-
-def _factors(prescale_factor: float, postscale_factor: float) -> tuple[float, float]:
-    check("reduction", prescale_factor=prescale_factor, postscale_factor=postscale_factor)
-    return float(prescale_factor), float(postscale_factor)
 
 
 # --- allreduce -----------------------------------------------------------------------------------------------------
@@ -244,18 +241,8 @@ def _allreduce(
     """Reduces tensors of one shape and dtype over all ranks. Differentiable for Sum and Average."""
     tensor = to_tensor("allreduce", tensor)
     _refuse_adasum_of_integers(op, [tensor])
-    return functions.horovod_allreduce(
-        tensor=tensor,
-        reduce_op=op,
-        **_common(
-            "HorovodAllreduce",
-            [tensor],
-            name,
-            ignore_name_scope,
-            process_set,
-            _factors(prescale_factor, postscale_factor),
-        ),
-    )
+    factors = (prescale_factor, postscale_factor)
+    return _run("allreduce", tensor, name, ignore_name_scope, process_set, factors, reduce_op=op)
 
 
 @_as_it_is
@@ -269,23 +256,10 @@ def _grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """Reduces several tensors, of any shapes and dtypes, as one operation."""
-    tensors = group_of("grouped_allreduce", tensors)
-    if not tensors:
-        return []
     tensors = _tensors("grouped_allreduce", tensors)
     _refuse_adasum_of_integers(op, tensors)
-    return functions.horovod_grouped_allreduce(
-        tensors=tensors,
-        reduce_op=op,
-        **_common(
-            "HorovodGroupedAllreduce",
-            tensors,
-            name,
-            ignore_name_scope,
-            process_set,
-            _factors(prescale_factor, postscale_factor),
-        ),
-    )
+    factors = (prescale_factor, postscale_factor)
+    return _run("grouped_allreduce", tensors, name, ignore_name_scope, process_set, factors, reduce_op=op)
 
 
 # --- allgather -----------------------------------------------------------------------------------------------------
@@ -304,9 +278,7 @@ def allgather(
     """
     tensor = to_tensor("allgather", tensor)
     _refuse_scalars("allgather", [tensor])
-    return functions.horovod_allgather(
-        tensor=tensor, **_common("HorovodAllgather", [tensor], name, ignore_name_scope, process_set)
-    )
+    return _run("allgather", tensor, name, ignore_name_scope, process_set)
 
 
 @_as_it_is
@@ -317,14 +289,9 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """Gathers several tensors over the ranks as one operation; see allgather."""
-    tensors = group_of("grouped_allgather", tensors)
-    if not tensors:
-        return []
     tensors = _tensors("grouped_allgather", tensors)
     _refuse_scalars("grouped_allgather", tensors)
-    return functions.horovod_grouped_allgather(
-        tensors=tensors, **_common("HorovodGroupedAllgather", tensors, name, ignore_name_scope, process_set)
-    )
+    return _run("grouped_allgather", tensors, name, ignore_name_scope, process_set)
 
 
 # --- broadcast -----------------------------------------------------------------------------------------------------
@@ -341,11 +308,8 @@ def broadcast(
     """Returns rank root_rank's tensor (a world rank) on every rank. Differentiable: the root gets the average of the
     ranks' gradients, as in Horovod, the others zeros."""
     tensor = to_tensor("broadcast", tensor)
-    return functions.horovod_broadcast(
-        tensor=tensor,
-        root_rank=root("broadcast", root_rank),
-        **_common("HorovodBroadcast", [tensor], name, ignore_name_scope, process_set),
-    )
+    number = root("broadcast", root_rank)
+    return _run("broadcast", tensor, name, ignore_name_scope, process_set, root_rank=number)
 
 
 @_as_it_is
@@ -357,15 +321,9 @@ def _grouped_broadcast(
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """broadcast of several tensors as one operation."""
-    tensors = group_of("grouped_broadcast", tensors)
-    if not tensors:
-        return []
     tensors = _tensors("grouped_broadcast", tensors)
-    return functions.horovod_grouped_broadcast(
-        tensors=tensors,
-        root_rank=root("grouped_broadcast", root_rank),
-        **_common("HorovodGroupedBroadcast", tensors, name, ignore_name_scope, process_set),
-    )
+    number = root("grouped_broadcast", root_rank)
+    return _run("grouped_broadcast", tensors, name, ignore_name_scope, process_set, root_rank=number)
 
 
 def _tf_variable(variable: Any) -> Any:
@@ -425,11 +383,7 @@ def alltoall(
     tensor = to_tensor("alltoall", tensor)
     _refuse_scalars("alltoall", [tensor])
     rows = _splits(splits)
-    output, received = functions.horovod_alltoall(
-        tensor=tensor,
-        splits=rows,
-        **_common("HorovodAlltoall", [tensor], name, ignore_name_scope, process_set),
-    )
+    output, received = _run("alltoall", tensor, name, ignore_name_scope, process_set, splits=rows)
     return output if splits is None else (output, received)
 
 
@@ -449,18 +403,8 @@ def _reducescatter(
     tensor = to_tensor("reducescatter", tensor)
     _refuse_reduction("reducescatter", op)
     _refuse_scalars("reducescatter", [tensor], eager_too=True)
-    return functions.horovod_reducescatter(
-        tensor=tensor,
-        reduce_op=op,
-        **_common(
-            "HorovodReducescatter",
-            [tensor],
-            name,
-            ignore_name_scope,
-            process_set,
-            _factors(prescale_factor, postscale_factor),
-        ),
-    )
+    factors = (prescale_factor, postscale_factor)
+    return _run("reducescatter", tensor, name, ignore_name_scope, process_set, factors, reduce_op=op)
 
 
 @_as_it_is
@@ -474,24 +418,13 @@ def _grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Any]:
     """reducescatter of several tensors as one operation."""
-    tensors = group_of("grouped_reducescatter", tensors)
+    tensors = _tensors("grouped_reducescatter", tensors)
     if not tensors:
         return []
-    tensors = _tensors("grouped_reducescatter", tensors)
     _refuse_reduction("grouped_reducescatter", op)
     _refuse_scalars("grouped_reducescatter", tensors, eager_too=True)
-    return functions.horovod_grouped_reducescatter(
-        tensors=tensors,
-        reduce_op=op,
-        **_common(
-            "HorovodGroupedReducescatter",
-            tensors,
-            name,
-            ignore_name_scope,
-            process_set,
-            _factors(prescale_factor, postscale_factor),
-        ),
-    )
+    factors = (prescale_factor, postscale_factor)
+    return _run("grouped_reducescatter", tensors, name, ignore_name_scope, process_set, factors, reduce_op=op)
 
 
 # --- join, and facts that are read when the op runs ----------------------------------------------------------------

@@ -29,7 +29,7 @@ MAY_IMPORT = {
 _keras: keras ops process_sets
 anonymous_file:
 arguments:
-arrays: arguments handles ops process_sets runtime
+arrays: arguments handles ops process_sets requests runtime
 bootstrap: connection_limits errors selection settings
 checkpoint: anonymous_file errors failpoints objects owned runtime
 checkpoint.jax:
@@ -41,10 +41,10 @@ data:
 elastic: arrays errors failpoints objects optional owned runtime runtime.lifecycle
 errors:
 failpoints: errors
-handles: arguments
+handles: arguments errors process_sets
 horoclone: optional
 horovod_alias: stand_ins
-jax: arguments arrays compression elastic errors objects ops optional owned process_sets runtime
+jax: arguments arrays compression elastic errors objects ops optional owned process_sets requests runtime
     runtime.lifecycle
 keras: arguments arrays compression elastic errors jax objects ops optional owned process_sets runtime
     runtime.exported stand_ins tensorflow torch torch.operations tracking
@@ -64,6 +64,7 @@ ps: arguments bootstrap errors failpoints runtime
 ps.torch: arguments
 ray: bootstrap errors launch ps runner
 replay:
+requests: arguments ops
 runner: bootstrap common launch
 runtime: bootstrap errors live membership settings
 runtime.exit_hooks: bootstrap errors
@@ -82,7 +83,7 @@ tensorflow.keras: common keras process_sets runtime runtime.exported
 torch: common errors ops optional runtime runtime.exported runtime.lifecycle torch.c10d torch.compression
     torch.elastic torch.functions torch.local_sgd torch.mpi_ops torch.operations torch.optimizer
     torch.sync_batch_norm
-torch.c10d: anonymous_file bootstrap errors objects ops runtime runtime.lifecycle settings torch.operations
+torch.c10d: anonymous_file bootstrap errors handles objects ops runtime runtime.lifecycle settings torch.operations
 torch.compression: compression ops torch.compressor torch.compressors
 torch.compressor: compression errors
 torch.compressors: runtime torch.compressor
@@ -90,7 +91,7 @@ torch.elastic: elastic errors objects owned runtime torch.functions torch.optimi
 torch.functions: arguments objects process_sets runtime torch.operations
 torch.local_sgd: ops process_sets runtime torch.compression torch.compressor torch.operations torch.optimizer
 torch.mpi_ops: common errors ops runtime runtime.exported torch.operations
-torch.operations: arguments errors handles ops process_sets runtime torch.compression
+torch.operations: arguments errors handles ops process_sets requests runtime torch.compression
 torch.optimizer: arguments arrays errors objects ops process_sets runtime stand_ins torch.compression
     torch.compressor torch.functions torch.operations
 torch.sync_batch_norm: errors ops process_sets torch.operations
@@ -124,8 +125,7 @@ SHOWN_TO_TYPE_CHECKERS: dict[tuple[str, str], str] = {
 
 # module -> the native calls that it makes; nobody else builds a request to the core
 WHO_BUILDS_REQUESTS: dict[str, set[str]] = {
-    "arrays.requests": {"submit", "submit_group", "run"},
-    "torch.operations.requests": {"submit", "submit_group", "run"},
+    "requests": {"submit", "submit_group", "run"},
     "process_sets": {"run"},  # the ranks agree on a set below everything that knows arrays
     "torch.optimizer.reducer": {"declare", "submit_declared"},  # an optimizer's buckets
     # passes on what others have built, or refuses it
@@ -305,22 +305,22 @@ def test_what_is_looked_up_by_name_has_a_reason() -> None:
 
 
 def native_calls_of(path: Path) -> set[str]:
-    """Which of the native runtime's methods for operations a file calls, under whatever name the runtime has there."""
+    """Which of the native runtime's methods for operations a file takes, under whatever name the runtime has there."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            method, owner = node.func.attr, ast.unparse(node.func.value)
-            is_runtime = owner.removesuffix("()").split(".")[-1].strip("_") in ("native", "runtime", "core")
+        if isinstance(node, ast.Attribute):
+            method, owner = node.attr, ast.unparse(node.value)
+            kind = owner.removesuffix("()").split(".")[-1].strip("_")
             if (
                 method in ("submit_group", "submit_declared", "declare", "submit")
-                and owner != "requests"
+                and kind != "requests"
                 and not owner.endswith("pool")  # of threads
-            ) or (method == "run" and is_runtime):
+            ) or (method == "run" and kind in ("native", "runtime", "core")):
                 found.add(method)
     return found
 
 
-def test_a_request_to_the_core_is_built_in_one_place_of_a_binding() -> None:
+def test_a_request_to_the_core_is_built_in_one_place() -> None:
     found = {module: native_calls_of(path) for module, path in modules().items()}
     assert {module: calls for module, calls in found.items() if calls} == WHO_BUILDS_REQUESTS
 

@@ -15,7 +15,7 @@ from world import ranks
 
 import horoclone as hvd
 from horoclone import arrays
-from horoclone.arrays import handles as array_handles
+from horoclone.arrays.handles import table
 
 SHORT = ("bool", "uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "float32", "float64")
 
@@ -27,7 +27,7 @@ def counted() -> Iterator[dict[str, int]]:
         hvd.allreduce_async_(np.ones(1))
     )  # a life's first takes the slow path and opens the fast one
     seen = {"short": 0, "offered": 0}
-    real = array_handles.start_plain, array_handles.start_plain_group
+    real = table.start_plain, table.start_plain_group
 
     def counting(start: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -38,11 +38,11 @@ def counted() -> Iterator[dict[str, int]]:
 
         return call
 
-    array_handles.start_plain, array_handles.start_plain_group = (counting(start) for start in real)
+    table.start_plain, table.start_plain_group = (counting(start) for start in real)
     try:
         yield seen
     finally:
-        array_handles.start_plain, array_handles.start_plain_group = real
+        table.start_plain, table.start_plain_group = real
 
 
 def sample(dtype: str) -> np.ndarray:
@@ -51,7 +51,7 @@ def sample(dtype: str) -> np.ndarray:
 
 @ranks(2)
 def test_every_dtype_takes_the_fast_path_and_gives_what_a_blocking_call_gives():
-    before = set(array_handles._pending)  # another test in these processes may have dropped a handle
+    before = set(table.pending)  # another test in these processes may have dropped a handle
     for dtype in SHORT:
         with counted() as seen:
             mine = sample(dtype)
@@ -71,12 +71,12 @@ def test_every_dtype_takes_the_fast_path_and_gives_what_a_blocking_call_gives():
     with counted() as seen:
         hvd.synchronize(hvd.allreduce_async_(scaled, None, "s", hvd.Average, 0.5, 3.0, priority=7))
     assert seen["short"] == 1 and scaled.tolist() == [6.0] * 3
-    assert set(array_handles._pending) <= before
+    assert set(table.pending) <= before
 
 
 @ranks(2)
 def test_what_is_not_plain_takes_the_slow_path():
-    before = set(array_handles._pending)  # another test in these processes may have dropped a handle
+    before = set(table.pending)  # another test in these processes may have dropped a handle
     fixed = np.ones(3)
     fixed.flags.writeable = False
     with counted() as seen:
@@ -100,14 +100,14 @@ def test_what_is_not_plain_takes_the_slow_path():
         assert hvd.synchronize(hvd.allreduce_async(np.ones((3, 4)).T, op=hvd.Sum)).tolist() == [[2.0] * 3] * 4
         assert hvd.synchronize(hvd.allreduce_async([1, 2], op=hvd.Sum)).tolist() == [2, 4]
     assert seen == {"short": 2, "offered": 2}
-    assert set(array_handles._pending) <= before
+    assert set(table.pending) <= before
 
 
 @ranks(2)
 def test_blocking_calls_take_the_fast_path_too():
     hvd.allreduce(np.ones(1))  # a life's first takes the slow path and opens the fast one
-    before, real, seen = set(array_handles._pending), array_handles.call_plain, []
-    array_handles.call_plain = lambda *args: seen.append(real(*args)) or seen[-1]
+    before, real, seen = set(table.pending), table.call_plain, []
+    table.call_plain = lambda *args: seen.append(real(*args)) or seen[-1]
     try:
         for dtype in SHORT:
             for call in range(20):
@@ -125,14 +125,14 @@ def test_blocking_calls_take_the_fast_path_too():
                 hvd.allreduce_(wrong, op=hvd.Sum)
         assert seen[-2:] == [None, None]
     finally:
-        array_handles.call_plain = real
+        table.call_plain = real
     assert hvd.allreduce(np.ones(2), op=hvd.Sum).tolist() == [2, 2]
-    assert set(array_handles._pending) <= before
+    assert set(table.pending) <= before
 
 
 @ranks(2)
 def test_errors_and_arrays_in_flight():
-    before = set(array_handles._pending)  # another test in these processes may have dropped a handle
+    before = set(table.pending)  # another test in these processes may have dropped a handle
     with counted() as seen:
         if hvd.rank() == 0:
             first = hvd.allreduce_async_(np.ones(2), name="twice")
@@ -154,7 +154,7 @@ def test_errors_and_arrays_in_flight():
         noise = [np.full(256, -1.0) for _ in range(400)]
         for index, handle in enumerate(started):
             assert hvd.synchronize(handle).tolist() == [2.0 * index] * 256
-    assert seen["short"] == 202 and len(noise) == 400 and set(array_handles._pending) <= before
+    assert seen["short"] == 202 and len(noise) == 400 and set(table.pending) <= before
 
 
 @ranks(2, init=False)

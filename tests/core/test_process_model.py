@@ -316,7 +316,7 @@ def test_ctrl_c_at_any_moment_of_a_loop_leaves_no_operation_behind(two):
     done = two(
         """
 import threading
-from horoclone.arrays import handles as array_handles
+from horoclone.arrays.handles import table
 for life in range(12):
     hvd.init()
     for _ in range(40):
@@ -329,7 +329,7 @@ for life in range(12):
             if hvd.rank() == 1:
                 time.sleep(0.0002)  # so that rank 0 waits
     except KeyboardInterrupt:
-        assert not array_handles._pending, array_handles._pending
+        assert not table.pending, table.pending
         assert hvd.metrics()["live_handles"] == 0
     except hvd.HorovodInternalError:
         assert hvd.rank() == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -100,6 +101,27 @@ def test_an_error_reaches_every_thread_that_waits(kind: str) -> None:
     if hvd.rank() == 0:
         assert all(isinstance(outcome, horoclone.Mismatch) for outcome in outcomes), outcomes
     assert any(isinstance(outcome, horoclone.Mismatch) for outcome in outcomes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@ranks(2)
+def test_a_wait_that_ctrl_c_breaks_off_keeps_the_handle_and_its_memory(kind: str) -> None:
+    """The core goes on with the operation: its memory must not go away."""
+    hvd, ones = api(kind)
+    if hvd.rank() == 1:
+        hvd.barrier()
+        assert hvd.allgather(ones(2), name="late").tolist() == [1] * 4
+        return
+    handle = hvd.allgather_async(ones(2), name="late")
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            hvd.synchronize(handle)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    hvd.barrier()
+    assert hvd.synchronize(handle).tolist() == [1] * 4
 
 
 def test_where_the_first_is_broken_off_the_next_one_waits() -> None:

@@ -193,6 +193,7 @@ class Fake:
         }
         self.fakes = fakes
         handles.tensor_exchange = None  # DLPack would tell the core where these tensors really are
+        handles.table.kinds = ()
         for module in (
             gpu,
             all_gather,

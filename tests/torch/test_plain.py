@@ -14,7 +14,7 @@ from world import ranks
 
 import horoclone.torch as hvd
 from horoclone import ops
-from horoclone.torch.operations import handles
+from horoclone.torch.operations.handles import table
 from horoclone.torch.operations.tensors import NUMBER_OF
 
 REDUCED = [dtype for dtype, number in NUMBER_OF.items() if number < ops.FIRST_MOVED]
@@ -32,7 +32,7 @@ def counted() -> Iterator[dict[str, int]]:
         hvd.allreduce_async_(torch.ones(1))
     )  # a life's first takes the slow path and opens the fast one
     seen = {"short": 0, "offered": 0}
-    real = handles.start_plain, handles.start_plain_group
+    real = table.start_plain, table.start_plain_group
 
     def counting(start: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -43,20 +43,20 @@ def counted() -> Iterator[dict[str, int]]:
 
         return call
 
-    handles.start_plain, handles.start_plain_group = (counting(start) for start in real)
+    table.start_plain, table.start_plain_group = (counting(start) for start in real)
     try:
         yield seen
     finally:
-        handles.start_plain, handles.start_plain_group = real
+        table.start_plain, table.start_plain_group = real
 
 
 def slow_path(call: Callable[[], Any]) -> Any:
-    real = handles.start_plain, handles.start_plain_group
-    handles.start_plain = handles.start_plain_group = lambda *_: None
+    real = table.start_plain, table.start_plain_group
+    table.start_plain = table.start_plain_group = lambda *_: None
     try:
         return call()
     finally:
-        handles.start_plain, handles.start_plain_group = real
+        table.start_plain, table.start_plain_group = real
 
 
 def sample(dtype: torch.dtype) -> torch.Tensor:
@@ -65,7 +65,7 @@ def sample(dtype: torch.dtype) -> torch.Tensor:
 
 @ranks(2)
 def test_every_dtype_takes_the_short_way_and_gives_what_the_long_one_gives() -> None:
-    before = set(handles._pending)  # another test in these processes may have dropped a handle
+    before = set(table.pending)  # another test in these processes may have dropped a handle
     needs_exchange()
     for dtype in REDUCED:
         for shape in ((2, 3), (6,), (3, 1, 2)):
@@ -87,12 +87,12 @@ def test_every_dtype_takes_the_short_way_and_gives_what_the_long_one_gives() -> 
     with counted() as seen:
         hvd.synchronize(hvd.allreduce_async_(scaled, None, "s", hvd.Average, 0.5, 3.0, priority=7))
     assert seen["short"] == 1 and scaled.tolist() == [6.0] * 3
-    assert set(handles._pending) <= before
+    assert set(table.pending) <= before
 
 
 @ranks(2)
 def test_what_is_not_plain_takes_the_slow_path() -> None:
-    before = set(handles._pending)  # another test in these processes may have dropped a handle
+    before = set(table.pending)  # another test in these processes may have dropped a handle
     needs_exchange()
     ok = torch.ones(4)
     parameter = torch.nn.Parameter(torch.ones(4))
@@ -134,7 +134,7 @@ def test_what_is_not_plain_takes_the_slow_path() -> None:
         with pytest.raises(ValueError, match="Average of bool"):
             hvd.allreduce_async_(torch.ones(2, dtype=torch.bool))
     assert seen["short"] == 0 and seen["offered"] == 3 + 2 * 6 + 8 + 1
-    assert set(handles._pending) <= before
+    assert set(table.pending) <= before
     assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [2.0] * 3  # unnamed ones still match
 
 
@@ -142,8 +142,8 @@ def test_what_is_not_plain_takes_the_slow_path() -> None:
 def test_blocking_calls_take_the_fast_path_too() -> None:
     needs_exchange()
     hvd.allreduce(torch.ones(1))  # a life's first takes the slow path and opens the fast one
-    before, real, seen = set(handles._pending), handles.call_plain, []
-    handles.call_plain = lambda *args: seen.append(real(*args)) or seen[-1]
+    before, real, seen = set(table.pending), table.call_plain, []
+    table.call_plain = lambda *args: seen.append(real(*args)) or seen[-1]
     try:
         for dtype in REDUCED:
             want = sample(dtype)
@@ -161,14 +161,14 @@ def test_blocking_calls_take_the_fast_path_too() -> None:
             hvd.allreduce_(torch.ones(3, 4).t(), op=hvd.Sum)
         assert seen[-1] is None
     finally:
-        handles.call_plain = real
+        table.call_plain = real
     assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [2, 2]
-    assert set(handles._pending) <= before
+    assert set(table.pending) <= before
 
 
 @ranks(2)
 def test_errors_of_the_core_come_as_ever_and_nothing_stays_behind() -> None:
-    before = set(handles._pending)  # another test in these processes may have dropped a handle
+    before = set(table.pending)  # another test in these processes may have dropped a handle
     needs_exchange()
     with counted() as seen:
         if hvd.rank() == 0:
@@ -186,13 +186,13 @@ def test_errors_of_the_core_come_as_ever_and_nothing_stays_behind() -> None:
             hvd.synchronize(handle)
         assert hvd.synchronize(handle) is None
     assert seen["short"] == 2
-    assert set(handles._pending) <= before
+    assert set(table.pending) <= before
     assert hvd.synchronize(hvd.allreduce_async_(torch.ones(3), op=hvd.Sum)).tolist() == [2.0] * 3
 
 
 @ranks(2)
 def test_tensors_of_an_operation_in_flight_live_though_nobody_holds_them() -> None:
-    before = set(handles._pending)  # another test in these processes may have dropped a handle
+    before = set(table.pending)  # another test in these processes may have dropped a handle
     needs_exchange()
     with counted() as seen:
         started = []
@@ -203,7 +203,7 @@ def test_tensors_of_an_operation_in_flight_live_though_nobody_holds_them() -> No
         noise = [torch.full((256,), -1.0) for _ in range(400)]
         for index, handle in enumerate(started):
             assert hvd.synchronize(handle).tolist() == [2.0 * index] * 256
-    assert seen["short"] == 200 and len(noise) == 400 and set(handles._pending) <= before
+    assert seen["short"] == 200 and len(noise) == 400 and set(table.pending) <= before
 
 
 @ranks(2, init=False)

@@ -48,7 +48,7 @@ def test_every_call_has_a_span_and_results_are_the_same(tmp_path: Path) -> None:
     found = [name for name, _, _ in profiled(calls, tmp_path / f"trace{hvd.rank()}.json")]
     expected = [
         "horoclone.allreduce mean", "horoclone.allreduce in place", "horoclone.allgather rows",
-        "horoclone.broadcast.submit from 0", "horoclone.broadcast.wait from 0", "horoclone.alltoall parts", "horoclone.reducescatter share", "horoclone.barrier",
+        "horoclone.broadcast from 0", "horoclone.alltoall parts", "horoclone.reducescatter share", "horoclone.barrier",
         "horoclone.allreduce.submit later", "horoclone.allreduce.wait later", "horoclone.grouped_allreduce.submit both",
         "horoclone.grouped_allreduce.wait both", "horoclone.allreduce",
     ]  # fmt: skip

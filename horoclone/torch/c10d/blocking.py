@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from horoclone import ops
-from horoclone.handles import slow_path
+from horoclone.handles import declines
 from horoclone.torch.c10d.tensors import REDUCTIONS
 from horoclone.torch.operations import handles
 from horoclone.torch.operations.spans import profiler
@@ -32,7 +32,7 @@ class Blocking:
 
     def __init__(self, runtime: Runtime, limit_s: float | None) -> None:
         self._unfinished: dict[int, Any] = {}  # handle -> tensors, of what did not succeed
-        self._call: Any = slow_path
+        self._call: Any = declines
         self._fast_path: Any = None
         if handles.tensor_exchange is not None:
             from horoclone._core import FastPath

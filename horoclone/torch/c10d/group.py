@@ -456,7 +456,7 @@ class HorocloneGroup(GroupFacts):
         """Starts a barrier, complete when every rank has called it."""
         if self._is_done(opts, ops.BARRIER, None, None):
             return None
-        handle = self._enqueue(requests.submit_empty, ops.BARRIER)
+        handle = self._enqueue(requests.submit, ops.BARRIER)
         return self._work(handle, [], None, None, "barrier")
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:

@@ -31,7 +31,7 @@ def failure_of(runtime: Runtime) -> HorovodInternalError | None:
     if "failed: " not in runtime.describe():
         return None
     try:
-        runtime.wait(requests.submit_empty(runtime, BARRIER))
+        runtime.wait(requests.submit(runtime, BARRIER))
     except HorovodInternalError as error:
         return error
     return None

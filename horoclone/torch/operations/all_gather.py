@@ -11,23 +11,20 @@ from typing import Any
 import torch
 
 from horoclone.ops import ALLGATHER, Average, Sum
-from horoclone.process_sets import ProcessSet, global_process_set, set_id
+from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.runtime import rank
+from horoclone.torch.operations import calls
 from horoclone.torch.operations.all_reduce import allreduce
-from horoclone.torch.operations.functional import is_compiling, start
 from horoclone.torch.operations.gradients import anchor, grad_name, in_graph
-from horoclone.torch.operations.handles import run_for_rows, start_for_rows, synchronize
-from horoclone.torch.operations.tensors import ON_GPU, not_a_tensor, number_of
+from horoclone.torch.operations.handles import synchronize
+from horoclone.torch.operations.tensors import learns, not_a_tensor
 
 
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Starts an allgather and returns a handle."""
-    if is_compiling():
-        return start("allgather", [tensor], name, process_set=process_set)
-    dtype = number_of(tensor, name, True)
-    return start_for_rows(ALLGATHER, name, tensor, dtype, process_set=set_id(process_set))
+    return calls.start(ALLGATHER, name, process_set, tensor)
 
 
 def allgather(
@@ -38,18 +35,9 @@ def allgather(
     Differentiable (each rank gets its own rows of the averaged gradient, as in Horovod). A 0-d tensor is an error:
     Mismatch, or IndexError where it needs a gradient.
     """
-    if is_compiling():
-        return start("allgather", [tensor], name, process_set=process_set, differentiable=True)()
-    try:
-        learns = tensor.requires_grad and torch.is_grad_enabled()
-    except AttributeError:
-        raise not_a_tensor(tensor, name) from None
-    if learns:
+    if learns((tensor,), name):
         return Allgather.apply(tensor, name, process_set)[0]
-    dtype = number_of(tensor, name, True)
-    if dtype >= ON_GPU:
-        return synchronize(allgather_async(tensor, name, process_set))
-    return run_for_rows(ALLGATHER, name, tensor, dtype, process_set=set_id(process_set))[0]
+    return calls.call(ALLGATHER, name, process_set, tensor)
 
 
 class Allgather(torch.autograd.Function):

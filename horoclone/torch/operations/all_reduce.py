@@ -8,15 +8,14 @@ from typing import Any
 import torch
 
 from horoclone.ops import ALLREDUCE, resolve_reduce
-from horoclone.process_sets import ProcessSet, global_process_set, set_id
+from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.torch.compression import Compression
-from horoclone.torch.operations import handles
-from horoclone.torch.operations.arguments import refuse_to_compress
-from horoclone.torch.operations.functional import is_compiling, reduced, start
+from horoclone.torch.operations import calls
+from horoclone.torch.operations.arguments import compressed
 from horoclone.torch.operations.gradients import anchor, grad_name, in_graph, require_linear
-from horoclone.torch.operations.handles import run, start_for, synchronize
+from horoclone.torch.operations.handles import synchronize, table
 from horoclone.torch.operations.spans import profiler
-from horoclone.torch.operations.tensors import number_of
+from horoclone.torch.operations.tensors import is_compiling, learns, number_of
 
 
 def allreduce_(
@@ -33,17 +32,7 @@ def allreduce_(
     Raises ValueError for wrong arguments, Mismatch when the ranks differ in dtype, shape, op or scales, Unsupported
     for tensors that are neither in host memory nor on one of NVIDIA's GPUs.
     """
-    if is_compiling():
-        return reduced(
-            "allreduce", [tensor], average, name, op, (prescale_factor, postscale_factor), process_set, True
-        )()
-    if not profiler._is_profiler_enabled:  # as in _now(), without the call of it
-        plain = handles.call_plain(
-            tensor, tensor, average, name, op, prescale_factor, postscale_factor, process_set, 0
-        )
-        if plain is not None:
-            return tensor if plain is tensor else handles.synchronize(plain)
-    return _slowly(tensor, tensor, average, name, op, prescale_factor, postscale_factor, process_set)
+    return _now(tensor, tensor, average, name, op, prescale_factor, postscale_factor, process_set)
 
 
 def allreduce_async_(
@@ -61,10 +50,6 @@ def allreduce_async_(
 
     priority: of what all ranks have submitted, the highest runs first (docs/priority.md).
     """
-    if is_compiling():
-        return reduced(
-            "allreduce", [tensor], average, name, op, (prescale_factor, postscale_factor), process_set, True
-        )
     return _start(tensor, tensor, average, name, op, prescale_factor, postscale_factor, process_set, priority)
 
 
@@ -80,12 +65,17 @@ def allreduce_async(
     priority: int = 0,
 ) -> int:
     """Starts a reduction into a new tensor and returns a handle; `tensor` must not change until it is done."""
-    if is_compiling():
-        return reduced(
-            "allreduce", [tensor], average, name, op, (prescale_factor, postscale_factor), process_set
-        )
-    output = _like(tensor, name)
-    return _start(tensor, output, average, name, op, prescale_factor, postscale_factor, process_set, priority)
+    return _start(
+        tensor,
+        _like(tensor, name),
+        average,
+        name,
+        op,
+        prescale_factor,
+        postscale_factor,
+        process_set,
+        priority,
+    )
 
 
 def allreduce(
@@ -103,26 +93,20 @@ def allreduce(
     Differentiable for Average and Sum: the gradient is the same reduction of the gradient.
     """
     reduce = resolve_reduce(average, op)
-    scales = (prescale_factor, postscale_factor)
-    if is_compiling():
-        wire, ctx = compression.compress(tensor)
-        return compression.decompress(
-            start("allreduce", [wire], name, reduce, scales, process_set, differentiable=True)(), ctx
-        )
-    try:
-        wire, ctx = compression.compress(tensor)
-        learns = wire.requires_grad and torch.is_grad_enabled()
-    except AttributeError:
-        refuse_to_compress("allreduce", compression, tensor, name)
-        raise
-    if learns:
-        reduced, _ = Allreduce.apply(wire, name, reduce, *scales, process_set)
+    wire, ctx = compressed("allreduce", compression, tensor, name)
+    if learns((wire,), name):
+        reduced, _ = Allreduce.apply(wire, name, reduce, prescale_factor, postscale_factor, process_set)
     else:
-        reduced = _now(wire, _like(wire, name), None, name, reduce, *scales, process_set)
+        reduced = _now(
+            wire, _like(wire, name), None, name, reduce, prescale_factor, postscale_factor, process_set
+        )
     return compression.decompress(reduced, ctx)
 
 
-def _like(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
+def _like(tensor: torch.Tensor, name: str | None) -> torch.Tensor | None:
+    """A new one for the result; a graph of torch.compile has its own."""
+    if is_compiling():
+        return None
     try:
         return torch.empty_like(tensor, requires_grad=False)
     except TypeError:
@@ -130,43 +114,34 @@ def _like(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
         raise
 
 
-# The one way in: the core's fast path, which declines what it does not know; for that, and under a profiler, a request.
+# The core's fast path, which declines what it does not know; for that, under a profiler and in a graph, as all others.
 def _now(
-    tensor: torch.Tensor, output: torch.Tensor, average: bool | None, name: str | None, op: int | None,
+    tensor: torch.Tensor, output: torch.Tensor | None, average: bool | None, name: str | None, op: int | None,
     prescale: float, postscale: float, process_set: ProcessSet,
 ) -> torch.Tensor:  # fmt: skip
-    if not profiler._is_profiler_enabled:
-        plain = handles.call_plain(tensor, output, average, name, op, prescale, postscale, process_set, 0)
+    if not (is_compiling() or profiler._is_profiler_enabled):
+        plain = table.call_plain(tensor, output, average, name, op, prescale, postscale, process_set, 0)
         if plain is not None:
-            return output if plain is output else handles.synchronize(plain)
-    return _slowly(tensor, output, average, name, op, prescale, postscale, process_set)
-
-
-def _slowly(
-    tensor: torch.Tensor, output: torch.Tensor, average: bool | None, name: str | None, op: int | None,
-    prescale: float, postscale: float, process_set: ProcessSet,
-) -> torch.Tensor:  # fmt: skip
-    reduce = resolve_reduce(average, op)
-    return run(
-        ALLREDUCE, name, tensor, output, number_of(tensor, name, True), reduce=reduce, prescale=prescale,
-        postscale=postscale, process_set=set_id(process_set),
+            return output if plain is output else synchronize(plain)
+    return calls.call(
+        ALLREDUCE, name, process_set, tensor, output, reduce=resolve_reduce(average, op), prescale=prescale,
+        postscale=postscale,
     )  # fmt: skip
 
 
 def _start(
-    tensor: torch.Tensor, output: torch.Tensor, average: bool | None, name: str | None, op: int | None,
+    tensor: torch.Tensor, output: torch.Tensor | None, average: bool | None, name: str | None, op: int | None,
     prescale: float, postscale: float, process_set: ProcessSet, priority: int,
 ) -> int:  # fmt: skip
-    if not profiler._is_profiler_enabled:
-        plain = handles.start_plain(
+    if not (is_compiling() or profiler._is_profiler_enabled):
+        plain = table.start_plain(
             tensor, output, average, name, op, prescale, postscale, process_set, priority
         )
         if plain is not None:
             return plain
-    reduce = resolve_reduce(average, op)
-    return start_for(
-        ALLREDUCE, name, tensor, output, number_of(tensor, name, True), reduce=reduce, prescale=prescale,
-        postscale=postscale, process_set=set_id(process_set), priority=priority,
+    return calls.start(
+        ALLREDUCE, name, process_set, tensor, output, reduce=resolve_reduce(average, op), prescale=prescale,
+        postscale=postscale, priority=priority,
     )  # fmt: skip
 
 

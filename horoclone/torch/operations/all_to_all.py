@@ -3,20 +3,17 @@
 # mypy: disable-error-code="no-any-return, no-untyped-call"
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from horoclone.ops import ALLTOALL
-from horoclone.process_sets import ProcessSet, global_process_set, set_id
+from horoclone.process_sets import ProcessSet, global_process_set
+from horoclone.torch.operations import calls
 from horoclone.torch.operations.arguments import rows_to_send
-from horoclone.torch.operations.functional import is_compiling, start
 from horoclone.torch.operations.gradients import anchor, grad_name, in_graph
-from horoclone.torch.operations.handles import run_for_rows, start_for_rows, synchronize
-from horoclone.torch.operations.tensors import ON_GPU, learns, number_of
-
-if TYPE_CHECKING:
-    pass
+from horoclone.torch.operations.handles import synchronize
+from horoclone.torch.operations.tensors import learns
 
 
 def alltoall_async(
@@ -27,12 +24,7 @@ def alltoall_async(
 ) -> int:
     """Starts an alltoall; the handle's output is the pair (output, received_splits)."""
     rows = rows_to_send(splits, name)
-    if is_compiling():
-        return start("alltoall", [tensor], name, process_set=process_set, splits=rows)
-    return start_for_rows(
-        ALLTOALL, name, tensor, number_of(tensor, name, True), counts_beside=splits, splits=rows,
-        process_set=set_id(process_set),
-    )  # fmt: skip
+    return calls.start(ALLTOALL, name, process_set, tensor, counts_beside=splits, splits=rows)
 
 
 def alltoall(
@@ -48,20 +40,11 @@ def alltoall(
     ValueError: splits not 1-d, not int32, of the wrong length, negative (InvalidArgument), with a sum
     beyond the rows; rows not divisible.
     """
-    if is_compiling():
-        rows = rows_to_send(splits, name)
-        begun = start("alltoall", [tensor], name, process_set=process_set, splits=rows, differentiable=True)
-        output, received = begun()
-    elif learns([tensor], name):
+    if learns((tensor,), name):
         output, received, _ = Alltoall.apply(tensor, splits, name, process_set)
-    elif (dtype := number_of(tensor, name, True)) >= ON_GPU:
-        output, received = synchronize(alltoall_async(tensor, splits, name, process_set))
     else:
         rows = rows_to_send(splits, name)
-        output, result = run_for_rows(
-            ALLTOALL, name, tensor, dtype, splits=rows, process_set=set_id(process_set)
-        )
-        received = None if splits is None else torch.tensor(result.rows_from, dtype=torch.int32)
+        output, received = calls.call(ALLTOALL, name, process_set, tensor, counts_beside=splits, splits=rows)
     return output if splits is None else (output, received)
 
 

@@ -10,7 +10,7 @@ from horoclone.arguments import SPLITS, check_compression, given, is_integer, wr
 from horoclone.errors import InvalidArgument
 from horoclone.ops import REDUCE_NAMES, Sum, resolve_reduce
 from horoclone.runtime import native
-from horoclone.torch.operations.tensors import not_a_tensor
+from horoclone.torch.operations.tensors import is_compiling, not_a_tensor
 
 
 def _refusal(what: str, name: str | None, why: str) -> InvalidArgument:
@@ -56,13 +56,21 @@ def rows_to_send(splits: Any, name: str | None) -> list[int] | None:
 
 def tuple_of(call: str, tensors: Any) -> tuple[torch.Tensor, ...]:
     """The tensors of a group. TypeError for one tensor, which would be cut into rows, and for what is no sequence."""
+    if is_compiling():
+        return tuple(tensors)
     if isinstance(tensors, (torch.Tensor, str, bytes)) or not hasattr(tensors, "__iter__"):
         raise wrong_type(call, "tensors", tensors, "a list or tuple of torch.Tensors")
     return tuple(tensors)
 
 
-def refuse_to_compress(call: str, compression: Any, tensor: Any, name: str | None) -> None:
-    """After a compressor's AttributeError: a TypeError when it is none, or was given what is no tensor."""
-    check_compression(call, compression)
-    if not isinstance(tensor, torch.Tensor):
-        raise not_a_tensor(tensor, name)
+def compressed(call: str, compression: Any, tensor: Any, name: str | None) -> tuple[torch.Tensor, Any]:
+    """compression.compress(tensor); TypeError when it is no compressor, or was given what is no tensor."""
+    if is_compiling():
+        return compression.compress(tensor)  # type: ignore[no-any-return]
+    try:
+        return compression.compress(tensor)  # type: ignore[no-any-return]
+    except AttributeError:
+        check_compression(call, compression)
+        if not isinstance(tensor, torch.Tensor):
+            raise not_a_tensor(tensor, name) from None
+        raise

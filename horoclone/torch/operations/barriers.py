@@ -9,7 +9,7 @@ from horoclone.process_sets import ProcessSet, global_process_set, set_id
 from horoclone.runtime import native
 from horoclone.torch.operations import requests
 from horoclone.torch.operations.gpu import place_to_join
-from horoclone.torch.operations.handles import remember, synchronize
+from horoclone.torch.operations.handles import submit, synchronize
 
 _joins = 0  # that have ended in this process
 
@@ -26,9 +26,8 @@ def join(device: int = -1) -> int:
     current one) where the others' tensors are on GPUs.
     """
     check("join", device=device)
-    runtime = native()
-    handle = requests.submit_empty(runtime, JOIN, place=place_to_join(device))
-    last = synchronize(remember(runtime, handle, None, None, lambda rt, h: rt.result(h).join_rank))
+    place = place_to_join(device)
+    last = synchronize(submit(JOIN, None, 0, make=lambda rt, h: rt.result(h).join_rank, place=place))
     global _joins
     _joins += 1
     return last
@@ -36,4 +35,4 @@ def join(device: int = -1) -> int:
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Waits until every rank of the process set has called it."""
-    requests.run_empty(native(), BARRIER, process_set=set_id(process_set))
+    requests.run(native(), BARRIER, process_set=set_id(process_set))

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from horoclone.ops import BROADCAST, Average
-from horoclone.process_sets import ProcessSet, global_process_set, set_id
+from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.runtime import rank
+from horoclone.torch.operations import calls
 from horoclone.torch.operations.all_reduce import allreduce
-from horoclone.torch.operations.functional import is_compiling, start
 from horoclone.torch.operations.gradients import anchor, grad_name, in_graph, zeros_of
-from horoclone.torch.operations.handles import run, start_for, synchronize
-from horoclone.torch.operations.tensors import not_a_tensor, number_of
+from horoclone.torch.operations.handles import synchronize
+from horoclone.torch.operations.tensors import is_compiling, learns, number_of
 
 
 def broadcast_async_(
@@ -24,10 +24,7 @@ def broadcast_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Starts `broadcast_` and returns a handle."""
-    if is_compiling():
-        return start("broadcast", [tensor], name, process_set=process_set, root=root_rank, in_place=True)
-    dtype = number_of(tensor, name, True)
-    return start_for(BROADCAST, name, tensor, tensor, dtype, root=root_rank, process_set=set_id(process_set))
+    return calls.start(BROADCAST, name, process_set, tensor, tensor, root=root_rank)
 
 
 def broadcast_(
@@ -37,10 +34,7 @@ def broadcast_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Overwrites `tensor` with rank root_rank's (a world rank, also within a process set) and returns it."""
-    if is_compiling():
-        return start("broadcast", [tensor], name, process_set=process_set, root=root_rank, in_place=True)()
-    dtype = number_of(tensor, name, True)
-    return run(BROADCAST, name, tensor, tensor, dtype, root=root_rank, process_set=set_id(process_set))
+    return calls.call(BROADCAST, name, process_set, tensor, tensor, root=root_rank)
 
 
 def broadcast_async(
@@ -50,10 +44,7 @@ def broadcast_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Starts a broadcast into a new tensor and returns a handle."""
-    if is_compiling():
-        return start("broadcast", [tensor], name, process_set=process_set, root=root_rank)
-    number_of(tensor, name, True)  # refuses what is not contiguous before the copy would hide it
-    return broadcast_async_(tensor.detach().clone(), root_rank, name, process_set)
+    return calls.start(BROADCAST, name, process_set, *_copied(tensor, name), root=root_rank)
 
 
 def broadcast(
@@ -63,17 +54,18 @@ def broadcast(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Returns rank root_rank's tensor. Differentiable: the root gets the averaged gradient, the others zero."""
-    if is_compiling():
-        return start(
-            "broadcast", [tensor], name, process_set=process_set, root=root_rank, differentiable=True
-        )()
-    try:
-        learns = tensor.requires_grad and torch.is_grad_enabled()
-    except AttributeError:
-        raise not_a_tensor(tensor, name) from None
-    if learns:
+    if learns((tensor,), name):
         return Broadcast.apply(tensor, root_rank, name, process_set)[0]
-    return synchronize(broadcast_async(tensor, root_rank, name, process_set))
+    return calls.call(BROADCAST, name, process_set, *_copied(tensor, name), root=root_rank)
+
+
+def _copied(tensor: torch.Tensor, name: str | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Source and output: a copy, which the operation overwrites. A graph of torch.compile makes its own."""
+    if is_compiling():
+        return tensor, None
+    number_of(tensor, name, True)  # refuses what is not contiguous before the copy would hide it
+    copy = tensor.detach().clone()
+    return copy, copy
 
 
 class Broadcast(torch.autograd.Function):

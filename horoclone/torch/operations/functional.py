@@ -15,15 +15,14 @@ import torch
 
 from horoclone import ops, process_sets
 from horoclone.errors import Unsupported
-from horoclone.ops import Average, Sum, resolve_reduce
-from horoclone.process_sets import ProcessSet, global_process_set, set_id
+from horoclone.handles import ROWS
+from horoclone.ops import CALLS, Average, Sum
+from horoclone.process_sets import ProcessSet, set_id
 from horoclone.runtime import native
-from horoclone.torch.operations import requests
-from horoclone.torch.operations.gpu import HOST, behind, place_of_all, rows_of
-from horoclone.torch.operations.handles import is_compiling, remember, synchronize
-from horoclone.torch.operations.tensors import ON_GPU, number_of, refuse_scalar
+from horoclone.torch.operations.handles import submit, submit_group, synchronize
+from horoclone.torch.operations.tensors import refuse_scalar
 
-__all__ = ["KINDS", "Started", "call", "is_compiling", "reduced", "start"]
+__all__ = ["KINDS", "Started", "call", "start"]
 
 Tensors = Sequence[torch.Tensor]
 
@@ -64,39 +63,19 @@ def _start(kind: str, tensors: Tensors, *options: Any) -> torch.Tensor:
         outputs: list[torch.Tensor] | None = whole
     else:
         outputs = [torch.empty_like(tensor) for tensor in whole] if op == ops.ALLREDUCE else None
-    numbers = [number_of(tensor, name, True) for tensor in whole]
-    place = place_of_all(whole) if max(numbers) >= ON_GPU else HOST
-    runtime = native()
-    terms: dict[str, Any] = {
-        "reduce": reduce,
-        "prescale": prescale,
-        "postscale": postscale,
-        "root": root,
-        "process_set": set_number,
-    }
+    terms: dict[str, Any] = {"reduce": reduce, "prescale": prescale, "postscale": postscale, "root": root}
     if kind.startswith("grouped"):
-        handle = requests.submit_group(
-            runtime, op, name, sources=whole, targets=outputs, dtypes=numbers, place=place, **terms
-        )
+        handle = submit_group(op, name, set_number, whole, outputs, **terms)
     else:
-        handle = requests.submit(
-            runtime, op, name, source=whole[0], target=None if outputs is None else outputs[0], dtype=numbers[0],
-            splits=splits if op == ops.ALLTOALL else None, place=place, **terms,
-        )  # fmt: skip
-    make = behind(place, outputs)
-    if outputs is None:
-
-        def make(rt: Any, number: int) -> list[torch.Tensor]:
-            made = [rows_of(rt, number, i, tensor, place) for i, tensor in enumerate(whole)]
-            if op == ops.ALLTOALL:
-                made.append(torch.tensor(rt.result(number).rows_from, dtype=torch.int32))
-            return made
-
-    return torch.tensor(remember(runtime, handle, outputs, whole, make))
+        target, output = (None, ROWS) if outputs is None else (outputs[0], outputs[0])
+        rows = splits if op == ops.ALLTOALL else None
+        handle = submit(op, name, set_number, whole[0], target, output, splits=rows, **terms)
+    return torch.tensor(handle)
 
 
 def _wait(kind: str, ticket: torch.Tensor, tensors: Tensors, *options: Any) -> list[torch.Tensor]:
-    results = list(synchronize(int(ticket)))
+    given = synchronize(int(ticket))
+    results = list(given) if isinstance(given, (tuple, list)) else [given]
     if not (KINDS[kind] == ops.ALLTOALL and options[-1] is not None):
         for result, shape in zip(results, _shapes(kind, tensors, options), strict=True):
             if tuple(result.shape) != tuple(shape):
@@ -262,35 +241,26 @@ class Started:
 
 
 def start(
-    kind: str,
+    op: int,
     tensors: Tensors,
-    name: str | None = None,
-    reduce: int = Sum,
-    scales: tuple[float, float] = (1.0, 1.0),
-    process_set: ProcessSet = global_process_set,
+    name: str | None,
+    process_set: ProcessSet,
     *,
-    root: int = 0,
-    splits: Sequence[int] | None = None,
+    group: bool = False,
     differentiable: bool = False,
     in_place: bool = False,
+    reduce: int = Sum,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    root: int = 0,
+    splits: Sequence[int] | None = None,
+    priority: int = 0,
 ) -> Any:  # a Started, which passes for a handle
-    """Starts an operation of KINDS. in_place: the results go into the tensors."""
-    if KINDS[kind] == ops.REDUCESCATTER:
+    """Starts an operation of KINDS. in_place: the results go into the tensors. A graph has its own order, whatever the
+    priority."""
+    if op == ops.REDUCESCATTER:
         refuse_scalar(tensors)
-    options = (name, reduce, float(scales[0]), float(scales[1]), root, set_id(process_set), splits)
+    options = (name, reduce, float(prescale), float(postscale), root, set_id(process_set), splits)
     inputs = [(tensor if differentiable else tensor.detach()).contiguous() for tensor in tensors]
+    kind = f"grouped_{CALLS[op]}" if group else CALLS[op]
     return Started(kind, inputs, options, list(tensors) if in_place else None)
-
-
-def reduced(
-    kind: str,
-    tensors: Tensors,
-    average: bool | None,
-    name: str | None,
-    op: int | None,
-    scales: tuple[float, float],
-    process_set: ProcessSet,
-    in_place: bool = False,
-) -> Any:  # a Started, which passes for a handle
-    """start() for the asynchronous allreduces, with Horovod's two ways to name the reduction."""
-    return start(kind, tensors, name, resolve_reduce(average, op), scales, process_set, in_place=in_place)

@@ -6,26 +6,22 @@ Otherwise they are treated as tensors in host memory. Thread: the caller's; its 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from horoclone.errors import Unsupported
+from horoclone.handles import Maker
+from horoclone.requests import HOST as HOST
+from horoclone.requests import Place as Place
 from horoclone.torch.operations.tensors import address_of, dtype_of, from_result, received
 
 if TYPE_CHECKING:
     from horoclone._core import DeviceBlock, Runtime
 
-Place = tuple[
-    int, int
-]  # CUDA's number of the device and the stream, the last two arguments of Runtime.submit
-HOST: Place = (-1, 0)
-
 log = logging.getLogger("horoclone")
-
-Maker = Callable[["Runtime", int], Any]
 
 
 def place_of(tensor: torch.Tensor) -> Place:

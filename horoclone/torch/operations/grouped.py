@@ -7,80 +7,50 @@ allgather return a tuple, the others a list. Thread: the caller's.
 # mypy: disable-error-code="no-any-return, no-untyped-call"
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from horoclone.errors import EmptyGroup
 from horoclone.ops import ALLGATHER, ALLREDUCE, REDUCESCATTER, Average, Sum, resolve_reduce
-from horoclone.process_sets import ProcessSet, global_process_set, set_id
-from horoclone.runtime import native
+from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.torch.compression import Compression
-from horoclone.torch.operations import functional, handles, requests
 from horoclone.torch.operations.all_gather import rows_before
-from horoclone.torch.operations.arguments import refuse_to_compress, share_reduce, tuple_of
-from horoclone.torch.operations.functional import is_compiling, start
-from horoclone.torch.operations.gpu import HOST, Place, behind, place_of_all, rows_of
+from horoclone.torch.operations.arguments import compressed, share_reduce, tuple_of
+from horoclone.torch.operations.calls import call_group, start_group
 from horoclone.torch.operations.gradients import anchor, grad_name, in_graph, require_linear, share_scale
-from horoclone.torch.operations.handles import remember, synchronize
+from horoclone.torch.operations.handles import synchronize, table
 from horoclone.torch.operations.spans import profiler
-from horoclone.torch.operations.tensors import (
-    ON_GPU,
-    from_result,
-    learns,
-    number_of,
-    refuse_scalar,
-)
-
-if TYPE_CHECKING:
-    from horoclone._core import Runtime
+from horoclone.torch.operations.tensors import is_compiling, learns, refuse_scalar
 
 Tensors = Sequence[torch.Tensor]
 
 # --- grouped allreduce ---------------------------------------------------------------------------------------------
 
 
-def _submit_group(
-    op: int, name: str | None, tensors: Tensors, outputs: Tensors | None, reduce: int, scales: tuple[float, float],
-    process_set: ProcessSet,
-) -> tuple[Runtime, int, Place]:  # fmt: skip
-    """One handle for all. outputs None: the core owns the results."""
-    if not tensors:
-        empty = ValueError if op == ALLREDUCE else EmptyGroup
-        raise empty("a grouped operation needs at least one tensor")
-    dtypes = [number_of(t, name, True) for t in tensors]
-    place = place_of_all(tensors) if max(dtypes) >= ON_GPU else HOST
-    runtime = native()
-    handle = requests.submit_group(
-        runtime, op, name, sources=tensors, targets=outputs, dtypes=dtypes, reduce=reduce, prescale=scales[0],
-        postscale=scales[1], process_set=set_id(process_set), place=place,
-    )  # fmt: skip
-    return runtime, handle, place
-
-
 def _start(
-    tensors: Tensors, outputs: Tensors, name: str | None, reduce: int, scales: tuple[float, float],
+    tensors: Tensors, outputs: Tensors | None, name: str | None, reduce: int, scales: tuple[float, float],
     process_set: ProcessSet,
 ) -> int:  # fmt: skip
-    """Of a grouped allreduce: the core's fast path, which declines what it does not know, or a request."""
-    if not profiler._is_profiler_enabled:
-        plain = handles.start_plain_group(tensors, outputs, None, name, reduce, *scales, process_set, 0)
+    """The core's fast path, which declines what it does not know; for that, under a profiler and in a graph, as all
+    others."""
+    if not (is_compiling() or profiler._is_profiler_enabled):
+        plain = table.start_plain_group(tensors, outputs, None, name, reduce, *scales, process_set, 0)
         if plain is not None:
             return plain
-    runtime, handle, place = _submit_group(ALLREDUCE, name, tensors, outputs, reduce, scales, process_set)
-    return remember(runtime, handle, outputs, tensors, behind(place, outputs))
+    return start_group(
+        ALLREDUCE, name, process_set, tensors, outputs, reduce=reduce, prescale=scales[0], postscale=scales[1]
+    )
 
 
-def _compressed(
-    call: str, tensors: Tensors, compression: Any, name: str | None
-) -> list[tuple[torch.Tensor, Any]]:
-    tensors = tuple_of(call, tensors)
+def _like(tensors: Tensors, name: str | None) -> Tensors | None:
+    """New ones for the results; a graph of torch.compile has its own."""
+    if is_compiling():
+        return None
     try:
-        return [compression.compress(t) for t in tensors]
-    except AttributeError:
-        for tensor in tensors:
-            refuse_to_compress(call, compression, tensor, name)
+        return tuple([torch.empty_like(t, requires_grad=False) for t in tensors])
+    except TypeError:
+        learns(tensors, name)  # refuses what is no tensor
         raise
 
 
@@ -94,17 +64,6 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Starts one reduction of several tensors in place (all or nothing); one handle, whose output is a tuple."""
-    if is_compiling():
-        return functional.reduced(
-            "grouped_allreduce",
-            list(tensors),
-            average,
-            name,
-            op,
-            (prescale_factor, postscale_factor),
-            process_set,
-            True,
-        )
     tensors = tuple_of("grouped_allreduce_async_", tensors)
     reduce = resolve_reduce(average, op)
     return _start(tensors, tensors, name, reduce, (prescale_factor, postscale_factor), process_set)
@@ -135,24 +94,11 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Starts one reduction of several tensors into new ones; one handle, whose output is a tuple."""
-    if is_compiling():
-        return functional.reduced(
-            "grouped_allreduce",
-            list(tensors),
-            average,
-            name,
-            op,
-            (prescale_factor, postscale_factor),
-            process_set,
-        )
     tensors = tuple_of("grouped_allreduce_async", tensors)
     reduce = resolve_reduce(average, op)
-    try:
-        outputs = tuple([torch.empty_like(t, requires_grad=False) for t in tensors])
-    except TypeError:
-        learns(tensors, name)  # refuses what is no tensor
-        raise
-    return _start(tensors, outputs, name, reduce, (prescale_factor, postscale_factor), process_set)
+    return _start(
+        tensors, _like(tensors, name), name, reduce, (prescale_factor, postscale_factor), process_set
+    )
 
 
 def grouped_allreduce(
@@ -166,68 +112,39 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Returns the reductions of several tensors, done as one operation. Differentiable for Average and Sum."""
-    reduce = resolve_reduce(average, op)
-    pairs = (
-        [compression.compress(t) for t in tensors]
-        if is_compiling()
-        else _compressed("grouped_allreduce", tensors, compression, name)
-    )
+    reduce, scales = resolve_reduce(average, op), (prescale_factor, postscale_factor)
+    tensors = tuple_of("grouped_allreduce", tensors)
+    pairs = [compressed("grouped_allreduce", compression, tensor, name) for tensor in tensors]
     wires = [wire for wire, _ in pairs]
-    if is_compiling():
-        reduced = start(
-            "grouped_allreduce",
-            wires,
-            name,
-            reduce,
-            (prescale_factor, postscale_factor),
-            process_set,
-            differentiable=True,
-        )()
-    elif learns(wires, name):
-        *reduced, _ = GroupedAllreduce.apply(
-            name, reduce, prescale_factor, postscale_factor, process_set, *wires
+    if learns(wires, name):
+        *reduced, _ = GroupedAllreduce.apply(name, reduce, *scales, process_set, *wires)
+    elif is_compiling():
+        reduced = call_group(
+            ALLREDUCE, name, process_set, wires, reduce=reduce, prescale=scales[0], postscale=scales[1]
         )
     else:
-        reduced = synchronize(
-            grouped_allreduce_async(wires, None, name, reduce, prescale_factor, postscale_factor, process_set)
-        )
+        reduced = synchronize(_start(wires, _like(wires, name), name, reduce, scales, process_set))
     return [compression.decompress(r, ctx) for r, (_, ctx) in zip(reduced, pairs, strict=True)]
 
 
 # --- allgather and reducescatter ---
 
 
-def _make_group(tensors: Tensors, place: Place) -> Callable[[Runtime, int], tuple[torch.Tensor, ...]]:
-    if place is not HOST:
-        like = [t.detach()[:0] if t.dim() else t.detach() for t in tensors]
-        return lambda rt, h: tuple([rows_of(rt, h, i, form, place) for i, form in enumerate(like)])
-    forms = [(tuple(t.shape[1:]), t.dtype) for t in tensors]
-    return lambda rt, h: tuple(
-        [from_result(rt.result(h, i), row, kind) for i, (row, kind) in enumerate(forms)]
-    )
-
-
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Starts an allgather of several tensors as one operation; one handle, whose output is a tuple."""
-    if is_compiling():
-        return start("grouped_allgather", list(tensors), name, process_set=process_set)
-    tensors = tuple_of("grouped_allgather_async", tensors)
-    runtime, handle, place = _submit_group(ALLGATHER, name, tensors, None, Sum, (1.0, 1.0), process_set)
-    return remember(runtime, handle, None, tensors, _make_group(tensors, place))
+    return start_group(ALLGATHER, name, process_set, tuple_of("grouped_allgather_async", tensors))
 
 
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> tuple[torch.Tensor, ...]:
     """Does several allgathers as one operation. Differentiable."""
-    tensors = tuple(tensors) if is_compiling() else tuple_of("grouped_allgather", tensors)
-    if is_compiling():
-        return start("grouped_allgather", tensors, name, Sum, (1.0, 1.0), process_set, differentiable=True)()
+    tensors = tuple_of("grouped_allgather", tensors)
     if learns(tensors, name):
         return GroupedAllgather.apply(name, process_set, *tensors)[:-1]
-    return synchronize(grouped_allgather_async(tensors, name, process_set))
+    return call_group(ALLGATHER, name, process_set, tensors)
 
 
 def grouped_reducescatter_async(
@@ -239,21 +156,12 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Starts several reducescatters as one operation; one handle, whose output is a tuple."""
-    if is_compiling():
-        return start(
-            "grouped_reducescatter",
-            list(tensors),
-            name,
-            share_reduce(op, name),
-            (prescale_factor, postscale_factor),
-            process_set,
-        )
     tensors = tuple_of("grouped_reducescatter_async", tensors)
     refuse_scalar(tensors)
-    reduce = share_reduce(op, name)
-    scales = (prescale_factor, postscale_factor)
-    runtime, handle, place = _submit_group(REDUCESCATTER, name, tensors, None, reduce, scales, process_set)
-    return remember(runtime, handle, None, tensors, _make_group(tensors, place))
+    return start_group(
+        REDUCESCATTER, name, process_set, tensors, reduce=share_reduce(op, name), prescale=prescale_factor,
+        postscale=postscale_factor,
+    )  # fmt: skip
 
 
 def grouped_reducescatter(
@@ -266,29 +174,19 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Does several reducescatters as one operation. Differentiable."""
-    pairs = (
-        [compression.compress(t) for t in tensors]
-        if is_compiling()
-        else _compressed("grouped_reducescatter", tensors, compression, name)
-    )
+    tensors = tuple_of("grouped_reducescatter", tensors)
+    pairs = [compressed("grouped_reducescatter", compression, tensor, name) for tensor in tensors]
     wires = [wire for wire, _ in pairs]
-    if is_compiling():
-        shares = start(
-            "grouped_reducescatter",
-            wires,
-            name,
-            share_reduce(op, name),
-            (prescale_factor, postscale_factor),
-            process_set,
-            differentiable=True,
-        )()
-    elif learns(wires, name):
+    if learns(wires, name):
         *shares, _ = GroupedReducescatter.apply(
             name, op, process_set, prescale_factor, postscale_factor, None, *wires
         )
     else:
-        handle = grouped_reducescatter_async(wires, name, op, process_set, prescale_factor, postscale_factor)
-        shares = synchronize(handle)
+        refuse_scalar(wires)
+        shares = call_group(
+            REDUCESCATTER, name, process_set, wires, reduce=share_reduce(op, name), prescale=prescale_factor,
+            postscale=postscale_factor,
+        )  # fmt: skip
     return [compression.decompress(share, ctx) for share, (_, ctx) in zip(shares, pairs, strict=True)]
 
 

@@ -16,10 +16,8 @@ import torch
 
 from horoclone.ops import RECEIVE, SEND, peer_number
 from horoclone.process_sets import ProcessSet, global_process_set, set_id
-from horoclone.runtime import native
-from horoclone.torch.operations import requests
-from horoclone.torch.operations.gpu import arrived, behind, place_of, place_to_receive
-from horoclone.torch.operations.handles import remember, synchronize
+from horoclone.torch.operations.gpu import arrived, place_to_receive
+from horoclone.torch.operations.handles import submit, synchronize
 from horoclone.torch.operations.tensors import number_of
 
 __all__ = ["irecv", "isend", "recv", "send"]
@@ -33,19 +31,8 @@ def _number_of(tensor: Any, what: str) -> int:
 
 def isend(tensor: torch.Tensor, dst: int, tag: int = 0, process_set: ProcessSet = global_process_set) -> int:
     """Starts a send and returns a handle at once. Do not change the tensor before it is done."""
-    dtype, to, place = _number_of(tensor, "send"), peer_number(dst, "dst"), place_of(tensor)
-    runtime = native()
-    handle = requests.submit(
-        runtime,
-        SEND,
-        source=tensor,
-        dtype=dtype,
-        root=to,
-        process_set=set_id(process_set),
-        tag=tag,
-        place=place,
-    )
-    return remember(runtime, handle, None, tensor, behind(place, None))
+    dtype, root = _number_of(tensor, "send"), peer_number(dst, "dst")
+    return submit(SEND, None, set_id(process_set), tensor, output=None, dtype=dtype, root=root, tag=tag)
 
 
 def send(tensor: torch.Tensor, dst: int, tag: int = 0, process_set: ProcessSet = global_process_set) -> None:
@@ -64,14 +51,11 @@ def irecv(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Starts a receive and returns a handle at once. Do not touch the tensor before it is done."""
-    runtime = native()
-    terms: dict[str, Any] = {"root": peer_number(src, "src"), "process_set": set_id(process_set), "tag": tag}
+    root, number = peer_number(src, "src"), set_id(process_set)
     if tensor is None:
-        handle = requests.submit(runtime, RECEIVE, place=place_to_receive(), **terms)
-        return remember(runtime, handle, None, None, arrived)
-    dtype, place = _number_of(tensor, "recv"), place_of(tensor)
-    handle = requests.submit(runtime, RECEIVE, target=tensor, dtype=dtype, place=place, **terms)
-    return remember(runtime, handle, tensor, tensor, behind(place, tensor))
+        return submit(RECEIVE, None, number, make=arrived, place=place_to_receive(), root=root, tag=tag)
+    dtype = _number_of(tensor, "recv")
+    return submit(RECEIVE, None, number, None, tensor, tensor, dtype=dtype, root=root, tag=tag)
 
 
 def recv(

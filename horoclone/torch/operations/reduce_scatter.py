@@ -8,14 +8,13 @@ from typing import Any
 import torch
 
 from horoclone.ops import REDUCESCATTER, Average, Sum
-from horoclone.process_sets import ProcessSet, global_process_set, set_id
+from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.torch.compression import Compression
+from horoclone.torch.operations import calls
 from horoclone.torch.operations.all_gather import allgather
-from horoclone.torch.operations.arguments import refuse_to_compress, share_reduce
-from horoclone.torch.operations.functional import is_compiling, start
+from horoclone.torch.operations.arguments import compressed, share_reduce
 from horoclone.torch.operations.gradients import anchor, grad_name, in_graph, share_scale
-from horoclone.torch.operations.handles import run_for_rows, start_for_rows, synchronize
-from horoclone.torch.operations.tensors import ON_GPU, number_of, refuse_scalar
+from horoclone.torch.operations.tensors import learns
 
 
 def reducescatter_async(
@@ -27,14 +26,9 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Starts a reducescatter and returns a handle."""
-    scales = (prescale_factor, postscale_factor)
-    if is_compiling():
-        return start("reducescatter", [tensor], name, share_reduce(op, name), scales, process_set)
-    dtype = number_of(tensor, name, True)
-    refuse_scalar([tensor])
-    return start_for_rows(
-        REDUCESCATTER, name, tensor, dtype, reduce=share_reduce(op, name), prescale=prescale_factor,
-        postscale=postscale_factor, process_set=set_id(process_set),
+    return calls.start(
+        REDUCESCATTER, name, process_set, tensor, reduce=share_reduce(op, name), prescale=prescale_factor,
+        postscale=postscale_factor,
     )  # fmt: skip
 
 
@@ -52,27 +46,13 @@ def reducescatter(
     The first ranks get one row more where the rows cannot be shared equally. Differentiable: the gradient is the
     allgather of the gradient, times the size for Sum, as in Horovod.
     """
-    scales = (prescale_factor, postscale_factor)
-    if is_compiling():
-        wire, ctx = compression.compress(tensor)
-        begun = start(
-            "reducescatter", [wire], name, share_reduce(op, name), scales, process_set, differentiable=True
-        )
-        return compression.decompress(begun(), ctx)
-    try:
-        wire, ctx = compression.compress(tensor)
-        learns = wire.requires_grad and torch.is_grad_enabled()
-    except AttributeError:
-        refuse_to_compress("reducescatter", compression, tensor, name)
-        raise
-    if learns:
-        share, _ = Reducescatter.apply(wire, name, op, process_set, *scales)
-    elif (dtype := number_of(wire, name, True)) >= ON_GPU or not wire.dim():
-        share = synchronize(reducescatter_async(wire, name, op, process_set, *scales))
+    wire, ctx = compressed("reducescatter", compression, tensor, name)
+    if learns((wire,), name):
+        share, _ = Reducescatter.apply(wire, name, op, process_set, prescale_factor, postscale_factor)
     else:
-        share, _ = run_for_rows(
-            REDUCESCATTER, name, wire, dtype, reduce=share_reduce(op, name), prescale=prescale_factor,
-            postscale=postscale_factor, process_set=set_id(process_set),
+        share = calls.call(
+            REDUCESCATTER, name, process_set, wire, reduce=share_reduce(op, name), prescale=prescale_factor,
+            postscale=postscale_factor,
         )  # fmt: skip
     return compression.decompress(share, ctx)
 

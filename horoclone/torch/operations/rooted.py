@@ -17,11 +17,10 @@ from horoclone.arguments import given
 from horoclone.ops import GATHER, REDUCE, SCATTER, Average, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set, set_id
 from horoclone.runtime import native, rank
-from horoclone.torch.operations import requests
 from horoclone.torch.operations.broadcasting import broadcast_async
-from horoclone.torch.operations.gpu import HOST, arrived, behind, place_of, place_to_receive, to_gpu
+from horoclone.torch.operations.gpu import HOST, arrived, place_of, place_to_receive, to_gpu
 from horoclone.torch.operations.gradients import anchor, grad_name, in_graph, require_linear, zeros_of
-from horoclone.torch.operations.handles import remember, start_for_rows, synchronize
+from horoclone.torch.operations.handles import submit, synchronize
 from horoclone.torch.operations.tensors import ON_GPU, number_of
 
 __all__ = [
@@ -46,19 +45,17 @@ def _reduced(
     process_set: ProcessSet,
 ) -> int:
     """output None: a new tensor, on the root."""
-    reduce, dtype, runtime = resolve_reduce(None, op), number_of(tensor, name, True), native()
-    is_root = runtime.rank == root_rank
+    reduce, dtype = resolve_reduce(None, op), number_of(tensor, name, True)
+    is_root = native().rank == root_rank
     if output is None:
         like = tensor.detach()
         output = torch.empty_like(like) if is_root else like.new_empty(0)
-    place = HOST if dtype < ON_GPU else place_of(tensor)
     # On a GPU every rank names its memory: the root's is where the result goes.
-    target = output if is_root or place is not HOST else None
-    handle = requests.submit(
-        runtime, REDUCE, name, source=tensor, target=target, dtype=dtype, reduce=reduce, prescale=scales[0],
-        postscale=scales[1], root=root_rank, process_set=set_id(process_set), place=place,
+    target = output if is_root or dtype >= ON_GPU else None
+    return submit(
+        REDUCE, name, set_id(process_set), tensor, target, output, dtype=dtype, reduce=reduce, prescale=scales[0],
+        postscale=scales[1], root=root_rank,
     )  # fmt: skip
-    return remember(runtime, handle, output, (tensor, output), behind(place, output))
 
 
 def reduce_async(
@@ -140,14 +137,10 @@ def gather_async(
     """Starts a gather and returns a handle."""
     dtype, number = number_of(tensor, name, True), set_id(process_set)
     if native().rank == root_rank:
-        return start_for_rows(GATHER, name, tensor, dtype, root=root_rank, process_set=number)
-    runtime, place = native(), HOST if dtype < ON_GPU else place_of(tensor)
+        return submit(GATHER, name, number, tensor, dtype=dtype, root=root_rank)
     rows = tensor.detach().new_empty((0, *tensor.shape[1:]))
-    handle = requests.submit(
-        runtime, GATHER, name, source=tensor, target=None if place is HOST else rows, dtype=dtype, root=root_rank,
-        process_set=number, place=place,
-    )  # fmt: skip
-    return remember(runtime, handle, rows, (tensor, rows), behind(place, rows))
+    target = rows if dtype >= ON_GPU else None
+    return submit(GATHER, name, number, tensor, target, rows, dtype=dtype, root=root_rank)
 
 
 def gather(
@@ -191,21 +184,20 @@ def scatter_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Starts a scatter and returns a handle."""
-    runtime = native()
-    terms: dict[str, Any] = {"root": root_rank, "process_set": set_id(process_set)}
-    if runtime.rank != root_rank:
-        beside = tensor if isinstance(tensor, torch.Tensor) else None
-        handle = requests.submit(runtime, SCATTER, name, place=place_to_receive(beside), **terms)
-        return remember(runtime, handle, None, tensor, _share_beside(beside))
-    if not isinstance(tensor, torch.Tensor):
+    if native().rank != root_rank:
+        beside, counts = tensor if isinstance(tensor, torch.Tensor) else None, None
+        place, source = place_to_receive(beside), None
+    elif isinstance(tensor, torch.Tensor):
+        number_of(tensor, name, True)
+        beside, counts, place, source = tensor, _row_counts(splits), None, tensor
+    else:
         raise ValueError(
             f"scatter: rank {root_rank} is the root and must pass a torch.Tensor to scatter, not {given(tensor)}"
         )
-    dtype, counts = number_of(tensor, name, True), _row_counts(splits)
-    handle = requests.submit(
-        runtime, SCATTER, name, source=tensor, dtype=dtype, splits=counts, place=place_of(tensor), **terms
-    )
-    return remember(runtime, handle, None, tensor, _share_beside(tensor))
+    return submit(
+        SCATTER, name, set_id(process_set), source, output=None, make=_share_beside(beside), place=place,
+        root=root_rank, splits=counts,
+    )  # fmt: skip
 
 
 def _share_beside(tensor: torch.Tensor | None) -> Callable[[Any, int], torch.Tensor]:

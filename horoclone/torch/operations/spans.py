@@ -60,6 +60,13 @@ class Submission(Span):
         return handle
 
 
+def opened(call: str, name: str | None, waits: bool) -> Span | None:
+    """The span of a call that begins now; None where no profiler runs."""
+    if not profiler._is_profiler_enabled:
+        return None
+    return Span(call, name) if waits else Submission(call, name)
+
+
 def waiting(handle: Any) -> Span | None:
     """The span of a wait that begins now; None for what is no handle of the core."""
     if type(handle) is not int:

@@ -5,7 +5,7 @@ Refuses what the core cannot take, with the reason. Knows nothing of operations 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from horoclone import ops
 from horoclone.arguments import given
 from horoclone.errors import NotATensor, Unsupported
+from horoclone.requests import ON_GPU as ON_GPU
 
 if TYPE_CHECKING:
     from horoclone._core import Result
@@ -28,8 +29,8 @@ _nowhere = torch.empty(16, dtype=torch.uint8)
 NOWHERE = _nowhere.data_ptr()
 
 
-# Added to the number of a dtype where the tensor is on a GPU, so that host memory costs one comparison.
-ON_GPU = 64
+# True only while torch.compile traces: its tracer takes it for a constant.
+is_compiling: Callable[[], bool] = getattr(torch.compiler, "is_dynamo_compiling", lambda: False)
 
 
 def number_of(tensor: torch.Tensor, name: str | None, gpu: bool = False) -> int:
@@ -104,7 +105,10 @@ def not_a_tensor(value: object, name: str | None = None) -> NotATensor:
 
 
 def learns(tensors: Iterable[torch.Tensor], name: str | None) -> bool:
-    """Whether an operation on them has a gradient. NotATensor for what is no tensor."""
+    """Whether an operation on them has a gradient here, and not in a compiled function's graph. NotATensor for what is
+    no tensor."""
+    if is_compiling():
+        return False
     needed = False
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
@@ -113,12 +117,10 @@ def learns(tensors: Iterable[torch.Tensor], name: str | None) -> bool:
     return needed and torch.is_grad_enabled()
 
 
-def refuse_scalar(tensors: Iterable[torch.Tensor]) -> None:
+def refuse_scalar(tensors: Sequence[torch.Tensor]) -> None:
     """ValueError when a tensor has no first dimension to cut."""
-    if any(
-        tensor.dim() == 0 if isinstance(tensor, torch.Tensor) else learns([tensor], None)
-        for tensor in tensors
-    ):
+    learns(tensors, None)
+    if any(tensor.dim() == 0 for tensor in tensors):
         raise ValueError("reducescatter needs tensors of at least one dimension: it cuts the first one")
 
 
