@@ -23,9 +23,8 @@ def fitted(settings: Mapping[str, str], environ: Mapping[str, str], size: int) -
         return found
     local = environ.get("HOROCLONE_LOCAL_SIZE") or environ.get("HOROVOD_LOCAL_SIZE") or ""
     ranks = min(size, int(local)) if local.isdigit() and int(local) > 0 else size
-    found["HOROCLONE_ARENA_BYTES"] = str(
-        max(_GIB, _left(limit) // 2 // ranks)
-    )  # the other half is the program's
+    # the other half is the program's
+    found["HOROCLONE_ARENA_BYTES"] = str(max(_GIB, _left(limit) // 2 // ranks))
     return found
 
 

@@ -66,9 +66,8 @@ class Client:
         self._rank, self._server_rank = rank, server_rank
         self._members: list[int] = []  # of the last gather, as the launcher numbers them; empty: everybody
         self.verdict: errors.PeerLost | None = None  # what the server has said last about a lost rank
-        self._last_words: list[
-            bytes
-        ] = []  # who was lost, as the server said before it ended, the cause first
+        # who was lost, as the server said before it ended, the cause first
+        self._last_words: list[bytes] = []
         self._connection: socket.socket | None = None
         self.tried: dict[str, str] = {}  # address -> what happened there last
         self._met = False  # the server has been there once; if nobody listens any more, its process has ended
@@ -287,9 +286,8 @@ class Client:
         blobs = [self._receive(max(deadline, time.monotonic() + HELLO_S))[1] for _ in range(size)]
         try:
             self._connection.sendall(wire.frame(struct.pack("<BI", wire.TAKEN, rank) + wire.pack_key(prefix)))
-        except (
-            OSError
-        ) as error:  # we have what we want; whether the server is there shows when it is asked again
+        except OSError as error:
+            # we have what we want; whether the server is there shows when it is asked again
             self._broken(error)
         return blobs
 

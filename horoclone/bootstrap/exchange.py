@@ -110,9 +110,8 @@ class Job:
         try:
             return client.gather(self._key, self.rank, self.size, blob, timeout_s, say, self._members)
         except BaseException as error:
-            if not getattr(
-                error, "counted", False
-            ):  # the next try is the same life: the others may have it before us
+            if not getattr(error, "counted", False):
+                # the next try is the same life: the others may have it before us
                 self.rendezvous.lives[self._scope] -= 1
             raise
 
@@ -325,12 +324,7 @@ def _rendezvous_of(
 
 
 def _on_this_host(
-    placement: Placement,
-    ranks: list[int],
-    scope: str,
-    secret: bytes,
-    environ: Environment,
-    deadline: float,
+    placement: Placement, ranks: list[int], scope: str, secret: bytes, environ: Environment, deadline: float
 ) -> Rendezvous:
     """At a name that every process can derive (one_host.py); the kernel vouches for the user at both ends."""
     rank, size = ranks.index(placement.rank), len(ranks)

@@ -1,136 +1,74 @@
-"""What the rendezvous server knows about ranks that will not come.
+"""Who can still be heard: the ranks of a rendezvous server (by number), and the members of an elastic job (by name).
 
-Sources are the ranks' own reports, processes that the launcher saw end, connections that broke and were not made again,
-and ranks that gave up while they connected. The earliest of these is the cause, later ones are consequences. Thread:
-any, by one lock.
+It knows when somebody was heard last, how many connections each has, and whom others have lost, and it has the three
+limits after which silence counts. Pure: times come in as arguments. failures.py and membership/coordinator.py ask it.
 """
 
 from __future__ import annotations
 
-import struct
-import threading
-import time
-from collections.abc import Container
-from typing import NamedTuple
+from collections import Counter
+from typing import Generic, TypeVar
 
-GRACE_S = 0.5  # for a rank to make a broken connection again before it counts as gone
-MAX_FAILURES = 4096
-MAX_GIVEN_UP = 64
-MAX_TEXT_BYTES = 8192
+RECONNECT_S = 0.5  # for a rank to make a broken connection again
+SUSPECT_TIMEOUT_S = 5.0  # for a member that another one has lost to be heard again
+HEARTBEAT_TIMEOUT_S = 30.0  # for a member that nobody has lost; it may compute. It says something each second
+
+Who = TypeVar("Who", int, bytes)
 
 
-class Failure(NamedTuple):
-    """Why a rank will not come. `consequence`: it only passes on another rank's failure."""
-
-    rank: int
-    text: str
-    consequence: bool
-    at_s: float  # time.monotonic() of the server when it was known
-
-    def packed(self) -> bytes:
-        """As an answer of status wire.FAILED carries it: the rank, then the end of the text."""
-        return struct.pack("<I", self.rank) + self.text.encode("utf-8", "backslashreplace")[-MAX_TEXT_BYTES:]
-
-
-def _order(one: Failure) -> tuple[bool, float]:
-    return one.consequence, one.at_s
-
-
-class FailureDetector:
-    """Ranks are numbered as the launcher numbers them, whatever part of them calls init."""
+class FailureDetector(Generic[Who]):
+    """Thread: one at a time."""
 
     def __init__(self) -> None:
-        self._mutex = threading.Lock()
-        self._reports: list[Failure] = []  # in the order in which they came
-        self._ended: dict[int, Failure] = {}
-        self._gone: dict[int, Failure] = {}  # until it comes back
-        self._given_up: dict[str, Failure] = {}  # gather -> who was the first to leave it
-        self._holders: dict[
-            int, set[object]
-        ] = {}  # rank -> its connections; a new one may come before the old is gone
-        self._broken: dict[int, float] = {}  # rank -> since when it has none
-        self._news: set[int] = set()
+        self._heard_s: dict[Who, float] = {}
+        self._connections: Counter[Who] = Counter()
+        self._broken_s: dict[Who, float] = {}  # since when somebody has no connection any more
+        self._suspected: set[Who] = set()
 
-    def came(self, rank: int, connection: object) -> None:
-        with self._mutex:
-            self._holders.setdefault(rank, set()).add(connection)
-            self._broken.pop(rank, None)
-            self._gone.pop(rank, None)
+    def heard(self, who: Who, now: float) -> None:
+        self._heard_s[who] = now
 
-    def left(self, rank: int, connection: object, for_good: bool) -> None:
-        """It says so itself. for_good: its process ends; else it is only away until the next init."""
-        with self._mutex:
-            self._drop(rank, connection)
-            if for_good:
-                text = f"rank {rank} has ended and does not come to this hvd.init()"
-                self._gone[rank] = Failure(rank, text, False, time.monotonic())
-                self._news.add(rank)
+    def connected(self, who: Who, now: float) -> None:
+        """One more connection; a new one may come before the end of the old one is seen."""
+        self._connections[who] += 1
+        self._broken_s.pop(who, None)
+        self.heard(who, now)
 
-    def broke(self, rank: int, connection: object) -> None:
-        """The connection is gone, and nothing was said."""
-        with self._mutex:
-            if self._drop(rank, connection):
-                self._broken[rank] = time.monotonic()
+    def disconnected(self, who: Who, now: float, is_planned: bool = False) -> None:
+        """A connection has ended. is_planned: its owner has said so, and gone() does not tell of it."""
+        self._connections[who] -= 1
+        if not self._connections[who] and not is_planned:
+            self._broken_s[who] = now
 
-    def _drop(self, rank: int, connection: object) -> bool:
-        """Whether it was the last of this rank."""
-        holders = self._holders.get(rank, set())
-        holders.discard(connection)
-        if not holders:
-            self._holders.pop(rank, None)
-        return not holders
+    def suspect(self, who: Who) -> None:
+        """Somebody else has lost it."""
+        self._suspected.add(who)
 
-    def ended(self, rank: int, text: str) -> None:
-        """Somebody who knows has seen the process end, with whatever code."""
-        with self._mutex:
-            self._ended.setdefault(rank, Failure(rank, text, False, time.monotonic()))
-            self._news.add(rank)
+    def trust(self, who: Who) -> None:
+        """It has met the others again."""
+        self._suspected.discard(who)
 
-    def reported(self, rank: int, text: str, consequence: bool) -> None:
-        with self._mutex:
-            if len(self._reports) < MAX_FAILURES:
-                self._reports.append(Failure(rank, text, consequence, time.monotonic()))
-            self._news.add(rank)
+    def is_connected(self, who: Who) -> bool:
+        return self._connections[who] > 0
 
-    def gave_up(self, rank: int, gather: str, text: str) -> None:
-        """It had come to the gather and failed while the ranks connected; it may call init again."""
-        with self._mutex:
-            while len(self._given_up) >= MAX_GIVEN_UP:
-                del self._given_up[next(iter(self._given_up))]
-            self._given_up.setdefault(gather, Failure(rank, text, False, time.monotonic()))
-            self._news.add(rank)
+    def is_suspected(self, who: Who) -> bool:
+        return who in self._suspected
 
-    def reports(self) -> list[Failure]:
-        with self._mutex:
-            return list(self._reports)
+    def is_lost(self, who: Who) -> bool:
+        """Nobody can hear it: others have lost it, and it has no connection here."""
+        return self.is_suspected(who) and not self.is_connected(who)
+
+    def silent_s(self, who: Who, is_suspected: bool) -> float:
+        """When its silence will have been too long. is_suspected: it, or another one that fails with it, is."""
+        return self._heard_s[who] + (SUSPECT_TIMEOUT_S if is_suspected else HEARTBEAT_TIMEOUT_S)
+
+    def gone(self, now: float) -> dict[Who, float]:
+        """Who has not come back since its connection broke, and since when; each is told once."""
+        found = {who: since for who, since in self._broken_s.items() if now >= since + RECONNECT_S}
+        for who in found:
+            del self._broken_s[who]
+        return found
 
     def next_s(self) -> float:
-        """When settle() has something to do, in time.monotonic()."""
-        with self._mutex:
-            if self._news:
-                return 0.0
-            return min(self._broken.values(), default=float("inf")) + GRACE_S
-
-    def settle(self, now: float) -> set[int]:
-        """The ranks about which something is new since the last call."""
-        with self._mutex:
-            for rank, since in list(self._broken.items()):
-                if now >= since + GRACE_S:
-                    del self._broken[rank]
-                    self._gone[rank] = Failure(rank, f"rank {rank} has died or left", False, since)
-                    self._news.add(rank)
-            news, self._news = self._news, set()
-            return news
-
-    def culprit(self, ranks: Container[int], gather: str = "") -> Failure | None:
-        """Why not all of these ranks can come: the cause, if anything is known. gather: a place to be given up."""
-        known = [one for one in self.causes() if one.rank in ranks]
-        with self._mutex:
-            if gather in self._given_up:
-                known.append(self._given_up[gather])
-        return min(known, key=_order, default=None)
-
-    def causes(self) -> list[Failure]:
-        """Of every rank that will not come, whatever part of them calls init: the earliest first."""
-        with self._mutex:
-            return sorted((*self._reports, *self._ended.values(), *self._gone.values()), key=_order)
+        """When gone() will have something to tell."""
+        return min(self._broken_s.values(), default=float("inf")) + RECONNECT_S

@@ -189,9 +189,8 @@ def _finalise_pmi(descriptor: int, pid: int) -> None:
         return
     try:
         os.write(descriptor, b"cmd=finalize\n")
-        select.select(
-            [descriptor], [], [], 1.0
-        )  # its acknowledgement; Hydra must have read it before we are gone
+        # its acknowledgement; Hydra must have read it before we are gone
+        select.select([descriptor], [], [], 1.0)
     except (OSError, ValueError):
         pass
 

@@ -30,9 +30,8 @@ FABRIC_VARIABLES = (
 )  # fmt: skip
 Link = tuple[str, int, int, bool]  # library, communicator, MPI_BYTE, not to be compared with TCP: hc_mpi
 
-_communicators: dict[
-    str, Any
-] = {}  # by job, for the next init: they are never freed, as a peer may be gone by then
+# by job, for the next init: they are never freed, as a peer may be gone by then
+_communicators: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)

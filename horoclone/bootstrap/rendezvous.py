@@ -18,7 +18,7 @@ import time
 
 from horoclone.bootstrap import wire
 from horoclone.bootstrap.client import Client
-from horoclone.bootstrap.failure_detector import Failure, FailureDetector
+from horoclone.bootstrap.failures import Failure, Failures
 from horoclone.bootstrap.waiting import Connection, Gather, Membership, Waiter
 
 __all__ = ["Client", "Failure", "Server"]
@@ -51,7 +51,7 @@ class Server:
         self._values: dict[str, bytes] = {}
         self._gathers: dict[str, Gather] = {}
         self._stored_bytes = 0
-        self._detector = FailureDetector()
+        self._failures = Failures()
         self._service = service
         self._arrived: set[int] = set()  # guarded by _mutex
         self._pending_takes = 0  # guarded by _mutex; complete gathers that some rank has not fetched
@@ -80,11 +80,11 @@ class Server:
 
     def failures(self) -> list[Failure]:
         """Reports of ranks that failed, in the order in which they came."""
-        return self._detector.reports()
+        return self._failures.reports()
 
     def rank_ended(self, rank: int, text: str) -> None:
         """The launcher has seen the rank's process end, with whatever code: no other rank need wait for it any more."""
-        self._detector.ended(rank, text)
+        self._failures.ended(rank, text)
         self.wake()
 
     def arrived(self) -> set[int]:
@@ -104,14 +104,13 @@ class Server:
         self.wake()
         if self._thread is not threading.current_thread():
             self._thread.join(5.0)
-        self._detector.settle(
-            float("inf")
-        )  # whose connection has just broken does not come back to this server
+        # whose connection has just broken does not come back to this server
+        self._failures.settle(float("inf"))
         for connection in [one for one in self._connections.values() if one.rank >= 0]:
             if not process_ends:
                 self._reply(connection, wire.CLOSED)
             elif connection.waiter is None and self._service is None:
-                for cause in self._detector.causes()[:MAX_LISTED]:
+                for cause in self._failures.causes()[:MAX_LISTED]:
                     self._reply(connection, wire.FAILED, cause.packed())
         self._release()
 
@@ -174,7 +173,7 @@ class Server:
 
     def _tell_members(self, service: Membership) -> None:
         for rank, text in service.newly_gone():  # whoever waits for it to gather or to connect is told
-            self._detector.ended(rank, text)
+            self._failures.ended(rank, text)
         for connection, status, body in service.answers(time.monotonic()):
             self._reply(connection, status, body)
         if over := service.over():
@@ -196,7 +195,7 @@ class Server:
                 self._mutex.notify_all()
 
     def _next_deadline_s(self) -> float:
-        deadline = min(time.monotonic() + 5.0, self._detector.next_s())
+        deadline = min(time.monotonic() + 5.0, self._failures.next_s())
         if self._service is not None:
             deadline = min(deadline, self._service.next_s())
         for connection in self._connections.values():
@@ -212,9 +211,8 @@ class Server:
                 peer, _ = listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return
-            except (
-                OSError
-            ):  # out of descriptors: give up the unauthenticated peer that waits longest, look again soon
+            except OSError:
+                # out of descriptors: give up the unauthenticated peer that waits longest, look again soon
                 self._drop_oldest_stranger(0)
                 time.sleep(0.01)
                 return
@@ -241,7 +239,7 @@ class Server:
             return
         connection.closing = True
         if connection.rank >= 0:
-            self._detector.broke(connection.rank, connection)
+            self._failures.broke(connection.rank)
         if self._service is not None:
             self._service.dropped(connection)
         self._selector.unregister(connection.socket)
@@ -254,7 +252,7 @@ class Server:
                 self._drop(connection)
             elif connection.waiter is not None and now >= connection.waiter.deadline:
                 self._answer(connection, expired=True)
-        if news := self._detector.settle(now):
+        if news := self._failures.settle(now):
             for gather in self._gathers.values():
                 gather.forget(news)
             for connection in list(self._connections.values()):
@@ -327,7 +325,7 @@ class Server:
             self._handle_withdraw(connection, reader)
         elif kind == wire.FAIL:
             rank, consequence = reader.number("I"), bool(reader.number("B"))
-            self._detector.reported(rank, reader.rest().decode(errors="replace"), consequence)
+            self._failures.reported(rank, reader.rest().decode(errors="replace"), consequence)
             self._reply(connection, wire.OK)
         elif self._service is not None and kind in wire.OF_MEMBERS:
             answer = self._service.handle(connection, kind, reader)
@@ -338,8 +336,10 @@ class Server:
 
     def _handle_presence(self, kind: int, connection: Connection, reader: wire.Reader) -> None:
         if kind == wire.HERE:
+            if connection.rank >= 0:
+                raise wire.FrameError("a connection is one rank's")
             connection.rank = reader.number("I")
-            self._detector.came(connection.rank, connection)
+            self._failures.came(connection.rank)
         elif kind == wire.WATCH:
             key, members = reader.key(), reader.members()
             connection.waiter = Waiter(kind, key, float("inf"), set(members) or range(self._size))
@@ -349,11 +349,11 @@ class Server:
             self._reply(connection, wire.OK)
         elif kind == wire.GIVE_UP:
             key = reader.key()
-            self._detector.gave_up(connection.rank, key, reader.rest().decode(errors="replace"))
+            self._failures.gave_up(connection.rank, key, reader.rest().decode(errors="replace"))
             self._reply(connection, wire.OK)
         elif kind == wire.LEAVE and connection.rank >= 0:
             rank, connection.rank = connection.rank, -1
-            self._detector.left(rank, connection, bool(reader.number("B")))
+            self._failures.left(rank, bool(reader.number("B")))
         else:
             raise wire.FrameError("unknown request")
 
@@ -454,9 +454,9 @@ class Server:
             return
         gather = self._gathers.get(waiter.key)
         if waiter.kind == wire.WATCH:
-            failure = self._detector.culprit(waiter.members, waiter.key)
+            failure = self._failures.culprit(waiter.members, waiter.key)
         elif gather is not None:
-            failure = self._detector.culprit({gather.members[rank] for rank in gather.missing()})
+            failure = self._failures.culprit({gather.members[rank] for rank in gather.missing()})
         if failure is not None:
             self._reply(connection, wire.FAILED, failure.packed())
             connection.waiter = None

@@ -25,7 +25,7 @@ from horoclone.launch.notice_script import NoticeScript
 from horoclone.launch.process import LocalRanks
 from horoclone.launch.supervisor import Supervisor, Worker
 from horoclone.launch.usage import LaunchError, say
-from horoclone.membership.coordinator import NO_MEMBER
+from horoclone.membership.states import NO_MEMBER
 from horoclone.settings import seconds
 
 

@@ -23,8 +23,9 @@ from horoclone.launch.environment import member_variables, rank_variables
 from horoclone.launch.hosts import Host, Placement
 from horoclone.launch.usage import LaunchError
 from horoclone.membership import snapshot
-from horoclone.membership.coordinator import ID_BYTES, NO_MEMBER, Limits, Record, Stop
+from horoclone.membership.records import ID_BYTES, Limits, Record, Stop
 from horoclone.membership.service import MembershipService
+from horoclone.membership.states import NO_MEMBER
 
 LAST_S = 2.0  # a host that goes is not used to the last moment
 REPEAT_S = 30.0  # between two lines about the same trouble with the discovery of hosts
@@ -118,11 +119,7 @@ class Supervisor:
     """wake: called on any thread when step() has something to do. last, reason: why the job has failed."""
 
     def __init__(
-        self,
-        job: Elastic,
-        backend: ProcessBackend,
-        wake: Callable[[], None],
-        settled: Settled | None = None,
+        self, job: Elastic, backend: ProcessBackend, wake: Callable[[], None], settled: Settled | None = None
     ) -> None:
         self._job, self._backend, self._wake = job, backend, wake
         self.policy = Policy(job.plan, job.cooldown)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from horoclone.membership.decision import RESET_LIMIT_TEXT, Decision, JobState, decide, record_of
+from horoclone.membership.decision import Decision, JobState, decide, record_of
 from horoclone.membership.records import (
     ADDED,
     ID_BYTES,
@@ -25,24 +25,7 @@ from horoclone.membership.records import (
     Stop,
 )
 from horoclone.membership.states import NO_MEMBER, Drain, Event, Member, State
-from horoclone.membership.timeouts import PROGRESS_S, SUSPECT_TIMEOUT_S, TOGETHER_S
-
-__all__ = [
-    "ADDED",
-    "ID_BYTES",
-    "LOW_BITS",
-    "NO_MEMBER",
-    "REMOVED",
-    "RESET_LIMIT_TEXT",
-    "Coordinator",
-    "Evicted",
-    "JoinRejected",
-    "Limits",
-    "Member",
-    "Record",
-    "RescaleNotice",
-    "Stop",
-]
+from horoclone.membership.timeouts import PROGRESS_S, TOGETHER_S
 
 NEVER = float("inf")
 
@@ -89,7 +72,8 @@ class Coordinator(JobState):
             raise ValueError(f"the name of a member has {ID_BYTES} bytes, not {len(id_)}")
         if id_ in self.members:
             raise ValueError("two members have the same name")
-        member = Member(id_, self._next_index, host, slot, now, near, planned)
+        member = Member(id_, self._next_index, host, slot, near, planned)
+        self.detector.heard(id_, now)
         self._next_index += 1
         self.members[id_] = member
         return member.index
@@ -118,8 +102,7 @@ class Coordinator(JobState):
                 "process started with the environment of a worker? Take HOROCLONE_MEMBER out of its environment"
             )
         member.incarnation = incarnation
-        member.connections += 1
-        member.heard_s = now
+        self.detector.connected(id_, now)
         return member.index
 
     def numbers_from(self, index: int) -> None:
@@ -129,7 +112,8 @@ class Coordinator(JobState):
     def _make_room(self, host: str, slot: int, now: float) -> None:
         """Who started a process at this place anew has seen the end of the one before."""
         for other in [one for one in self.members.values() if (one.host, one.slot) == (host, slot)]:
-            if other.connections and other.is_live and now - other.heard_s < SUSPECT_TIMEOUT_S:
+            speaks = self.detector.is_connected(other.id) and now < self.detector.silent_s(other.id, True)
+            if speaks and other.is_live:
                 raise JoinRejected(
                     f"another process is {host} (number {slot}) in this job, and it is alive. Are there two of one "
                     "name or number (JOB_COMPLETION_INDEX, HOROCLONE_HOSTNAME), or two jobs behind one service with "
@@ -138,13 +122,13 @@ class Coordinator(JobState):
             self.dead(other.id, "another process has its place now", now)
 
     def heard(self, id_: bytes, now: float) -> None:
-        self.members[id_].heard_s = now
+        self.detector.heard(id_, now)
 
     def disconnected(self, id_: bytes, now: float) -> None:
         """One of its connections is gone: it does not hear the answer to form()."""
         member = self.members[id_]
-        member.connections -= 1
-        if member.connections == 0 and member.suspected:
+        self.detector.disconnected(id_, now)
+        if self.detector.is_lost(id_):
             self._lose(member, "its connections ended")
         self.step(now)
 
@@ -154,8 +138,8 @@ class Coordinator(JobState):
         if record is None or record.number != number or not 0 <= rank < len(record.members):
             return
         member = self.members[record.members[rank]]
-        member.suspected = True
-        if member.connections == 0 and member.incarnation:
+        self.detector.suspect(member.id)
+        if member.incarnation and self.detector.is_lost(member.id):
             self._lose(member, "its connections ended")
         self.step(now)
 
@@ -170,7 +154,7 @@ class Coordinator(JobState):
             member.on(Event.ASKS)
         member.commits = tuple(sorted(set(commits)))
         member.has_state = bool(member.commits)
-        member.heard_s = now
+        self.detector.heard(id_, now)
         self.newest_commit = max((self.newest_commit, *member.commits))
         self.step(now)
 
@@ -248,7 +232,7 @@ class Coordinator(JobState):
 
     def _lose(self, member: Member, text: str, event: Event = Event.LOST) -> None:
         """LOST on one host is ENDED: a connection there ends with its process only."""
-        is_near_end = member.near and not member.connections and member.incarnation
+        is_near_end = member.near and member.incarnation and not self.detector.is_connected(member.id)
         if member.is_live:
             if event is not Event.LEAVES:
                 self._close_host_of(member)
@@ -356,7 +340,7 @@ class Coordinator(JobState):
             one.released, one.generation, one.waits_after = one.generation, 0, None
             one.on(Event.RELEASED)
         for one in decision.forgiven:
-            one.heard_s = now
+            self.detector.heard(one.id, now)
         for one in decision.fenced:
             self._lose(one, f"{decision.reason} (generation {one.generation})")
             if not self.limits.majority:  # else by _form: it may be we who are cut off
@@ -381,7 +365,8 @@ class Coordinator(JobState):
         for one in members:
             if not one.generation:
                 one.commit_before = self.newest_commit
-            one.generation, one.released, one.suspected = number, 0, False
+            one.generation, one.released = number, 0
+            self.detector.trust(one.id)
             one.on(Event.ADMITTED)
         if self.limits.majority and before is not None:
             self.fenced += [id_ for id_ in before.members if self.members[id_].state is State.FENCED]

@@ -7,14 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from horoclone.bootstrap.failure_detector import SUSPECT_TIMEOUT_S, FailureDetector
 from horoclone.membership.records import LOW_BITS, Limits, Record, Stop
 from horoclone.membership.states import NO_MEMBER, Drain, Member, State
-from horoclone.membership.timeouts import (
-    FIRST_GENERATION_S,
-    HEARTBEAT_TIMEOUT_S,
-    SUSPECT_TIMEOUT_S,
-    UNSYNCHRONISED_S,
-)
+from horoclone.membership.timeouts import FIRST_GENERATION_S, UNSYNCHRONISED_S
 
 RESET_LIMIT_TEXT = "Horovod was shutdown because number of resets during elastic job exceeded limit: {}"
 
@@ -40,6 +36,7 @@ class JobState:
     limits: Limits
     expected: tuple[str, ...] = ()  # hosts of the first generation, where they are known
     members: dict[bytes, Member] = field(default_factory=dict)
+    detector: FailureDetector[bytes] = field(default_factory=FailureDetector)
     record: Record | None = None
     voters: tuple[bytes, ...] = ()
     finishing: bool = False  # a member has ended with success: whoever comes now comes too late
@@ -47,9 +44,8 @@ class JobState:
     too_few: str = ""  # why the first generation will never have its smallest size
     forming_since_s: float | None = None
     quorum_lost_since_s: float | None = None
-    commits_before: dict[bytes, int] = field(
-        default_factory=dict
-    )  # of the survivors, when they formed the newest
+    # of the survivors, when they formed the newest
+    commits_before: dict[bytes, int] = field(default_factory=dict)
 
     def live(self) -> list[Member]:
         """Members of the newest generation who are still there, by rank."""
@@ -124,8 +120,8 @@ class JobState:
     def silent_until_s(self, member: Member) -> float:
         """Until when a silent member is waited for; a host whose network is gone takes all its members with it."""
         members = () if self.record is None else map(self.members.__getitem__, self.record.members)
-        is_doubted = any(one.suspected and one.host == member.host for one in members)
-        return member.heard_s + (SUSPECT_TIMEOUT_S if is_doubted else HEARTBEAT_TIMEOUT_S)
+        beside = [one.id for one in members if one.host == member.host]
+        return self.detector.silent_s(member.id, any(map(self.detector.is_suspected, beside)))
 
     def first_waits_until_s(self) -> float:
         """Until when the first generation, which could begin, waits for others that are being started; -inf: nobody

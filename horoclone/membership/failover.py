@@ -37,9 +37,8 @@ class StandbyService(MembershipService):
         self.snapshot = snapshot.packed
         self.state = HEARS  # why this is not the coordinator; guarded by mutex
         self._open_to_all = open_to_all  # of the coordinators here
-        self._first: int | None = (
-            None  # the generation with which it took over; None: it is not the coordinator
-        )
+        # the generation with which it took over; None: it is not the coordinator
+        self._first: int | None = None
 
     def take(self, assignment: Assignment, is_whole: bool, absent: list[int]) -> None:
         """From now on this is the coordinator. absent: ranks at whose standbys nobody listens: on this host they have
@@ -108,17 +107,15 @@ class Failover:
     ) -> None:
         self._standby = StandbyService(open_to_all)
         self._server = Server(who.secret, who.job, largest, bind_addresses, self._standby)
-        self.who = who._replace(
-            own=_fitting(self._server.addresses)
-        )  # its addresses are the coordinator's of now
+        # its addresses are the coordinator's of now
+        self.who = who._replace(own=_fitting(self._server.addresses))
         self.moves = 0  # so often has the coordinator changed
         self._say = say
         self._assignment: Assignment | None = None
         self._is_whole = False
         self._search, self._known = threading.Lock(), threading.Lock()
-        self._anchor: MembershipClient | None = (
-            None  # from the search on there is a connection that shows that we live
-        )
+        # from the search on there is a connection that shows that we live
+        self._anchor: MembershipClient | None = None
 
     def learn(self, assignment: Assignment) -> None:
         """The record of a new generation that holds this process."""
@@ -222,9 +219,8 @@ def ask_all(links: dict[Key, MembershipClient]) -> tuple[dict[Key, int | None], 
     first = threading.Lock()  # taken by the connection that stays
 
     def ask(rank: Key) -> None:
-        answer: int | None = (
-            DECLINES  # also where asking fails in a way of its own: somebody waits for each answer
-        )
+        # also where asking fails in a way of its own: somebody waits for each answer
+        answer: int | None = DECLINES
         try:
             answer = links[rank].probe(CONNECT_S)
             if answer is None and not first.acquire(blocking=False):

@@ -26,9 +26,8 @@ from horoclone.membership.client import (
     Identity,
     MembershipClient,
 )
-from horoclone.membership.coordinator import Limits
 from horoclone.membership.failover import Failover, ask_all
-from horoclone.membership.records import Assignment
+from horoclone.membership.records import Assignment, Limits
 from horoclone.membership.timeouts import COORDINATOR_TIMEOUT_S, HAND_OVER_S, LOOK_EVERY_S, REFUSED_S
 
 
@@ -187,7 +186,11 @@ class PeerDiscovery(Failover):
         self._server.wake()
         while time.monotonic() < deadline:
             with self._standby.mutex:
-                others = [one for one in coordinator.live() if one.id != self.who.id and one.connections]
+                others = [
+                    one
+                    for one in coordinator.live()
+                    if one.id != self.who.id and coordinator.detector.is_connected(one.id)
+                ]
                 record = coordinator.record
                 is_settled = record is None or (
                     self.who.id not in record.members and coordinator.voters == record.members

@@ -47,9 +47,8 @@ class MembershipService:
     def __init__(self, limits: Limits, draw: Callable[[int], bytes], open_to_all: bool = False) -> None:
         self.mutex = threading.RLock()
         self.coordinator = Coordinator(limits, draw, open_to_all)  # guarded by mutex
-        self.tell: Callable[[], None] = lambda: (
-            None
-        )  # whoever started the members hears that something has changed
+        # whoever started the members hears that something has changed
+        self.tell: Callable[[], None] = lambda: None
         self._state: object = None
         self._sessions: dict[Any, Session] = {}
         self._is_new = True  # something has changed since everybody was looked at

@@ -100,7 +100,8 @@ def resumed(
         assignment.nonce[:NONCE_BYTES],
     )
     for one in snapshot.members:
-        member = Member(one.id, one.number, one.host, one.slot, now + FIND_S, near=one.host == me.host)
+        member = Member(one.id, one.number, one.host, one.slot, near=one.host == me.host)
+        coordinator.detector.heard(one.id, now + FIND_S)
         member.state, member.generation = State.ACTIVE, assignment.number
         member.addresses = ",".join(one.addresses)
         coordinator.members[one.id] = member

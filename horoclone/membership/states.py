@@ -64,7 +64,6 @@ class Member:
     index: int
     host: str
     slot: int
-    heard_s: float
     near: bool = False  # on the coordinator's own host, where no network is between
     order: int = 0
     state: State = State.STARTING
@@ -77,8 +76,6 @@ class Member:
     commits: tuple[int, ...] = ()
     has_state: bool = False  # it holds a commit
     commit_before: int = 0  # the newest of the job when it came into its first generation
-    connections: int = 0
-    suspected: bool = False  # another member has lost it
     drain: dict[Drain, str] = field(default_factory=dict)  # in words
     gone: str = ""  # why it is not LIVE
 

@@ -1,24 +1,19 @@
 """How long the membership of a job waits for what. All in seconds; what a user sets (--elastic-timeout) is in Limits.
 
-A member asks the coordinator at least once a second (client.SLICE_S), so each of these is several heartbeats.
+A member asks the coordinator at least once a second (client.SLICE_S), so each of these is several heartbeats. After
+how long a silent member is given up stands with the failure detector (bootstrap/failure_detector.py).
 """
 
-# --- detecting failures
-SUSPECT_TIMEOUT_S = 5.0  # a member whom another has lost is dead when nothing was heard of it for so long
-HEARTBEAT_TIMEOUT_S = (
-    30.0  # so is, while a generation is formed, one of whom nobody says anything: it may compute
-)
+# --- finding the coordinator
 COORDINATOR_TIMEOUT_S = 10.0  # a coordinator that is silent and has not ended is looked for elsewhere
 REFUSED_S = 10.0  # for so long must process 0 refuse us before we believe that it is of this job
 
 # --- who is waited for when a generation is formed
-FIRST_GENERATION_S = (
-    30.0  # those who are enough wait so long for others that are being started: interpreters start
-)
+# those who are enough wait so long for others that are being started: interpreters start
+FIRST_GENERATION_S = 30.0
 TOGETHER_S = 2.0  # a newcomer waits so long for others, so that one interruption brings all
-UNSYNCHRONISED_S = (
-    0.1  # survivors wait so long for newcomers that hold no commit yet: theirs is on its way or never comes
-)
+# survivors wait so long for newcomers that hold no commit yet: theirs is on its way or never comes
+UNSYNCHRONISED_S = 0.1
 FIND_S = 10.0  # after a failover members are waited for so much longer: they have to find the new coordinator
 PROGRESS_S = 10.0  # a member that was in the job for so long has not failed at once
 

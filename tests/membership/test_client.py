@@ -16,8 +16,7 @@ from horoclone.bootstrap import wire
 from horoclone.bootstrap.client import Client
 from horoclone.bootstrap.rendezvous import Server
 from horoclone.membership.client import GenerationJob, Identity, MembershipClient, identity, rendezvous
-from horoclone.membership.coordinator import Evicted, Limits, Stop
-from horoclone.membership.records import Assignment
+from horoclone.membership.records import Assignment, Evicted, Limits, Stop
 from horoclone.membership.service import MembershipService
 
 SECRET = b"0123456789abcdef"

@@ -6,21 +6,14 @@ import random
 
 import pytest
 
-from horoclone.membership import coordinator, timeouts
-from horoclone.membership.coordinator import (
-    ADDED,
-    REMOVED,
-    Coordinator,
-    Evicted,
-    JoinRejected,
-    Limits,
-    Record,
-    Stop,
-)
+from horoclone.bootstrap import failure_detector
+from horoclone.membership import records, states, timeouts
+from horoclone.membership.coordinator import Coordinator, JoinRejected
+from horoclone.membership.records import ADDED, REMOVED, Evicted, Limits, Record, Stop
 
 
 def name(number: int) -> bytes:
-    return number.to_bytes(coordinator.ID_BYTES, "little")
+    return number.to_bytes(records.ID_BYTES, "little")
 
 
 def job(count: int, **limits: object) -> Coordinator:
@@ -217,12 +210,12 @@ def test_a_member_that_was_given_up_is_refused() -> None:
     one.form(name(0), 1, (), 2)
     one.form(name(1), 1, (), 2)
     assert one.answer(name(0)) is None
-    one.step(timeouts.SUSPECT_TIMEOUT_S + 1)
+    one.step(failure_detector.SUSPECT_TIMEOUT_S + 1)
     assert one.fenced == [name(2)]
     assert isinstance(one.answer(name(0)), Record)
     one.form(name(2), 1, (), 9)
     answer = one.answer(name(2))
-    assert isinstance(answer, Evicted) and answer.code == coordinator.NO_MEMBER
+    assert isinstance(answer, Evicted) and answer.code == states.NO_MEMBER
 
 
 def test_a_host_that_is_cut_off_takes_all_its_silent_members_with_it() -> None:
@@ -242,9 +235,9 @@ def test_a_silent_member_of_whom_nobody_says_anything_is_waited_for_a_while() ->
     one = job(2)
     formed(one, [0, 1], 0)
     one.form(name(0), 1, (), 2)
-    one.step(timeouts.HEARTBEAT_TIMEOUT_S - 0.1)
+    one.step(failure_detector.HEARTBEAT_TIMEOUT_S - 0.1)
     assert one.answer(name(0)) is None
-    one.step(timeouts.HEARTBEAT_TIMEOUT_S)
+    one.step(failure_detector.HEARTBEAT_TIMEOUT_S)
     assert one.answer(name(0)) is one.record and one.fenced == [name(1)]
 
 
@@ -344,7 +337,7 @@ def test_a_process_of_another_build_is_refused_with_both_names() -> None:
                 JoinRejected, match=r"it is horoclone (0.1.0\+bb|of an unk.*n), and .* horoclone 0.1.0\+aa"
             ):
                 one.join(name(number), b"x", "host", number, 0, build)
-    assert [one.members[name(number)].connections for number in range(4)] == [1, 0, 0, 1]
+    assert [one.detector.is_connected(name(number)) for number in range(4)] == [True, False, False, True]
 
 
 @pytest.mark.parametrize("end", ["dead", "leave", "silent"])

@@ -10,19 +10,20 @@ from typing import Any
 
 import pytest
 
+from horoclone.bootstrap.failure_detector import HEARTBEAT_TIMEOUT_S
 from horoclone.bootstrap.rendezvous import Server
-from horoclone.membership import coordinator, snapshot, timeouts
+from horoclone.membership import snapshot, timeouts
 from horoclone.membership.client import Identity, MembershipClient, NotCoordinator
-from horoclone.membership.coordinator import LOW_BITS, Coordinator, Evicted, Limits, Record, Stop
+from horoclone.membership.coordinator import Coordinator
 from horoclone.membership.failover import Failover, StandbyService
-from horoclone.membership.records import Assignment, packed
+from horoclone.membership.records import ID_BYTES, LOW_BITS, Assignment, Evicted, Limits, Record, Stop, packed
 from horoclone.membership.service import MembershipService
 
 SECRET = b"0123456789abcdef"
 
 
 def name(number: int) -> bytes:
-    return number.to_bytes(coordinator.ID_BYTES, "little")
+    return number.to_bytes(ID_BYTES, "little")
 
 
 def job(count: int, **limits: object) -> Coordinator:
@@ -64,7 +65,7 @@ def test_of_silent_members_the_majority_goes_on_or_half_with_the_lowest(
     one = job(count, timeout_s=100.0)
     come(one, here, 1, 1)
     now = one.next_s()
-    assert now <= 1 + timeouts.HEARTBEAT_TIMEOUT_S
+    assert now <= 1 + HEARTBEAT_TIMEOUT_S
     one.step(now)
     answers = [one.answer(name(number)) for number in here]
     if goes_on:
@@ -90,22 +91,22 @@ def test_who_has_certainly_ended_does_not_vote() -> None:
     one.dead(name(0), "it was killed", 1)
     one.leave(name(1), "SIGTERM", 1)
     come(one, [2], 1, 1)
-    one.step(1 + timeouts.HEARTBEAT_TIMEOUT_S)
+    one.step(1 + HEARTBEAT_TIMEOUT_S)
     assert isinstance(one.answer(name(2)), Record)
     other = job(4)
     other.dead(name(0), "its host was lost", 1, is_certain=False)
     come(other, [2, 3], 1, 1)
-    other.step(1 + timeouts.HEARTBEAT_TIMEOUT_S)
+    other.step(1 + HEARTBEAT_TIMEOUT_S)
     assert other.answer(name(2)) is None
 
 
 def test_a_generation_that_was_never_whole_does_not_change_who_votes() -> None:
     one = job(3)
     come(one, [0, 1], 1, 1)
-    one.step(1 + timeouts.HEARTBEAT_TIMEOUT_S)
+    one.step(1 + HEARTBEAT_TIMEOUT_S)
     assert one.record is not None and one.record.number == 2
     come(one, [0], 2, 50)  # member 1 did not come to connect: it may be with member 2
-    one.step(50 + timeouts.HEARTBEAT_TIMEOUT_S)
+    one.step(50 + HEARTBEAT_TIMEOUT_S)
     assert one.answer(name(0)) is None
 
 
@@ -122,7 +123,7 @@ def test_a_record_tells_a_candidate_all_that_it_needs() -> None:
     again = snapshot.resumed(told(one, 2), known, True, lambda size: bytes(size), 5.0)
     assert again.record is not None and again.record._replace(nonce=b"") == one.record._replace(nonce=b"")  # type: ignore[union-attr]
     come(again, [0, 2], 1, 6)
-    again.step(5 + timeouts.FIND_S + timeouts.HEARTBEAT_TIMEOUT_S)
+    again.step(5 + timeouts.FIND_S + HEARTBEAT_TIMEOUT_S)
     answer = again.answer(name(2))
     assert isinstance(answer, Record) and answer.members == (name(0), name(2))
     assert answer.number == (1 << 16 | 2) << LOW_BITS | 2, (
@@ -155,7 +156,7 @@ def test_of_any_cut_at_most_one_side_goes_on() -> None:
                 if chance.random() < 0.6:
                     one.dead(name(number), "it was killed", 1)
             come(one, side, 1, 1)
-            one.step(1 + timeouts.FIND_S + timeouts.HEARTBEAT_TIMEOUT_S)
+            one.step(1 + timeouts.FIND_S + HEARTBEAT_TIMEOUT_S)
             formed += bool(side) and isinstance(one.answer(name(side[0])), Record)
         assert formed < 2, sides
         both += formed

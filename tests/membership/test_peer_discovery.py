@@ -10,9 +10,10 @@ import pytest
 
 from horoclone import errors
 from horoclone.bootstrap import service, wire
-from horoclone.membership import coordinator, peer_discovery
+from horoclone.membership import peer_discovery
 from horoclone.membership.client import HEARS, identity
 from horoclone.membership.peer_discovery import PeerDiscovery
+from horoclone.membership.records import Record
 
 SIZE = 3
 
@@ -82,7 +83,7 @@ def test_after_the_first_generation_the_users_smallest_size_counts(train: Servic
     first = train.start(0)
     assert first.find(0, 5.0)
     table = first._standby.coordinator
-    table.record = coordinator.Record(1, (), (), (), 0, 0, False, b"")
+    table.record = Record(1, (), (), (), 0, 0, False, b"")
     first._relax()
     assert table.limits.smallest == 1
 

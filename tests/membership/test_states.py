@@ -4,28 +4,44 @@ from __future__ import annotations
 
 import pytest
 
+from horoclone.bootstrap.failure_detector import HEARTBEAT_TIMEOUT_S, SUSPECT_TIMEOUT_S, FailureDetector
 from horoclone.membership.decision import Decision, JobState, decide
 from horoclone.membership.records import Limits, Record
 from horoclone.membership.states import LIVE, TRANSITIONS, Drain, Event, Member, State
-from horoclone.membership.timeouts import HEARTBEAT_TIMEOUT_S, SUSPECT_TIMEOUT_S, UNSYNCHRONISED_S
+from horoclone.membership.timeouts import UNSYNCHRONISED_S
 
 NOW = 100.0
 LIMIT_S = 600.0
 
 
+class Silent:
+    """Of whom nothing was heard for so long, and whom perhaps another one has lost."""
+
+    def __init__(self, index: int, for_s: float, suspected: bool = False) -> None:
+        self.member, self.for_s, self.suspected = member(index, State.ACTIVE), for_s, suspected
+
+
 def member(index: int, state: State, waits_after: int | None = None, **more: object) -> Member:
-    made = Member(bytes([index]) * 16, index, f"host{index}", 0, NOW, state=state, waits_after=waits_after)
-    made.generation = 1 if state in (State.ACTIVE, State.DRAINING) else 0
-    for key, value in more.items():
-        setattr(made, key, value)
-    return made
+    more.setdefault("generation", 1 if state in (State.ACTIVE, State.DRAINING) else 0)
+    return Member(bytes([index]) * 16, index, f"host{index}", 0, state=state, waits_after=waits_after, **more)  # type: ignore[arg-type]
 
 
 def job(
-    *members: Member, record: bool = True, since_s: float = NOW, **limits: int | bool | float
+    *members: Member | Silent, record: bool = True, since_s: float = NOW, **limits: int | bool | float
 ) -> JobState:
     """record: those who are in a generation are in number 1, and all of them are connected."""
-    made = JobState(Limits(**{"size": len(members), **limits}), members={one.id: one for one in members})  # type: ignore[arg-type]
+    detector: FailureDetector[bytes] = FailureDetector()
+    silent = {one.member.id: one for one in members if isinstance(one, Silent)}
+    members = tuple(one.member if isinstance(one, Silent) else one for one in members)
+    for one in members:
+        detector.heard(one.id, NOW - (silent[one.id].for_s if one.id in silent else 0.0))
+        if one.id in silent and silent[one.id].suspected:
+            detector.suspect(one.id)
+    made = JobState(
+        Limits(**{"size": len(members), **limits}),
+        members={one.id: one for one in members},
+        detector=detector,
+    )  # type: ignore[arg-type]
     made.forming_since_s = since_s
     if record:
         ids = tuple(one.id for one in members if one.state is not State.JOINING)
@@ -42,21 +58,17 @@ def new(index: int) -> Member:
     return member(index, State.JOINING, 0, waiting_s=NOW)
 
 
-def silent(index: int, for_s: float, **more: object) -> Member:
-    return member(index, State.ACTIVE, heard_s=NOW - for_s, **more)
-
-
 @pytest.mark.parametrize(
     ("known", "members", "fenced", "reason"),
     [
         (job(new(0), new(1), record=False), [0, 1], [], "all who can come are there"),
         (job(new(0), size=2, record=False), [], [], "1 of at least 2 processes are there"),
         (job(new(0), member(1, State.STARTING), size=1, record=False), [], [], "others are being started"),
-        (job(comes(0), silent(1, 1.0)), [], [], "1 of 2 members have not come yet, as host1 (slot 0)"),
-        (job(comes(0), silent(1, SUSPECT_TIMEOUT_S)), [], [], "have not come yet"),
-        (job(comes(0), silent(1, SUSPECT_TIMEOUT_S, suspected=True)), [], [1], "nobody has heard of it"),
-        (job(comes(0), silent(1, HEARTBEAT_TIMEOUT_S)), [], [1], "nobody has heard of it"),
-        (job(comes(0), silent(1, 1.0), since_s=NOW - LIMIT_S), [], [1], "it did not come back"),
+        (job(comes(0), Silent(1, 1.0)), [], [], "1 of 2 members have not come yet, as host1 (slot 0)"),
+        (job(comes(0), Silent(1, SUSPECT_TIMEOUT_S)), [], [], "have not come yet"),
+        (job(comes(0), Silent(1, SUSPECT_TIMEOUT_S, suspected=True)), [], [1], "nobody has heard of it"),
+        (job(comes(0), Silent(1, HEARTBEAT_TIMEOUT_S)), [], [1], "nobody has heard of it"),
+        (job(comes(0), Silent(1, 1.0), since_s=NOW - LIMIT_S), [], [1], "it did not come back"),
         (job(comes(0), member(1, State.DEAD, generation=1)), [0], [], "all who can come are there"),
         (job(comes(0), member(1, State.DEAD, generation=1), smallest=2), [], [], "1 of at least 2 processes"),
         (
@@ -68,13 +80,13 @@ def silent(index: int, for_s: float, **more: object) -> Member:
         (job(comes(0), new(1), new(2), largest=2), [0, 1], [], "all who can come are there"),
         (job(comes(0), member(1, State.DRAINING)), [0], [], "all who can come are there"),
         (
-            job(comes(0), silent(1, 60), silent(2, 60), majority=True),
+            job(comes(0), Silent(1, 60), Silent(2, 60), majority=True),
             [],
             [],
             "1 of 3 members are no majority",
         ),
-        (job(comes(0), comes(1), silent(2, 60), majority=True), [], [2], "nobody has heard of it"),
-        (job(comes(0), silent(1, 60), majority=True), [], [1], "nobody has heard of it"),
+        (job(comes(0), comes(1), Silent(2, 60), majority=True), [], [2], "nobody has heard of it"),
+        (job(comes(0), Silent(1, 60), majority=True), [], [1], "nobody has heard of it"),
         (job(comes(1), member(0, State.FENCED, generation=1), majority=True), [1], [], "all who can come"),
     ],
 )
@@ -110,7 +122,7 @@ def test_when_the_job_ends(known: JobState, code: int | None, text: str) -> None
 
 
 def test_survivors_do_not_wait_for_a_newcomer_that_holds_nothing() -> None:
-    known = job(comes(0, 4), silent(1, 0.0))
+    known = job(comes(0, 4), Silent(1, 0.0))
     known.commits_before = {known.members[bytes(16)].id: 4}
     assert decide(known, NOW).released == ()
     released = decide(known, NOW + UNSYNCHRONISED_S).released
@@ -118,7 +130,7 @@ def test_survivors_do_not_wait_for_a_newcomer_that_holds_nothing() -> None:
 
 
 def test_a_decision_changes_nothing() -> None:
-    known = job(comes(0), silent(1, HEARTBEAT_TIMEOUT_S), new(2))
+    known = job(comes(0), Silent(1, HEARTBEAT_TIMEOUT_S), new(2))
     before = repr(known)
     assert isinstance(decide(known, NOW), Decision) and repr(known) == before
 

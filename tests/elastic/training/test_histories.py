@@ -25,8 +25,8 @@ from horoclone.elastic.run import run_fn
 from horoclone.elastic.sampler import ElasticSampler
 from horoclone.elastic.state import ObjectState
 from horoclone.errors import PeerLost
-from horoclone.membership import coordinator
-from horoclone.membership.coordinator import Coordinator, Evicted, Limits, Record, Stop
+from horoclone.membership.coordinator import Coordinator
+from horoclone.membership.records import ID_BYTES, Evicted, Limits, Record, Stop
 from horoclone.runtime import facts, lifecycle
 
 EPOCHS = 3
@@ -51,7 +51,7 @@ class Process:
 
     def __init__(self, world: World, number: int) -> None:
         self.world, self.number = world, number
-        self.id = number.to_bytes(coordinator.ID_BYTES, "little")
+        self.id = number.to_bytes(ID_BYTES, "little")
         self.now: Record | None = None
         self.is_away = False  # it has shut its generation down
         self.calls = 0  # collectives in its generation
