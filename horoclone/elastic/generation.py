@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from horoclone.runtime import facts, joining_rank
-from horoclone.runtime.lifecycle import member
+from horoclone.runtime.lifecycle import elastic_sets, member
 
 
 @dataclass(frozen=True)
@@ -51,5 +51,5 @@ def generation() -> Generation:
         assignment.commit_root,
         assignment.commit,
         assignment.skip_sync,
-        member.dropped,
+        elastic_sets.dropped,
     )

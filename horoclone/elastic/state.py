@@ -44,9 +44,8 @@ class State:
         self._commit_number = 0  # of the newest commit; 0: none yet
         self._commits_made = 0  # by commit() in this process
         self._somebody_leaves = False  # with the notice that check_host_updates() has found last
-        self._nobody_stays = (
-            False  # every rank was asked to leave: the membership coordinator says when, others may take over
-        )
+        # every rank was asked to leave: the membership coordinator says when, others may take over
+        self._nobody_stays = False
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
         """Adds functions without arguments, which are called in their order whenever another generation has begun."""
@@ -87,9 +86,8 @@ class State:
         except errors.HostsUpdatedInterrupt as interrupt:
             interrupt.committed = True
             raise
-        if is_ours(
-            self._bcast_object
-        ):  # with one of the user's own rank 0 may be here before others have saved
+        if is_ours(self._bcast_object):
+            # with one of the user's own rank 0 may be here before others have saved
             replicas.offer(self)
 
     def check_host_updates(self) -> None:
@@ -287,9 +285,8 @@ class ObjectState(Owning, State):
             self.check_host_updates()
         except errors.HostsUpdatedInterrupt as error:
             interrupt = error
-        self._all_have_room = is_ours(
-            self._bcast_object
-        )  # its collective ends on no rank before all have begun
+        # its collective ends on no rank before all have begun
+        self._all_have_room = is_ours(self._bcast_object)
         self.save()
         self._commits_made += 1
         watch.committed()

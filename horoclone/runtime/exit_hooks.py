@@ -72,9 +72,8 @@ def _bounded(work: Callable[[], None], limit_s: float) -> bool:
     thread = threading.Thread(target=quiet, name="hc-exit", daemon=True)
     try:
         thread.start()
-    except (
-        RuntimeError
-    ):  # an interpreter that is too far gone for threads; every call in `work` has its own deadline
+    except RuntimeError:
+        # an interpreter that is too far gone for threads; every call in `work` has its own deadline
         quiet()
         return True
     thread.join(limit_s)

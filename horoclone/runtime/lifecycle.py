@@ -15,16 +15,9 @@ from horoclone import errors, failpoints, selection
 from horoclone import process_sets as sets
 from horoclone.bootstrap import address_space, exchange, mpi_link
 from horoclone.process_sets import ProcessSet
-from horoclone.runtime import (
-    attached,
-    current,
-    exit_hooks,
-    joining_rank,
-    offspring,
-    shared_metrics,
-    stacks,
-)
+from horoclone.runtime import attached, current, exit_hooks, joining_rank, offspring, shared_metrics, stacks
 from horoclone.runtime.current import say
+from horoclone.runtime.elastic_sets import ElasticProcessSets
 from horoclone.runtime.gpu_libraries import with_libraries
 from horoclone.runtime.member import ElasticMember
 from horoclone.runtime.native_module import core, new_runtime
@@ -37,13 +30,10 @@ if TYPE_CHECKING:
 # Settings that a binding wishes for, by their whole names; what is set in the environment goes before. Read by init().
 preferred: dict[str, str] = {}
 member = ElasticMember()  # what this process is in an elastic job
+elastic_sets = ElasticProcessSets()
 _FORMING_S = 30.0  # for the members of a generation to connect: all of them are in init()
 _MAX_GENERATIONS = 32  # so many may be lost one after the other before one init() gives up
 _remarked = False
-# Of the generation before, in an elastic job: id -> set and its ranks now; and ids of those that lost a member.
-_kept: dict[int, tuple[ProcessSet, list[int]]] = {}
-_dropped: set[int] = set()
-_are_registered = False  # the sets of this life
 _ranks: list[int] = []  # that init(comm=[...]) of this life has named; empty: it has named none
 
 
@@ -114,7 +104,10 @@ def _begin(runtime: Runtime, wanted: list[ProcessSet]) -> None:
     try:
         try:
             failpoints.reach("init.connected")
-            _register_sets(runtime, wanted)
+            if member.assignment is None:
+                sets.on_init(runtime, wanted)
+            else:
+                elastic_sets.register(runtime, wanted, member.assignment)
         finally:
             attached.publish(runtime.address)  # after the sets: programs of an earlier life look for theirs
     except (ValueError, errors.Mismatch):
@@ -122,51 +115,6 @@ def _begin(runtime: Runtime, wanted: list[ProcessSet]) -> None:
     except BaseException:
         shutdown()
         raise
-
-
-def _register_sets(runtime: Runtime, passed: list[ProcessSet]) -> None:
-    """Those that the user passed; in a later generation of an elastic job those of before whose ranks are left."""
-    global _are_registered
-    assignment = member.assignment
-    if assignment is None or all(rank < 0 for rank in assignment.previous):
-        sets.on_init(runtime, passed)
-    else:
-        survives = assignment.previous[assignment.rank] >= 0
-        wanted = list(_kept.values()) if survives else [(one, list(one.ranks or [])) for one in passed]
-        if not sets.on_next_generation(runtime, wanted):
-            _dropped.update(_kept)
-        member.dropped = tuple(sorted(_dropped))
-        if _dropped and assignment.rank == 0:
-            say(
-                f"process sets {', '.join(map(str, member.dropped))} are gone: not all of their ranks are left"
-            )
-    _are_registered = True
-
-
-def _keep_sets() -> None:
-    """At the end of a life: the sets of an elastic job are remembered for the next generation."""
-    global _are_registered
-    if member.assignment is not None and _are_registered:
-        _kept.clear()
-        _dropped.clear()
-        _kept.update({number: (one, list(one.ranks or [])) for number, one in sets.declared().items()})
-    _are_registered = False
-
-
-def _renumber_sets() -> None:
-    """A generation was formed: the sets have new ranks, or none where a member is gone."""
-    assignment = member.assignment
-    previous = assignment.previous if assignment is not None else ()
-    if (
-        assignment is not None and previous[assignment.rank] < 0
-    ):  # it comes, perhaps again: the numbers of its sets mean nothing
-        _kept.clear()
-    for number, (one, ranks) in list(_kept.items()):
-        if one.mpi_comm is None and set(ranks) <= set(previous):
-            _kept[number] = (one, sorted(previous.index(rank) for rank in ranks))
-        else:
-            del _kept[number]
-            _dropped.add(number)
 
 
 def _join_generation(comm: Any, wanted: list[ProcessSet]) -> None:
@@ -182,7 +130,8 @@ def _join_generation(comm: Any, wanted: list[ProcessSet]) -> None:
         job = current.job = member.next_job()
         current.formed_s = time.monotonic() - began
         failpoints.reach("init.told")
-        _renumber_sets()
+        if member.assignment is not None:
+            elastic_sets.renumber(member.assignment)
         attempt += 1
         try:
             runtime = _connect(job, time.monotonic() + _FORMING_S)
@@ -199,8 +148,7 @@ def _join_generation(comm: Any, wanted: list[ProcessSet]) -> None:
                 raise
             if isinstance(error, errors.PeerLost) and error.rank >= 0:
                 current.lost.add(error.rank)
-            if not _kept:  # those that it would have had, as members have who got through
-                _kept.update({number: (one, list(one.ranks or [])) for number, one in enumerate(wanted, 1)})
+            elastic_sets.not_connected(wanted)
             say(f"generation {member.number()} could not be connected: {error}")
 
 
@@ -295,7 +243,7 @@ def _shutdown(timeout_s: float) -> None:
         runtime, current.runtime = current.runtime, None
         if runtime is None:
             return
-        _keep_sets()
+        elastic_sets.keep()
         sets.clear()
         attached.publish(0)
         try:

@@ -39,8 +39,6 @@ class ElasticMember:
     def __init__(self) -> None:
         self.assignment: Assignment | None = None  # the newest generation that held this process
         self.offered: tuple[int, ...] = ()  # commits that this process holds, ascending
-        # Process sets of the generation before that do not exist in this one.
-        self.dropped: tuple[int, ...] = ()
         self.failover: Failover | None = None  # where members go on without their launcher
         self._asked = ""  # in a job of a fixed size: the signal that asks all ranks to end
         self._standing = (0, 0)  # the newest notice: generation wanted, update
@@ -143,9 +141,8 @@ class ElasticMember:
         say_at = began + SAY_EVERY_S
         announced = False
         while True:
-            if (
-                thread.leaving and not announced
-            ):  # the coordinator says whether others have what this process has
+            if thread.leaving and not announced:
+                # the coordinator says whether others have what this process has
                 self.announce(thread.leaving)
                 announced = True
             link, answer, trouble = self._follow(), None, ""

@@ -76,10 +76,7 @@ def _times(now: rank_metrics.RankMetrics) -> dict[str, Any]:
             "for_peers_seconds": now.waited_for_peers_seconds,
             "for_transfer_seconds": now.waited_for_transfer_seconds,
         },
-        "communication": {
-            "seconds": now.communication_seconds,
-            "overlapped_seconds": now.overlapped_seconds,
-        },
+        "communication": {"seconds": now.communication_seconds, "overlapped_seconds": now.overlapped_seconds},
         "step": {
             "number": now.step,
             "seconds": now.step_seconds,

@@ -67,9 +67,11 @@ replay:
 requests: arguments ops
 runner: bootstrap common launch
 runtime: bootstrap errors live membership settings
+runtime.elastic_sets: membership process_sets
 runtime.exit_hooks: bootstrap errors
 runtime.exported: process_sets runtime.lifecycle
-runtime.lifecycle: bootstrap errors failpoints process_sets runtime.exit_hooks selection settings
+runtime.lifecycle: bootstrap errors failpoints process_sets runtime.elastic_sets runtime.exit_hooks selection
+    settings
 selection:
 settings:
 simulate: replay runtime
