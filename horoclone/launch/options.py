@@ -87,47 +87,34 @@ SETTINGS = (
             "time in the runtime's log lines", inverted=True, off_flag="log-without-timestamp"),
 )  # fmt: skip
 
-# (flags, number of values, reason): known, and refused.
-_REFUSED = (
-    (
-        ("--jsrun", "--use-jsrun"),
-        0,
-        "needs LSF's own launcher, which starts ranks itself: jsrun -n N python train.py",
-    ),
-)
 
-
-class _Refuse(argparse.Action):
+class _Jsrun(argparse.Action):
     """A flag that is known and cannot be served: says so, rather than 'unrecognized argument'."""
 
-    def __init__(self, why: str = "", **rest: Any) -> None:
-        super().__init__(**rest)
-        self._why = why
-
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        raise NotYet(f"{option_string} {self._why}")
+        raise NotYet(
+            f"{option_string} needs LSF's own launcher, which starts ranks itself: jsrun -n N python train.py"
+        )
+
+
+def _whole(text: str, largest: int, what: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text[:9]) <= largest:
+        raise argparse.ArgumentTypeError(f"{text!r} is {what}")
+    return int(text)
 
 
 def _number_of_ranks(text: str) -> int | str:
     if text == "auto":
         return text
-    if not text.isdecimal() or not 1 <= int(text[:9]) <= MAX_SLOTS:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is neither a whole number from 1 to {MAX_SLOTS} nor 'auto'"
-        )
-    return int(text)
+    return _whole(text, MAX_SLOTS, f"neither a whole number from 1 to {MAX_SLOTS} nor 'auto'")
 
 
 def _positive(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text[:9]) <= MAX_SLOTS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {MAX_SLOTS}")
-    return int(text)
+    return _whole(text, MAX_SLOTS, f"not a whole number from 1 to {MAX_SLOTS}")
 
 
 def _port(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text[:9]) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port, from 1 to 65535")
-    return int(text)
+    return _whole(text, 65535, "not a port, from 1 to 65535")
 
 
 def _seconds(text: str) -> float:
@@ -160,117 +147,82 @@ def build_parser(program: str) -> argparse.ArgumentParser:
     )
     for setting in SETTINGS:
         _add_setting(tunables, setting)
-    _add_refused(parser)
-    parser.add_argument(
-        "command", nargs=argparse.REMAINDER, help="what every rank runs; no shell is involved"
-    )
+    add = parser.add_argument
+    add("--jsrun", "--use-jsrun", action=_Jsrun, nargs=0, help=argparse.SUPPRESS)
+    add("command", nargs=argparse.REMAINDER, help="what every rank runs; no shell is involved")
     return parser
 
 
+# fmt: off
 def _add_general(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("-v", "--version", action="store_true", help="print the version")
     add("-np", "-n", "--num-proc", dest="num_proc", type=_number_of_ranks, metavar="N|auto",
-        help="number of ranks; auto: every slot of the hosts, else one per device, else one per core")  # fmt: skip
+        help="number of ranks; auto: every slot of the hosts, else one per device, else one per core")
     add("-cb", "--check-build", action="store_true", help="print what is available, and why not the rest")
     add("--print-config", action="store_true", help="print every setting with its origin, and end")
-    add(
-        "-H",
-        "--hosts",
-        "--host",
-        metavar="HOST:SLOTS,...",
-        help="hosts in order of their ranks; this one needs no ssh",
-    )
+    add("-H", "--hosts", "--host", metavar="HOST:SLOTS,...",
+        help="hosts in order of their ranks; this one needs no ssh")
     add("-hostfile", "--hostfile", metavar="FILE", help="one 'host slots=N' a line")
-    add(
-        "--start-timeout",
-        type=_seconds,
-        metavar="S",
-        help=f"limit for all ranks to connect, in seconds (default {START_TIMEOUT_S:g})",
-    )
-    add(
-        "--grace",
-        type=_seconds,
-        metavar="S",
-        help="time between SIGTERM and SIGKILL, in seconds (default 30)",
-    )
-    add(
-        "--network-interfaces",
-        "--network-interface",
-        metavar="NAME,...",
-        help="network interfaces to connect over (default: all)",
-    )
+    add("--start-timeout", type=_seconds, metavar="S",
+        help=f"limit for all ranks to connect, in seconds (default {START_TIMEOUT_S:g})")
+    add("--grace", type=_seconds, metavar="S", help="time between SIGTERM and SIGKILL, in seconds (default 30)")
+    add("--network-interfaces", "--network-interface", metavar="NAME,...",
+        help="network interfaces to connect over (default: all)")
     add("-p", "--ssh-port", type=_port, metavar="PORT", help="ssh port of the other hosts")
     add("-i", "--ssh-identity-file", metavar="FILE", help="ssh key for the other hosts")
     add("--remote-shell", choices=("ssh", "srun"),
-        help="what starts the ranks of other hosts (default: srun with --host-discovery slurm, else ssh)")  # fmt: skip
-    add(
-        "--remote-python",
-        metavar="PATH",
-        help="Python with horoclone on the other hosts (default: the same path as here)",
-    )
+        help="what starts the ranks of other hosts (default: srun with --host-discovery slurm, else ssh)")
+    add("--remote-python", metavar="PATH",
+        help="Python with horoclone on the other hosts (default: the same path as here)")
     add("--threads-per-rank", type=_threads, default=None, metavar="auto|off|N",
-        help="OMP_NUM_THREADS of each rank; auto: share the cores where it is unset (default)")  # fmt: skip
-    add(
-        "--config-file",
-        metavar="FILE",
-        help="YAML with the same settings (flag beats environment beats file)",
-    )
+        help="OMP_NUM_THREADS of each rank; auto: share the cores where it is unset (default)")
+    add("--config-file", metavar="FILE",
+        help="YAML with the same settings (flag beats environment beats file)")
     add("--verbose", action="store_true", help="say what the launcher does")
-    add(
-        "--gloo",
-        "--use-gloo",
-        action="store_true",
-        dest="gloo",
-        help="accepted; the launcher never needs MPI",
-    )
+    add("--gloo", "--use-gloo", action="store_true", dest="gloo", help="accepted; the launcher never needs MPI")
     add("--disable-cache", action="store_true", help="accepted; no check of hosts is remembered")
     add("--tcp", action="store_true", help="no InfiniBand for NCCL (NCCL_IB_DISABLE=1)")
 
 
 def _add_elastic(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("elastic jobs (one of the first four makes the job elastic)")
-    add = group.add_argument
+    add = parser.add_argument_group("elastic jobs (one of the first four makes the job elastic)").add_argument
     add("--min-np", "--min-num-proc", type=_positive, metavar="N", dest="min_np",
-        help="go on while this many ranks are left (default: -np)")  # fmt: skip
+        help="go on while this many ranks are left (default: -np)")
     add("--max-np", "--max-num-proc", type=_positive, metavar="N", dest="max_np",
-        help="never more ranks than this (default: every slot)")  # fmt: skip
-    add("--host-discovery-script", metavar="COMMAND",
-        help="prints host:slots lines; runs every second")  # fmt: skip
+        help="never more ranks than this (default: every slot)")
+    add("--host-discovery-script", metavar="COMMAND", help="prints host:slots lines; runs every second")
     add("--host-discovery", metavar="SOURCE",
-        help="file:PATH (a hostfile), slurm (the allocation), dns:NAME[:slots] (each address a host)")  # fmt: skip
+        help="file:PATH (a hostfile), slurm (the allocation), dns:NAME[:slots] (each address a host)")
     add("--slots-per-host", "--slots", type=_positive, metavar="N",
-        help="slots of a host that comes without a number")  # fmt: skip
+        help="slots of a host that comes without a number")
     add("--elastic-timeout", type=_seconds, metavar="S",
-        help="limit for enough ranks to be there, in seconds (default 600)")  # fmt: skip
+        help="limit for enough ranks to be there, in seconds (default 600)")
     add("--reset-limit", type=_positive, metavar="N", help="end the job after so many new beginnings")
     add("--blacklist-cooldown-range", type=int, nargs=2, metavar=("MIN", "MAX"),
-        help="how long a slot is not used after failures, in seconds (default: for ever)")  # fmt: skip
+        help="how long a slot is not used after failures, in seconds (default: for ever)")
     add("--notice-script", metavar="COMMAND",
-        help="runs every 5 s on each host; exit code 0: the host goes (printed: in how many seconds)")  # fmt: skip
+        help="runs every 5 s on each host; exit code 0: the host goes (printed: in how many seconds)")
     add("--notice-signal", metavar="USR1|USR2",
-        help="a signal to a worker that means, as SIGTERM does: leave at the next commit")  # fmt: skip
-    add(
-        "--spares", type=_count, metavar="N", help="workers beyond --max-np that wait for a place (default 0)"
-    )
+        help="a signal to a worker that means, as SIGTERM does: leave at the next commit")
+    add("--spares", type=_count, metavar="N", help="workers beyond --max-np that wait for a place (default 0)")
     add("--survive-launcher", action="store_true",
-        help="the ranks go on when this launcher dies, without new workers")  # fmt: skip
+        help="the ranks go on when this launcher dies, without new workers")
 
 
 def _add_mpi(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("MPI").add_argument
     add("--mpi", "--use-mpi", action="store_true", dest="mpi",
-        help="start the ranks with the mpirun that is on PATH (Open MPI, MPICH, Intel MPI)")  # fmt: skip
+        help="start the ranks with the mpirun that is on PATH (Open MPI, MPICH, Intel MPI)")
     add("--mpi-args", metavar="ARGS", help="more arguments for mpirun, in quotes; implies --mpi")
-    add("--binding-args", metavar="ARGS",
-        help="mpirun's arguments for binding, instead of none; implies --mpi")  # fmt: skip
+    add("--binding-args", metavar="ARGS", help="mpirun's arguments for binding, instead of none; implies --mpi")
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
     add("--output-filename", "--log-dir", metavar="DIR", help="also write DIR/rank.N/stdout and stderr")
     add("-prefix-timestamp", "--prefix-output-with-timestamp", "--prefix-timestamp", action="store_true",
-        dest="prefix_timestamp", help="time before every line")  # fmt: skip
+        dest="prefix_timestamp", help="time before every line")
     add("--horovod-format", action="store_true", help="horovodrun's prefix: [1]<stdout>:")
     add("--ranks", metavar="0,3-5", help="show only these ranks (files hold all)")
 
@@ -279,9 +231,10 @@ def _add_views(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("live views (and in a terminal: horoclone top)").add_argument
     add("--dashboard", action="store_true", help="serve a page about the running job, and print its address")
     add("--dashboard-port", metavar="[ADDRESS:]PORT",
-        help="the same, there (default: any free port, of 127.0.0.1, which only this machine reaches)")  # fmt: skip
+        help="the same, there (default: any free port, of 127.0.0.1, which only this machine reaches)")
     add("--metrics-port", metavar="[ADDRESS:]PORT",
-        help="serve metrics for Prometheus there (address: 127.0.0.1 unless given; port 0: any free one)")  # fmt: skip
+        help="serve metrics for Prometheus there (address: 127.0.0.1 unless given; port 0: any free one)")
+# fmt: on
 
 
 def _add_setting(group: Any, setting: Setting) -> None:
@@ -294,17 +247,11 @@ def _add_setting(group: Any, setting: Setting) -> None:
     else:
         group.add_argument(f"--{setting.flag}", dest=name, type=setting.kind, default=None, help=text)
     if setting.flag == "log-with-timestamp":  # horovodrun's older pair, with the opposite sense
-        group.add_argument(
-            "--log-hide-timestamp", dest=name, action="store_false", default=None, help=argparse.SUPPRESS
-        )
-        group.add_argument(
-            "--no-log-hide-timestamp", dest=name, action="store_true", default=None, help=argparse.SUPPRESS
-        )
-
-
-def _add_refused(parser: argparse.ArgumentParser) -> None:
-    for flags, values, why in _REFUSED:
-        parser.add_argument(*flags, action=_Refuse, nargs=values, why=why, help=argparse.SUPPRESS)
+        for flag, action in (
+            ("--log-hide-timestamp", "store_false"),
+            ("--no-log-hide-timestamp", "store_true"),
+        ):
+            group.add_argument(flag, dest=name, action=action, default=None, help=argparse.SUPPRESS)
 
 
 def variable_text(setting: Setting, value: Any) -> str:

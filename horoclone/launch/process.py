@@ -171,11 +171,7 @@ class LocalRank:
     """One process and its group. `code` is None while it runs, then as subprocess has it: -N for signal N."""
 
     def __init__(
-        self,
-        rank: int,
-        process: subprocess.Popen[bytes],
-        reaper: Reaper | OutputRelay,
-        result: int | None,
+        self, rank: int, process: subprocess.Popen[bytes], reaper: Reaper | OutputRelay, result: int | None
     ) -> None:
         assert process.stdout is not None and process.stderr is not None
         self.rank = rank
@@ -329,9 +325,8 @@ class LocalRanks:
         for local in self._started:
             try:
                 local._process.wait(2.0)
-            except (
-                subprocess.TimeoutExpired
-            ):  # in an uninterruptible system call; the reaper's registration stays
+            except subprocess.TimeoutExpired:
+                # in an uninterruptible system call; the reaper's registration stays
                 pass
             local.group_alive()
             local.close()

@@ -175,9 +175,8 @@ class Remote:
                 pass  # the rank shall not fail for it
 
     def _streams_open(self) -> bool:
-        return any(
-            not isinstance(key.fileobj, int) for key in self._selector.get_map().values()
-        )  # stdin and pidfds are registered by number
+        # stdin and pidfds are registered by number
+        return any(not isinstance(key.fileobj, int) for key in self._selector.get_map().values())
 
     def _tell_ends(self) -> None:
         for rank, local in self._ranks.items():

@@ -14,16 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from horoclone.launch.debug import (
-    ROWS_MAY_DIFFER,
-    Key,
-    Operation,
-    Record,
-    call_text,
-    goes_back,
-    key_of,
-    read,
-)
+from horoclone.launch.debug import ROWS_MAY_DIFFER, Key, Operation, Record, call_text, goes_back, key_of, read
 from horoclone.launch.usage import LaunchError
 
 VERSION = "2.10"  # of the format; torch 2.13 writes and reads it
