@@ -38,9 +38,8 @@ class World:
         self.rank, self.size = runtime.rank(), runtime.size()
         self._native = native
         generation = current.job.generation if current.job is not None else 0
-        self._name = (
-            f"hvd.checkpoint.{generation}.{World._count}"  # what another generation left meets nothing here
-        )
+        # what another generation left meets nothing here
+        self._name = f"hvd.checkpoint.{generation}.{World._count}"
 
     def gather(self, what: str, mine: Any, deadline: float) -> list[Any]:
         """CheckpointError when the deadline passes; what the runtime raises when a rank is lost."""

@@ -39,14 +39,12 @@ from horoclone.checkpoint.leaves import Bytes, Form
 FORMAT, VERSION = "horoclone checkpoint", 2  # version 1 had the sha256 of a file in place of its CRC-32
 _READ_VERSIONS = (1, 2)
 MANIFEST = "manifest.json"
-STALE_S = (
-    24 * 3600.0
-)  # after which an incomplete directory is removed where nobody can tell whether its job lives
+# after which an incomplete directory is removed where nobody can tell whether its job lives
+STALE_S = 24 * 3600.0
 MANIFEST_BYTES = 1 << 30  # at most; the manifest of a million arrays has a tenth of that
 _CHUNK = 8 << 20  # bytes that are read at once
-_PIECE = (
-    64 << 20
-)  # bytes that are written at once: between two the thread takes the GIL, for which training waits
+# bytes that are written at once: between two the thread takes the GIL, for which training waits
+_PIECE = 64 << 20
 _COMPLETE = re.compile(r"save-(\d{8,})")
 _LEFT = re.compile(r"\.(?:incomplete|removed)-(\d{8,})-[0-9a-f]+")
 _under_way: set[str] = set()  # directories in which this process writes: their names, which are random

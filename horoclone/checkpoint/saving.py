@@ -90,9 +90,8 @@ class Save:
 
     def _guarded(self) -> None:
         try:
-            os.setpriority(
-                os.PRIO_PROCESS, threading.get_native_id(), NICE
-            )  # on Linux it is this thread's alone
+            # on Linux it is this thread's alone
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         except OSError:
             pass  # it writes as everybody else does
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
@@ -29,43 +30,29 @@ from horoclone.live.rank_metrics import RankMetrics
 PREFIX = "horoclone_"
 _RANK = ["rank", "host"]
 
-# name -> (what it is, how to get it from the metrics of a rank)
-GAUGES: dict[str, tuple[str, Callable[[RankMetrics], float]]] = {
-    "rank_up": (
-        "1 while the process of the rank runs.",
-        lambda metrics: float(state_of(metrics) not in ("lost", "ended")),
-    ),
-    "rank_stalled": (
-        "1 while the rank waits for others for longer than the stall check allows.",
-        lambda metrics: float(state_of(metrics) == "stalled"),
-    ),
-    "generation": ("Which generation of the world the rank is in.", lambda metrics: metrics.generation),
-    "start_time_seconds": ("When init() began, Unix time.", lambda metrics: metrics.started),
-    "heartbeat_time_seconds": (
-        "When the rank last gave a sign of life, Unix time; it gives none while it has nothing to do.",
-        lambda metrics: metrics.heartbeat,
-    ),
-    "step_duration_seconds": ("How long the last whole step took.", lambda metrics: metrics.step_seconds),
-    "step_communication_seconds": (
-        "For how long of the last whole step operations were under way.",
-        lambda metrics: metrics.step_communication_seconds,
-    ),
-    "step_waited_seconds": (
-        "For how long of the last whole step a thread of the program waited for operations.",
-        lambda metrics: metrics.step_waited_seconds,
-    ),
-}
-COUNTERS: dict[str, tuple[str, Callable[[RankMetrics], float]]] = {
-    "steps": ("Steps that have begun.", lambda metrics: metrics.step),
-    "communication_seconds": (
-        "Time in which any operation was under way.",
-        lambda metrics: metrics.communication_seconds,
-    ),
-    "overlapped_seconds": (
-        "Of that, time in which no thread of the program waited.",
-        lambda metrics: metrics.overlapped_seconds,
-    ),
-}
+# (name, what it is, how to get it from the metrics of a rank)
+_Row = tuple[str, str, Callable[[RankMetrics], float]]
+GAUGES: tuple[_Row, ...] = (
+    ("rank_up", "1 while the process of the rank runs.", lambda one: float(state_of(one) not in ("lost", "ended"))),
+    ("rank_stalled", "1 while the rank waits for others for longer than the stall check allows.",
+     lambda one: float(state_of(one) == "stalled")),
+    ("generation", "Which generation of the world the rank is in.", attrgetter("generation")),
+    ("start_time_seconds", "When init() began, Unix time.", attrgetter("started")),
+    ("heartbeat_time_seconds",
+     "When the rank last gave a sign of life, Unix time; it gives none while it has nothing to do.",
+     attrgetter("heartbeat")),
+    ("step_duration_seconds", "How long the last whole step took.", attrgetter("step_seconds")),
+    ("step_communication_seconds", "For how long of the last whole step operations were under way.",
+     attrgetter("step_communication_seconds")),
+    ("step_waited_seconds", "For how long of the last whole step a thread of the program waited for operations.",
+     attrgetter("step_waited_seconds")),
+)  # fmt: skip
+COUNTERS: tuple[_Row, ...] = (
+    ("steps", "Steps that have begun.", attrgetter("step")),
+    ("communication_seconds", "Time in which any operation was under way.", attrgetter("communication_seconds")),
+    ("overlapped_seconds", "Of that, time in which no thread of the program waited.",
+     attrgetter("overlapped_seconds")),
+)  # fmt: skip
 
 
 class RanksCollector(Collector):
@@ -103,16 +90,13 @@ def families(ranks: Sequence[RankMetrics]) -> Iterator[Metric]:
             state.add_metric([*ours, name], float(name == state_of(metrics)))
     yield info
     yield state
-    for name, (text, value) in GAUGES.items():
-        gauge = GaugeMetricFamily(PREFIX + name, text, labels=_RANK)
-        for metrics in ranks:
-            gauge.add_metric(_labels(metrics), value(metrics))
-        yield gauge
-    for name, (text, value) in COUNTERS.items():
-        counter = CounterMetricFamily(PREFIX + name, text, labels=_RANK)
-        for metrics in ranks:
-            counter.add_metric(_labels(metrics), value(metrics))
-        yield counter
+    kind: Any
+    for kind, rows in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+        for name, text, value in rows:
+            family = kind(PREFIX + name, text, labels=_RANK)
+            for metrics in ranks:
+                family.add_metric(_labels(metrics), value(metrics))
+            yield family
     yield _waits(ranks)
     yield from _late(ranks)
     yield from _operations(ranks)
@@ -122,12 +106,13 @@ def _labels(metrics: RankMetrics) -> list[str]:
     return [str(metrics.rank), metrics.host]
 
 
+def _counter(name: str, text: str, labels: list[str]) -> CounterMetricFamily:
+    return CounterMetricFamily(PREFIX + name, text, labels=labels)
+
+
 def _waits(ranks: Sequence[RankMetrics]) -> Metric:
-    waited = CounterMetricFamily(
-        f"{PREFIX}waited_seconds",
-        "Time that threads of the program waited for operations, before (peers) and after (transfer) data moved.",
-        labels=[*_RANK, "reason"],
-    )
+    text = "Time that threads of the program waited for operations, before (peers) and after (transfer) data moved."
+    waited = _counter("waited_seconds", text, [*_RANK, "reason"])
     for metrics in ranks:
         waited.add_metric([*_labels(metrics), "peers"], metrics.waited_for_peers_seconds)
         waited.add_metric([*_labels(metrics), "transfer"], metrics.waited_for_transfer_seconds)
@@ -136,16 +121,11 @@ def _waits(ranks: Sequence[RankMetrics]) -> Metric:
 
 def _late(ranks: Sequence[RankMetrics]) -> Iterator[Metric]:
     hosts = {metrics.rank: metrics.host for metrics in ranks}
-    times = CounterMetricFamily(
-        f"{PREFIX}rank_last_to_come",
-        "How often the rank was the last one to come to an operation.",
-        labels=_RANK,
+    times = _counter(
+        "rank_last_to_come", "How often the rank was the last one to come to an operation.", _RANK
     )
-    seconds = CounterMetricFamily(
-        f"{PREFIX}rank_awaited_seconds",
-        "How long others have waited for the rank, as one of them saw it.",
-        labels=_RANK,
-    )
+    text = "How long others have waited for the rank, as one of them saw it."
+    seconds = _counter("rank_awaited_seconds", text, _RANK)
     for rank, count in late_times(ranks).items():
         times.add_metric([str(rank), hosts.get(rank, "")], count)
     for rank, value in late_seconds(ranks).items():
@@ -156,21 +136,12 @@ def _late(ranks: Sequence[RankMetrics]) -> Iterator[Metric]:
 
 def _operations(ranks: Sequence[RankMetrics]) -> Iterator[Metric]:
     labels = [*_RANK, "operation"]
-    count = CounterMetricFamily(f"{PREFIX}operations", "Operations that have ended.", labels=labels)
-    moved = CounterMetricFamily(
-        f"{PREFIX}operation_bytes", "Bytes of the rank's tensors in operations.", labels=labels
-    )
-    queued = CounterMetricFamily(
-        f"{PREFIX}operation_queued_seconds", "From the submission until data moves, summed.", labels=labels
-    )
-    running = CounterMetricFamily(
-        f"{PREFIX}operation_running_seconds", "From then until the end, summed.", labels=labels
-    )
-    duration = HistogramMetricFamily(
-        f"{PREFIX}operation_duration_seconds",
-        "From the submission to the end of an operation.",
-        labels=labels,
-    )
+    count = _counter("operations", "Operations that have ended.", labels)
+    moved = _counter("operation_bytes", "Bytes of the rank's tensors in operations.", labels)
+    queued = _counter("operation_queued_seconds", "From the submission until data moves, summed.", labels)
+    running = _counter("operation_running_seconds", "From then until the end, summed.", labels)
+    text = "From the submission to the end of an operation."
+    duration = HistogramMetricFamily(f"{PREFIX}operation_duration_seconds", text, labels=labels)
     bounds = ["+Inf" if bound is None else repr(bound) for bound in upper_bounds_s()]
     for metrics in ranks:
         for kind, one in metrics.operations.items():

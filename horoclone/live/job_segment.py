@@ -27,9 +27,8 @@ BLOCKS_AT = 1 << 16
 _HEAD = struct.Struct("=8sII")  # magic, 1: the job is over, bytes of the JSON that follows
 _EVENTS_AT, _SLOT = 4096, 512
 _SLOTS = (BLOCKS_AT - _EVENTS_AT) // _SLOT
-_SLOT_HEAD = struct.Struct(
-    "=II"
-)  # CRC-32 and length of the JSON that follows: a slot being written fits neither
+# CRC-32 and length of the JSON that follows: a slot being written fits neither
+_SLOT_HEAD = struct.Struct("=II")
 _TEXT = 300  # characters of an event's text
 
 
@@ -79,9 +78,8 @@ class Writer:
         about = {"n": self._events, "time": event.time, "kind": event.kind, "text": event.text[:_TEXT]}
         ranks = list(event.ranks)
         text = json.dumps({**about, "ranks": ranks}, ensure_ascii=False).encode("utf-8", "backslashreplace")
-        while (
-            len(text) > _SLOT - _SLOT_HEAD.size
-        ):  # of many ranks the first are named, of a long text its beginning
+        while len(text) > _SLOT - _SLOT_HEAD.size:
+            # of many ranks the first are named, of a long text its beginning
             about["text"], ranks = (
                 str(about["text"])[: len(str(about["text"])) * 3 // 4],
                 ranks[: len(ranks) * 3 // 4],

@@ -78,9 +78,8 @@ class Observer:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._before: deque[dict[tuple[int, int], RankMetrics]] = (
-            deque()
-        )  # (rank, pid) -> metrics, of the last seconds
+        # (rank, pid) -> metrics, of the last seconds
+        self._before: deque[dict[tuple[int, int], RankMetrics]] = deque()
         self._events: tuple[Event, ...] = ()
 
     def look(self) -> Overview:

@@ -68,9 +68,8 @@ def _create(directory: str, initial: bytes) -> tuple[int, str] | None:
         except FileNotFoundError:
             continue
         try:
-            os.posix_fallocate(
-                descriptor, 0, rank_metrics.BYTES
-            )  # a full file system says so here, not by SIGBUS later
+            # a full file system says so here, not by SIGBUS later
+            os.posix_fallocate(descriptor, 0, rank_metrics.BYTES)
             os.pwrite(descriptor, initial, 0)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)  # of a dead process with our number

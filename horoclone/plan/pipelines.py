@@ -83,9 +83,8 @@ def _pipeline(profile: Profile, costs: Costs, runs: Sequence[Sequence[Block]], m
             program += [Send(f"{turn}", costs.of("allreduce")(largest * share)), Wait(f"{turn}")]
         program += [Compute(update_s), Mark()]
     part = largest / max(1.0, profile.parameters)
-    in_flight = (
-        min(stages, microbatches) / microbatches
-    )  # of the replica's batch, whose activations 1F1B keeps
+    # of the replica's batch, whose activations 1F1B keeps
+    in_flight = min(stages, microbatches) / microbatches
     memory = 2 * largest + profile.state * part + profile.activations * part * stages * in_flight
     cuts = tuple(run[-1].name for run in runs[:-1])
     return Pipeline(stages, replicas, microbatches, cuts, program, memory)

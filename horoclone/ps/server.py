@@ -50,9 +50,8 @@ class Server:
             raise ValueError(f"replicas={replicas} with {servers} servers: 1, or 2 on at least two servers")
         self.register, self.layout = register, Layout(servers, replicas)
         # Generations of a server grow, so that an entry of an earlier life that is written again is known as one.
-        self.register.get(
-            "layout"
-        )  # first: servers that live write it, and it shows that the secrets are the same
+        # first: servers that live write it, and it shows that the secrets are the same
+        self.register.get("layout")
         before = self.register.get(f"server/{index}")
         self.me = Holder(index, max(time.time_ns(), before["generation"] + 1 if before else 0))
         self._native = native_module.core().ParameterServer(

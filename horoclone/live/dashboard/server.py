@@ -49,12 +49,7 @@ _HEADERS = {
 class Dashboard:
     """listening: a socket that listens, ours from now on. tell: takes the text of what went wrong, at most once."""
 
-    def __init__(
-        self,
-        listening: socket.socket,
-        content: Content,
-        tell: Callable[[str], None],
-    ) -> None:
+    def __init__(self, listening: socket.socket, content: Content, tell: Callable[[str], None]) -> None:
         self.token = secrets.token_urlsafe(18)
         self._socket, self._content, self._tell = listening, content, tell
         self._files = {

@@ -128,9 +128,8 @@ def rows_text(rows: Sequence[Row], width: int, chosen: int | None = None) -> Tex
         if row.state == "lost" or state is None:
             text.append("".join(cells), (_STYLES["lost"] * (row.state == "lost") + mark).strip())
             continue
-        text.append(
-            "".join(cells[:state]), mark.strip()
-        )  # few pieces: each costs rich as much as all letters
+        # few pieces: each costs rich as much as all letters
+        text.append("".join(cells[:state]), mark.strip())
         text.append(cells[state], (_STYLES[row.state] + mark).strip())
         text.append("".join(cells[state + 1 :]), mark.strip())
     return text

@@ -37,14 +37,7 @@ class SlotInfo:
 
     def to_response_string(self) -> str:
         """'rank,size,local_rank,local_size,cross_rank,cross_size'."""
-        numbers = (
-            self.rank,
-            self.size,
-            self.local_rank,
-            self.local_size,
-            self.cross_rank,
-            self.cross_size,
-        )
+        numbers = (self.rank, self.size, self.local_rank, self.local_size, self.cross_rank, self.cross_size)
         return ",".join(map(str, numbers))
 
 
