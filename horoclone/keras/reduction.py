@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import warnings
-import zlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -16,12 +15,12 @@ from operator import itemgetter
 from typing import Any
 
 from horoclone.errors import Unsupported
+from horoclone.gradient_names import named_by
 from horoclone.keras.flavor import backend
 from horoclone.ops import Adasum, Average, Max, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
 
 Grads = Sequence[Any]
-MAX_NUMBERS = 40  # characters of a name that list variables
 
 
 _LOCAL = (
@@ -127,7 +126,7 @@ class Reduction:
             if self.scale_local_gradients and grads[i] is not None:
                 result[i] = mover.scaled(grads[i], 1.0 / divisor)
         sent = shared if backend() == "torch" else [i for i in shared if grads[i] is not None]
-        parts = self._parts(shared, variables, key_of, _named_by([known[i] for i in sent], len(numbers)))
+        parts = self._parts(shared, variables, key_of, named_by([known[i] for i in sent], len(numbers)))
         for i, reduced in mover.reduce(parts, grads, variables, self).items():
             result[i] = reduced
         return result
@@ -157,7 +156,7 @@ class Reduction:
         which: str,
     ) -> list[Part]:
         """The groups of the user, then everything else; the float8 scales that Keras carries as gradients by Max.
-        which: goes into the names, see _named_by()."""
+        which: goes into the names, see named_by()."""
         scales = [i for i in shared if getattr(variables[i], "overwrite_with_gradient", False)]
         rest = [i for i in shared if i not in scales]
         lists: list[list[int]] = []
@@ -189,19 +188,6 @@ class Reduction:
         if scales:
             parts.append(Part(f"{self.name}.scales{which}", scales, Max, 1.0, 1.0, None))
         return parts
-
-
-def _named_by(sent: Sequence[int], count: int) -> str:
-    """What a step's name says of the variables whose gradients are sent: nothing where all are, else their numbers.
-    Without it gradients of different variables, on ranks that lack different ones, would be added up."""
-    if len(sent) == count or not sent:
-        return ""
-    cuts = [0, *(i for i in range(1, len(sent)) if sent[i] != sent[i - 1] + 1), len(sent)]
-    runs = [(sent[a], sent[b - 1]) for a, b in pairwise(cuts)]
-    text = "_".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-    if len(text) > MAX_NUMBERS:
-        text = f"{text[:MAX_NUMBERS]}.{zlib.crc32(text.encode()):08x}"
-    return f".variables.{text}.of.{count}"
 
 
 def default_reduction(name: str) -> Reduction:

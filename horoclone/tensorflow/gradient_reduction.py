@@ -14,6 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from horoclone.gradient_names import named_by
 from horoclone.ops import Adasum, Average, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set, id_of
 from horoclone.tensorflow import mpi_ops
@@ -99,8 +100,9 @@ class GradientReduction:
                 result[i] = tf.convert_to_tensor(result[i])
         shared = [i for i in there if keys[i] not in self.local_sources]
         sparse = [i for i in shared if isinstance(result[i], tf.IndexedSlices)]
+        which = named_by(shared, len(result))
         with tf.name_scope(name):
-            self._reduce_sparse(result, sparse)
+            self._reduce_sparse(result, sparse, which)
             for number, places in enumerate(
                 self._groups_of([i for i in shared if i not in sparse], result, keys)
             ):
@@ -112,7 +114,7 @@ class GradientReduction:
                     prescale_factor=1.0 / self.gradient_predivide_factor,
                     postscale_factor=self.gradient_predivide_factor,
                     process_set=self.process_set,
-                    name=None if tf.executing_eagerly() else f"HorovodGroupedAllreduce_{number}",
+                    name=_name("HorovodGroupedAllreduce", f"_{number}", which),
                 )
                 for i, gradient in zip(places, reduced, strict=True):
                     result[i] = gradient
@@ -131,7 +133,7 @@ class GradientReduction:
             return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
         return gradient / tf.cast(size, gradient.dtype)
 
-    def _reduce_sparse(self, result: list[Any], places: Sequence[int]) -> None:
+    def _reduce_sparse(self, result: list[Any], places: Sequence[int], which: str) -> None:
         """Replaces the IndexedSlices at these places by everybody's rows."""
         if not places:
             return
@@ -144,7 +146,7 @@ class GradientReduction:
             raise NotImplementedError("tf.IndexedSlices can be reduced with op=Average or op=Sum only")
         with tf.device(self.device_sparse):
             parts = [part for i in places for part in (result[i].values, result[i].indices)]
-            name = None if tf.executing_eagerly() else "HorovodGroupedAllgather"
+            name = _name("HorovodGroupedAllgather", "", which)
             gathered = mpi_ops.grouped_allgather(parts, name=name, process_set=self.process_set)
             for i, values, indices in zip(places, gathered[::2], gathered[1::2], strict=True):
                 whole = tf.IndexedSlices(values, indices, result[i].dense_shape)
@@ -167,6 +169,11 @@ class GradientReduction:
             places = [i for i in places if i not in taken]
         lists += [places] if tf.executing_eagerly() else cut_by_bytes(places, gradients)
         return [group for group in lists if group]
+
+
+def _name(call: str, number: str, which: str) -> str | None:
+    """None for an eager call with all gradients: ranks match those by their order."""
+    return None if tf.executing_eagerly() and not which else f"{call}{number}{which}"
 
 
 def cut_by_bytes(places: Sequence[int], gradients: Sequence[Any]) -> list[list[int]]:

@@ -41,12 +41,13 @@ data:
 elastic: arrays errors failpoints objects optional owned runtime runtime.lifecycle
 errors:
 failpoints: errors
+gradient_names:
 handles: arguments errors process_sets
 horoclone: optional
 horovod_alias: stand_ins
 jax: arguments arrays compression elastic errors objects ops optional owned process_sets requests runtime
     runtime.lifecycle
-keras: arguments arrays compression elastic errors jax objects ops optional owned process_sets runtime
+keras: arguments arrays compression elastic errors gradient_names jax objects ops optional owned process_sets runtime
     runtime.exported stand_ins tensorflow torch torch.operations tracking
 launch: anonymous_file bootstrap errors failpoints live membership optional selection settings simulate
 lightning: errors objects runtime runtime.lifecycle torch tracking
@@ -79,7 +80,7 @@ spark: bootstrap connection_limits errors launch runner
 spark.keras: keras
 spark.torch: torch
 stand_ins: errors
-tensorflow: arguments arrays bootstrap common compression elastic errors objects ops optional owned process_sets
+tensorflow: arguments arrays bootstrap common compression elastic errors gradient_names objects ops optional owned process_sets
     runtime runtime.exported runtime.lifecycle
 tensorflow.keras: common keras process_sets runtime runtime.exported
 torch: common errors ops optional runtime runtime.exported runtime.lifecycle torch.c10d torch.compression

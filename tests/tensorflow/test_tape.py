@@ -270,6 +270,24 @@ def test_sync_batch_normalization_is_that_of_the_whole_batch() -> None:
     assert half(tf.cast(parts[me], tf.float16), training=True).dtype == tf.float16
 
 
+@pytest.mark.parametrize("graph", [False, True])
+@ranks(2, env={"HOROCLONE_DEADLOCK_TIME_SECONDS": "2"})
+def test_gradients_of_different_sources_never_meet(graph: bool) -> None:
+    """Each rank lacks another one; they are alike in shape and number."""
+    sources = [tf.Variable([1.0, 1.0]), tf.Variable([1.0, 1.0])]
+
+    def run(used: int) -> list[Any]:
+        with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+            loss = tf.reduce_sum(sources[used] * (hvd.rank() + 1.0))
+        return tape.gradient(loss, sources)  # type: ignore[no-any-return]
+
+    gradients = tf.function(run) if graph else run
+    with pytest.raises(tf.errors.OpError, match=r"variables\.0\.of\.2.*variables\.1\.of\.2"):
+        gradients(hvd.rank())
+    nothing, reduced = gradients(1)
+    assert nothing is None and reduced.numpy().tolist() == [1.5, 1.5]
+
+
 @ranks(2)
 def test_a_gradient_list_is_few_operations() -> None:
     weights = [tf.Variable(tf.ones((50,))) for _ in range(60)]
