@@ -191,9 +191,11 @@ PyObject* run(const FastPath* fast_path, PyObject* const* args, const hc_request
       if (number != 0) hc_release(fast_path->rt, number);
       Py_INCREF(args[kTarget]);
       return args[kTarget];
-    default:
-      return object;
+    case Outcome::kHandle:
+    case Outcome::kRaised:
+      break;
   }
+  return object;
 }
 
 PyObject* start_one(PyObject* self, PyObject* const* args, Py_ssize_t count, bool will_wait) {
@@ -363,9 +365,11 @@ PyObject* collective(PyObject* self, PyObject* const* args, Py_ssize_t count) {
       }
       hc_release(fast_path->rt, number);
       Py_RETURN_TRUE;
-    default:
-      return object;
+    case Outcome::kHandle:
+    case Outcome::kRaised:
+      break;
   }
+  return object;
 }
 
 PyObject* set_limit(PyObject* self, PyObject* limit_s) {
