@@ -60,10 +60,9 @@ hc::Status read_request(const hc_request& r, const hc_tensor* tensors, int32_t n
   s->left_out = r.left_out;
   if (r.splits) s->splits = {r.splits, static_cast<size_t>(r.split_count)};
   s->will_wait = r.will_wait != 0;
-  s->on_device = r.device == HC_CUDA && r.op != HC_BARRIER;
-  s->device_index = r.device_index;
-  s->stream = static_cast<hc::CuStream>(r.stream);
-  s->ready_event = static_cast<hc::CuEvent>(r.ready_event);
+  s->place = {r.device != HC_CUDA || r.op == HC_BARRIER, r.device_index};
+  s->stream = r.stream;
+  s->ready_event = r.ready_event;
   return hc::Status::ok();
 }
 
@@ -189,8 +188,7 @@ hc_status* hc_declare(hc_runtime* rt, const hc_request* common, const char* cons
     hc::Submission s;
     HC_TRY(read_request(*common, tensors, n, &list, &s));
     hc::BucketSet set;
-    set.on_device = s.on_device;
-    set.device_index = s.device_index;
+    set.place = s.place;
     set.reduce = s.reduce;
     set.prescale = s.prescale;
     set.postscale = s.postscale;
@@ -207,9 +205,7 @@ hc_status* hc_declare(hc_runtime* rt, const hc_request* common, const char* cons
 }
 hc_status* hc_submit_declared(hc_runtime* rt, int32_t process_set, int32_t id, int32_t bucket, void* stream,
                               int32_t priority, hc_handle* out) {
-  return guarded([&] {
-    return rt->engine->submit_declared(process_set, id, bucket, {static_cast<hc::CuStream>(stream), priority}, out);
-  });
+  return guarded([&] { return rt->engine->submit_declared(process_set, id, bucket, {stream, priority}, out); });
 }
 int32_t hc_memory_pressure(hc_runtime* rt, hc_memory_state what) {
   hc::MemoryPressure& pressure = rt->engine->memory_pressure();
@@ -249,8 +245,8 @@ hc_status* hc_take_result(hc_runtime* rt, hc_handle handle, int32_t i, hc_result
             nullptr,
             0,
             op->source,
-            op->result_on_device ? HC_CUDA : HC_HOST,
-            op->result_on_device ? op->device->gpu->index() : -1};
+            op->results_in_work ? HC_CUDA : HC_HOST,
+            op->results_in_work ? op->work->index() : -1};
     if (op->received) {
       out->dtype = static_cast<int32_t>(op->received->dtype);
       out->shape = op->received->shape.data();
@@ -260,12 +256,12 @@ hc_status* hc_take_result(hc_runtime* rt, hc_handle handle, int32_t i, hc_result
   });
 }
 hc_status* hc_stream_wait(hc_runtime* rt, hc_handle handle, void* stream) {
-  return guarded([&] { return rt->engine->stream_wait(handle, static_cast<hc::CuStream>(stream)); });
+  return guarded([&] { return rt->engine->stream_wait(handle, stream); });
 }
 hc_status* hc_copy_result(hc_runtime* rt, hc_handle handle, int32_t i, void* to, size_t bytes, void* stream) {
   return guarded([&]() -> hc::Status {
     if (i < 0) return hc::error(hc::Code::kInvalidArgument, "result ", i);
-    return rt->engine->copy_result(handle, static_cast<size_t>(i), to, bytes, static_cast<hc::CuStream>(stream));
+    return rt->engine->copy_result(handle, static_cast<size_t>(i), to, bytes, stream);
   });
 }
 void hc_release(hc_runtime* rt, hc_handle handle) { rt->engine->release(handle); }
@@ -289,7 +285,7 @@ hc_status* hc_block_create(hc_runtime* rt, size_t bytes, hc_block** out) {
 }
 hc_status* hc_device_block_create(hc_runtime* rt, int32_t device_index, size_t bytes, hc_block** out) {
   return guarded([&]() -> hc::Status {
-    auto memory = rt->engine->allocate_on_device(device_index, bytes);
+    auto memory = rt->engine->allocate_elsewhere(device_index, bytes);
     HC_TRY(memory.status());
     *out = new hc_block{memory.take()};
     return hc::Status::ok();

@@ -35,58 +35,52 @@ Status Calls::submit(const Submission& s, int64_t* handle) {
   return enqueue(s, {}, handle);
 }
 
-Status Calls::enqueue(const Submission& s, BucketId bucket, int64_t* handle, bool may_be_captured) {
+Status Calls::enqueue(const Submission& s, BucketId bucket, int64_t* handle, bool* captured) {
   const nvtx::Range range([&] { return text_of("submit ", name_of(s.op), " ", quoted(s.name)); });
-  std::unique_ptr<DeviceWork> device;
-  if (s.on_device) {
-    auto prepared = gpu_.prepare(s, may_be_captured);
+  std::unique_ptr<BackendWork> work;
+  if (!s.place.is_host) {
+    auto prepared = backend_.prepare(s, captured);
     HC_TRY(prepared.status(), name_of(s.op), " ", quoted(s.name), ": rank ", context_.rank());
-    device = prepared.take();
+    if (captured && *captured) return Status::ok();
+    work = prepared.take();
   }
-  HC_TRY(intake_.queue(s, bucket, std::move(device), handle));
+  HC_TRY(intake_.queue(s, bucket, std::move(work), handle));
   if (!s.will_wait) progress_.wake_sleepers();
   return Status::ok();
 }
 
 Status Calls::submit_declared(int process_set, BucketId bucket, const DeclaredCall& call, int64_t* handle) {
   HC_TRY(context_.check_connected());
-  std::shared_ptr<const BucketSet> on_device;
-  HC_TRY(intake_.queue_declared(process_set, bucket, call.priority, handle, &on_device));
-  if (on_device) return submit_on_device(*on_device, process_set, bucket, call, handle);
+  std::shared_ptr<const BucketSet> elsewhere;
+  HC_TRY(intake_.queue_declared(process_set, bucket, call.priority, handle, &elsewhere));
+  if (elsewhere) return submit_elsewhere(*elsewhere, process_set, bucket, call, handle);
   progress_.wake_sleepers();
   return Status::ok();
 }
 
-Status Calls::submit_on_device(const BucketSet& set, int process_set, BucketId bucket, const DeclaredCall& call,
+Status Calls::submit_elsewhere(const BucketSet& set, int process_set, BucketId bucket, const DeclaredCall& call,
                                int64_t* handle) {
   Submission::Tensor tensor{};
   const Submission s = set.submission_of(process_set, bucket.index, call, &tensor);
-  auto gpu = gpu_.adopt(s.device_index);
-  HC_TRY(gpu.status());
-  const Gpu::Current current(*gpu.value(), Gpu::Current::For::kStreams);
-  auto captured = gpu.value()->is_captured(call.stream);
-  HC_TRY(captured.status());
-  return captured.value() ? capture(s, bucket, handle) : enqueue(s, bucket, handle, false);
+  bool captured = false;
+  HC_TRY(enqueue(s, bucket, handle, &captured));
+  return captured ? capture(s, bucket, handle) : Status::ok();
 }
 
-// A step that a framework captures into a CUDA graph: the bucket goes into the graph on this thread. Nothing is agreed
-// on, for nothing runs: the ranks must capture, and later replay, the same things in the same order, as with NCCL
-// itself. The progress lock is held for the time of the call, because NCCL wants one thread at a time.
+// A step that a framework captures into a graph: the bucket goes into the graph on this thread. Nothing is agreed on,
+// for nothing runs: the ranks must capture, and later replay, the same things in the same order. The progress lock is
+// held for the time of the call, because a backend may want one thread at a time.
 Status Calls::capture(const Submission& s, BucketId bucket, int64_t* handle) {
-  auto gpu = gpu_.adopt(s.device_index);
-  HC_TRY(gpu.status());
-  auto work = std::make_unique<DeviceWork>();
-  work->gpu = gpu.take();
   const ProgressThreads::Hold held(progress_);
   ProcessSet* set = sets_.find(s.process_set);
-  Status captured = set ? set->capture(s, bucket, std::move(work), handle)
+  Status captured = set ? set->backend().capture(s, bucket, handle)
                         : error(Code::kInvalidArgument, "process set ", s.process_set, " was removed");
   return captured.is_ok() ? captured : captured.with("capture of allreduce " + quoted(s.name));
 }
 
 Status Calls::call(const Submission& s, int64_t* handle) {
   *handle = 0;
-  if (s.on_device || s.done || !context_.connected.load(std::memory_order_acquire) || !progress_.try_lock())
+  if (!s.place.is_host || s.done || !context_.connected.load(std::memory_order_acquire) || !progress_.try_lock())
     return submit(s, handle);
   if (++calls_without_a_look_ >= kCallsWithoutALook) {  // the engine's iteration, which sees what peers say
     calls_without_a_look_ = 0;

@@ -3,8 +3,8 @@
 
 #include <string>
 
-#include "engine/gpu/gpu_context.h"
 #include "engine/intake/intake.h"
+#include "engine/operation/backend.h"
 #include "engine/progress/progress_threads.h"
 #include "engine/sets/set_table.h"
 
@@ -12,11 +12,11 @@ namespace hc {
 
 class Calls {
  public:
-  Calls(Context& context, Intake& intake, GpuContext& gpu, SetTable& sets, Loop& loop, ProgressThreads& progress,
+  Calls(Context& context, Intake& intake, Backend& backend, SetTable& sets, Loop& loop, ProgressThreads& progress,
         ProgressLock& progress_lock)
       : context_(context),
         intake_(intake),
-        gpu_(gpu),
+        backend_(backend),
         sets_(sets),
         loop_(loop),
         progress_(progress),
@@ -42,15 +42,15 @@ class Calls {
   Status barrier(int process_set, const std::string& name);
 
  private:
-  Status enqueue(const Submission& s, BucketId bucket, int64_t* handle, bool may_be_captured = true);
-  Status submit_on_device(const BucketSet& set, int process_set, BucketId bucket, const DeclaredCall& call,
+  Status enqueue(const Submission& s, BucketId bucket, int64_t* handle, bool* captured = nullptr);
+  Status submit_elsewhere(const BucketSet& set, int process_set, BucketId bucket, const DeclaredCall& call,
                           int64_t* handle);
   bool repeat(const Submission& s, int64_t* handle);
   Status capture(const Submission& s, BucketId bucket, int64_t* handle);
 
   Context& context_;
   Intake& intake_;
-  GpuContext& gpu_;
+  Backend& backend_;
   SetTable& sets_;
   Loop& loop_;
   ProgressThreads& progress_;

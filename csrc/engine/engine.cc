@@ -21,19 +21,18 @@ Engine::Engine(Config config)
       intake_(context_),
       records_(context_, intake_, notifier_),
       completion_(context_.rank_metrics, intake_, timeline_, tuner_, records_, notifier_, progress_lock_),
-      gpu_(context_, tuner_),
-      order_(context_, link_, intake_),
-      messages_(context_, link_, intake_, completion_, gpu_, order_),
-      sets_({context_, link_, intake_, completion_, timeline_, tuner_, gpu_, order_}),
+      backend_(make_gpu_backend(context_, tuner_, link_, intake_)),
+      messages_(context_, link_, intake_, completion_, backend_->messages()),
+      sets_({context_, link_, intake_, completion_, timeline_, tuner_, *backend_}),
       stalls_(context_, link_, intake_, records_, stacks_),
       deadlocks_(context_, link_, stacks_),
       peers_(context_, link_),
       clock_(link_),
-      loop_({context_, link_, intake_, completion_, records_, gpu_, order_, sets_, messages_, stalls_, deadlocks_,
-             peers_, clock_}),
+      loop_({context_, link_, intake_, completion_, records_, *backend_, sets_, messages_, stalls_, deadlocks_, peers_,
+             clock_}),
       progress_(context_, loop_, progress_lock_),
-      calls_(context_, intake_, gpu_, sets_, loop_, progress_, progress_lock_),
-      changes_(context_, intake_, gpu_, sets_, order_, messages_, progress_, calls_) {}
+      calls_(context_, intake_, *backend_, sets_, loop_, progress_, progress_lock_),
+      changes_(context_, intake_, *backend_, sets_, messages_, progress_, calls_) {}
 
 Engine::~Engine() {
   if (context_.connected.load()) (void)shutdown(0);
@@ -85,7 +84,7 @@ Status Engine::connect(const MeshMembers& members) {
   std::vector<int> everybody(static_cast<size_t>(mesh.size()));
   for (int r = 0; r < mesh.size(); ++r) everybody[static_cast<size_t>(r)] = r;
   HC_TRY(sets_.add(0, everybody));
-  if (sets_.world().is_on_one_node()) order_.tickets().attach(sets_.world().shared_segment());
+  if (sets_.world().is_on_one_node()) backend_->attach(sets_.world().shared_segment());
   begin_page();
   HC_TRY(progress_.start());
   context_.connected.store(true);
@@ -155,7 +154,7 @@ bool Engine::all_are_ending() {
 void Engine::finish_operations(double timeout_s) {
   const std::function<bool()> idle = [this] {
     return context_.has_failed() || !context_.connected.load() ||
-           (loop_.outstanding() == 0 && !intake_.has_news() && !loop_.device_in_flight());
+           (loop_.outstanding() == 0 && !intake_.has_news() && !loop_.in_flight());
   };
   if (timeout_s > 0) {
     say_ending();
@@ -167,12 +166,12 @@ void Engine::finish_operations(double timeout_s) {
 
 Status Engine::shutdown(double timeout_s) {
   if (!context_.connected.load()) return Status::ok();
-  // What was launched on GPUs waits there for ranks that are slower: they need this one until they have launched it,
-  // too.
+  // What the backend has launched waits there for ranks that are slower: they need this one until they have launched
+  // it, too.
   loop_.watch_flights();
   {
     const ProgressThreads::Hold held(progress_);
-    order_.stop_ahead();
+    backend_->stop_ahead();
   }
   finish_operations(timeout_s);
   progress_.lock();
@@ -194,9 +193,7 @@ Status Engine::shutdown(double timeout_s) {
   loop_.fail_latecomers();
   context_.rank_metrics.end();
   for (ProcessSet* set : sets_.mine()) set->close();
-  messages_.links().leave();
-  order_.tickets().clear();
-  gpu_.close();
+  backend_->close();
   progress_.unlock();
   notifier_.stop();
   timeline_.stop();

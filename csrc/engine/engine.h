@@ -12,10 +12,10 @@
 #include "engine/calls.h"
 #include "engine/context.h"
 #include "engine/control/control_link.h"
-#include "engine/gpu/gpu_context.h"
-#include "engine/gpu/launch_order.h"
 #include "engine/intake/completion.h"
 #include "engine/intake/intake.h"
+#include "engine/operation/backend.h"
+#include "engine/operation/memory_pressure.h"
 #include "engine/point_to_point/messages.h"
 #include "engine/progress/loop.h"
 #include "engine/progress/progress_threads.h"
@@ -50,10 +50,12 @@ class Engine {
   Operation* finished(int64_t handle) { return calls_.finished(handle); }
   void release(int64_t handle) { intake_.handles().release(handle); }
   bool release_if_succeeded(int64_t handle) { return intake_.handles().release_if_succeeded(handle); }
-  // Results on GPUs: see GpuContext.
-  Status stream_wait(int64_t handle, CuStream stream) { return gpu_.wait_on_stream(finished(handle), handle, stream); }
-  Status copy_result(int64_t handle, size_t i, void* to, size_t bytes, CuStream stream) {
-    return gpu_.copy_result(finished(handle), handle, i, to, bytes, stream);
+  // Results that do not lie in host memory: see Backend.
+  Status stream_wait(int64_t handle, void* stream) {
+    return backend_->wait_on_stream(finished(handle), handle, stream);
+  }
+  Status copy_result(int64_t handle, size_t i, void* to, size_t bytes, void* stream) {
+    return backend_->copy_result(finished(handle), handle, i, to, bytes, stream);
   }
 
   // An optimizer's buckets and process sets: see SetChanges.
@@ -72,12 +74,12 @@ class Engine {
   };
   Place place_in(int process_set) const;
 
-  // Shared memory of this rank; memory of a GPU that NCCL can be told of.
+  // Shared memory of this rank; memory that the backend can be told of.
   Result<std::shared_ptr<Memory>> allocate(size_t bytes);
-  Result<std::shared_ptr<Memory>> allocate_on_device(int device_index, size_t bytes) {
-    return gpu_.allocate(device_index, bytes);
+  Result<std::shared_ptr<Memory>> allocate_elsewhere(int index, size_t bytes) {
+    return backend_->allocate(index, bytes);
   }
-  MemoryPressure& memory_pressure() { return gpu_.memory_pressure(); }
+  MemoryPressure& memory_pressure() { return backend_->memory_pressure(); }
   bool shares_memory() const;  // all ranks of the world do
 
   void abort(const std::string& text);
@@ -127,8 +129,7 @@ class Engine {
   Intake intake_;
   FlightRecords records_;
   Completion completion_;
-  GpuContext gpu_;
-  LaunchOrder order_;
+  const std::unique_ptr<Backend> backend_;
   Messages messages_;
   SetTable sets_;
   StackSource stacks_;

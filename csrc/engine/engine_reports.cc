@@ -146,7 +146,7 @@ std::string Engine::counters_json() const {
                  ",\"live_handles\":", intake_.handles().live(), ",\"last_ready\":{", intake_.stragglers_json(),
                  "},\"autotune\":", tuner_.json(), ",\"between_nodes\":\"", selected_.by_mpi.load() ? "mpi" : "tcp",
                  "\",\"way_probes\":", selected_.probes.load(), ",\"selection\":\"", name_of(selected_.source.load()),
-                 "\",\"gpu\":", gpu_.ways_json(), ",\"mesh\":", context_.mesh->counters_json(), "}");
+                 "\",\"gpu\":", backend_->json(), ",\"mesh\":", context_.mesh->counters_json(), "}");
 }
 
 }  // namespace hc

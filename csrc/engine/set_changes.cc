@@ -25,7 +25,7 @@ Status SetChanges::add(std::vector<int> ranks, int* id) {
 void SetChanges::drop(int id, const Status& reason) {
   std::unique_ptr<ProcessSet> removed;  // ends after the lock is left
   const ProgressThreads::Hold held(progress_);
-  order_.tickets().drop(static_cast<uint16_t>(id));
+  backend_.drop_set(static_cast<uint16_t>(id));
   messages_.set_removed(static_cast<uint16_t>(id), reason);
   removed = sets_.remove(id);
   if (removed) removed->end_pending(reason);
@@ -58,7 +58,7 @@ Status SetChanges::declare(int process_set, BucketSet buckets, int* id) {
     return error(Code::kUnsupported,
                  "a bucket cannot be reduced with Adasum, whose coefficients belong to each tensor; use a grouped "
                  "allreduce");
-  const bool owned = buckets.on_device && gpu_.find_memory(&buckets);
+  const bool owned = !buckets.place.is_host && backend_.find_memory(&buckets);
   const auto declared = std::make_shared<const BucketSet>(std::move(buckets));
   ProcessSet::Capabilities can;
   {
@@ -80,7 +80,7 @@ Status SetChanges::declare(int process_set, BucketSet buckets, int* id) {
     return error(Code::kMismatch, process_set == 0 ? "all ranks" : ranks_text(intake_.find(process_set)->members.ranks),
                  " declared different buckets; do all ranks build the same model "
                  "and pass the same arguments to DistributedOptimizer?");
-  // NCCL forgets buckets only here, where every rank is: those that all of them have dropped.
+  // A backend forgets buckets only here, where every rank is: those that all of them have dropped.
   int64_t forgotten = 0;
   if (can.knows_some) HC_TRY(reduce(process_set, name + ".dropped", Reduce::kAnd, {&can.dropped, 1}, &forgotten));
   const ProgressThreads::Hold held(progress_);

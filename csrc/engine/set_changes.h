@@ -13,13 +13,12 @@ namespace hc {
 
 class SetChanges {
  public:
-  SetChanges(Context& context, Intake& intake, GpuContext& gpu, SetTable& sets, LaunchOrder& order, Messages& messages,
+  SetChanges(Context& context, Intake& intake, Backend& backend, SetTable& sets, Messages& messages,
              ProgressThreads& progress, Calls& calls)
       : context_(context),
         intake_(intake),
-        gpu_(gpu),
+        backend_(backend),
         sets_(sets),
-        order_(order),
         messages_(messages),
         progress_(progress),
         calls_(calls) {}
@@ -40,9 +39,8 @@ class SetChanges {
 
   Context& context_;
   Intake& intake_;
-  GpuContext& gpu_;
+  Backend& backend_;
   SetTable& sets_;
-  LaunchOrder& order_;
   Messages& messages_;
   ProgressThreads& progress_;
   Calls& calls_;

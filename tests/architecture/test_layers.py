@@ -43,9 +43,9 @@ LEVELS = {
         "operation threads context.h iteration.h",
         "record control tune",
         "intake",
-        "gpu watch",
+        "watch",
         "sets point_to_point",
-        "progress",
+        "gpu progress",
         ".",
     ),
 }

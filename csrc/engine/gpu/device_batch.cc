@@ -1,6 +1,6 @@
 #include "engine/gpu/device_batch.h"
 
-#include "engine/operation/device_work.h"
+#include "engine/gpu/device_work.h"
 
 namespace hc {
 
@@ -36,9 +36,9 @@ bool DeviceBatch::may_get_memory() {
 
 Status DeviceBatch::await_inputs(const std::vector<Operation*>& operations) {
   for (const Operation* op : operations) {
-    if (!op || !op->device) continue;
-    const CuEvent ready = op->device->ready ? op->device->ready->get() : op->device->ready_given;
-    if (ready) HC_TRY(group_.gpu()->wait(group_.stream(), ready), op->describe());
+    if (!op || !op->work) continue;
+    if (const CuEvent ready = work_of(op)->ready_event())
+      HC_TRY(group_.gpu()->wait(group_.stream(), ready), op->describe());
   }
   return Status::ok();
 }
@@ -47,8 +47,9 @@ Result<std::byte*> DeviceBatch::result_memory(Operation* op, size_t tensor, size
   if (!bytes) return static_cast<std::byte*>(nullptr);
   auto memory = group_.gpu()->device_memory(bytes, group_.stream());
   HC_TRY(memory.status());
-  op->device->results.resize(std::max(op->device->results.size(), tensor + 1));
-  op->device->results[tensor] = memory.value();
+  std::vector<GpuMemoryPtr>& results = work_of(op)->results;
+  results.resize(std::max(results.size(), tensor + 1));
+  results[tensor] = memory.value();
   return memory.value()->data();
 }
 
@@ -79,7 +80,7 @@ Status DeviceBatch::finish(const std::vector<Operation*>& operations) {
   for (const GpuMemoryPtr& memory : held_) memory->used_until(done.value());
   held_.clear();
   for (Operation* op : operations)
-    if (op && op->device) op->device->done = done.value();
+    if (op && op->work) work_of(op)->done = done.value();
   group_.launched(done.take());
   return Status::ok();
 }

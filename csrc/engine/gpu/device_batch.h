@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "collective/gpu/device_group.h"
-#include "device/memory_pressure.h"
 #include "engine/operation/batch_backend.h"
+#include "engine/operation/memory_pressure.h"
 
 namespace hc {
 

@@ -2,6 +2,9 @@
 
 #include <algorithm>
 
+#include "engine/gpu/device_side.h"
+#include "engine/intake/intake.h"
+
 namespace hc {
 
 namespace {
@@ -16,6 +19,20 @@ GpuOperations operations_of(const std::string& word) {
 
 }  // namespace
 
+std::unique_ptr<Backend> make_gpu_backend(Context& context, const Tuner& tuner, ControlLink& link,
+                                          const Intake& intake) {
+  return std::make_unique<GpuContext>(context, tuner, link, intake);
+}
+
+std::unique_ptr<SetBackend> GpuContext::make_set(ProcessSet& set) { return std::make_unique<DeviceSide>(*this, set); }
+
+bool GpuContext::has_part_in(const LaunchTicket& ticket) const {
+  if (ticket.set == kMessageStream)
+    return messages_.expects_ticket(ticket.sender, static_cast<uint32_t>(ticket.bucket));
+  const auto set = intake_.find(ticket.set);
+  return set && set->members.has_me();
+}
+
 Result<std::shared_ptr<Gpu>> GpuContext::adopt(int index) {
   MutexLock lock(mu_);
   if (!gpu_) {
@@ -24,7 +41,7 @@ Result<std::shared_ptr<Gpu>> GpuContext::adopt(int index) {
     auto gpu = Gpu::adopt(api.take(), index);
     HC_TRY(gpu.status());
     gpu_ = gpu.take();
-    has_gpu_.store(true);
+    in_use_.store(true);
   }
   if (gpu_->index() != index)
     return error(Code::kUnsupported, "the tensor is on device ", index, ", but this rank works on device ",
@@ -34,21 +51,29 @@ Result<std::shared_ptr<Gpu>> GpuContext::adopt(int index) {
   return gpu_;
 }
 
-Result<std::unique_ptr<DeviceWork>> GpuContext::prepare(const Submission& s, bool may_be_captured) {
-  if (s.tensors.empty() && (s.op == Op::kScatter || s.op == Op::kReceive)) return offer(s.device_index);
-  auto gpu = adopt(s.device_index);
-  if (s.op == Op::kJoin && !gpu.is_ok()) return std::unique_ptr<DeviceWork>();  // its identity elements lie on the host
+Result<std::unique_ptr<BackendWork>> GpuContext::prepare(const Submission& s, bool* captured) {
+  using Work = std::unique_ptr<BackendWork>;
+  if (s.tensors.empty() && (s.op == Op::kScatter || s.op == Op::kReceive)) return Work(offer(s.place.index));
+  auto gpu = adopt(s.place.index);
+  if (s.op == Op::kJoin && !gpu.is_ok()) return Work();  // its identity elements lie on the host
   HC_TRY(gpu.status());
   auto work = std::make_unique<DeviceWork>();
   work->gpu = gpu.take();
   const Gpu::Current current(*work->gpu, Gpu::Current::For::kStreams);
-  if (may_be_captured) HC_TRY(refuse_captured(s, *work->gpu));
-  work->ready_given = s.ready_event;
-  if (s.op == Op::kJoin || s.ready_event) return work;
-  auto ready = work->gpu->record(s.stream);
+  if (captured) {
+    auto found = work->gpu->is_captured(static_cast<CuStream>(s.stream));
+    HC_TRY(found.status());
+    *captured = found.value();
+    if (*captured) return Work();
+  } else {
+    HC_TRY(refuse_captured(s, *work->gpu));
+  }
+  work->ready_given = static_cast<CuEvent>(s.ready_event);
+  if (s.op == Op::kJoin || s.ready_event) return Work(std::move(work));
+  auto ready = work->gpu->record(static_cast<CuStream>(s.stream));
   HC_TRY(ready.status());
   work->ready = ready.take();
-  return work;
+  return Work(std::move(work));
 }
 
 // For what may come from another GPU, or not: this rank works on that device only once something has come. Null: there
@@ -69,7 +94,7 @@ std::unique_ptr<DeviceWork> GpuContext::offer(int index) {
 
 Status GpuContext::refuse_captured(const Submission& s, Gpu& gpu) const {
   if (s.ready_event || s.op == Op::kJoin) return Status::ok();
-  auto captured = gpu.is_captured(s.stream);
+  auto captured = gpu.is_captured(static_cast<CuStream>(s.stream));
   HC_TRY(captured.status());
   if (!captured.value()) return Status::ok();
   return error(Code::kUnsupported,
@@ -80,19 +105,22 @@ Status GpuContext::refuse_captured(const Submission& s, Gpu& gpu) const {
 
 void GpuContext::settle(Operation* op) {
   MutexLock lock(mu_);
-  if (!gpu_) gpu_ = op->device->gpu;
-  op->device->gpu = gpu_;
-  has_gpu_.store(true);
+  DeviceWork& work = *work_of(op);
+  if (!gpu_) gpu_ = work.gpu;
+  work.gpu = gpu_;
+  in_use_.store(true);
 }
 
-Status GpuContext::wait_on_stream(const Operation* op, int64_t handle, CuStream stream) const {
-  if (!op || !op->device) return error(Code::kInvalidArgument, "handle ", handle, " is no finished work on a device");
-  return op->device->done ? op->device->gpu->wait(stream, op->device->done->get()) : Status::ok();
+Status GpuContext::wait_on_stream(const Operation* op, int64_t handle, void* stream) const {
+  if (!op || !op->work) return error(Code::kInvalidArgument, "handle ", handle, " is no finished work on a device");
+  const DeviceWork& work = *work_of(op);
+  return work.done ? work.gpu->wait(static_cast<CuStream>(stream), work.done->get()) : Status::ok();
 }
 
-Status GpuContext::copy_result(Operation* op, int64_t handle, size_t i, void* to, size_t bytes, CuStream stream) const {
+Status GpuContext::copy_result(Operation* op, int64_t handle, size_t i, void* to, size_t bytes, void* at) const {
+  const auto stream = static_cast<CuStream>(at);
   HC_TRY(wait_on_stream(op, handle, stream));
-  DeviceWork& work = *op->device;
+  DeviceWork& work = *work_of(op);
   if (!bytes) return Status::ok();
   if (i >= work.results.size() || !work.results[i] || work.results[i]->bytes() < bytes)
     return error(Code::kInvalidArgument, "handle ", handle, " has no result ", i, " of ", bytes, " bytes");
@@ -130,12 +158,12 @@ Result<std::shared_ptr<const NcclApi>> GpuContext::nccl_of_memory(const Gpu& gpu
   return memory_nccl_;
 }
 
-Result<std::shared_ptr<Memory>> GpuContext::allocate(int device_index, size_t bytes) {
+Result<std::shared_ptr<Memory>> GpuContext::allocate(int index, size_t bytes) {
   HC_TRY(context_.check_connected());
   if (!context_.config.gpu_register) return error(Code::kUnsupported, "HOROCLONE_GPU_REGISTER is off");
   if (context_.config.gpu_operations == "host" || context_.config.gpu_operations == "peers")
     return error(Code::kUnsupported, "HOROCLONE_GPU_OPERATIONS is ", context_.config.gpu_operations);
-  auto adopted = adopt(device_index);
+  auto adopted = adopt(index);
   HC_TRY(adopted.status());
   const std::shared_ptr<Gpu> gpu = adopted.take();
   MutexLock lock(mu_);
@@ -174,7 +202,7 @@ void GpuContext::note_way(int process_set, Way way) {
   ways_[process_set] = std::move(way);
 }
 
-std::string GpuContext::ways_json() const {
+std::string GpuContext::json() const {
   const auto quoted = [](const std::string& text) {
     std::string out = "\"";
     for (const char c : text) {
@@ -212,9 +240,11 @@ std::shared_ptr<Gpu> GpuContext::gpu() const {
 }
 
 void GpuContext::close() {
+  messages_.links().leave();
+  order_.tickets().clear();
   failure_ = Status::ok();
   MutexLock lock(mu_);
-  has_gpu_.store(false);
+  in_use_.store(false);
   offered_gpu_.reset();
   if (gpu_) gpu_->close();
 }

@@ -1,8 +1,7 @@
-// Which GPU this rank works on, memory on it that NCCL can be told of, and what has gone wrong there. An operation on
-// tensors in the memory of a GPU is done when it has been enqueued: streams wait for its result, the host does not.
+// The engine's backend for GPUs: which one this rank works on, memory on it that NCCL can be told of, the order of
+// launches, messages, and what has gone wrong there.
 //
-// Thread: adopt, prepare, allocate, find_memory and the results from any; the others belong to the thread that makes
-// progress. Owner: the engine.
+// Thread: as of Backend. Owner: the engine.
 #pragma once
 
 #include <map>
@@ -10,10 +9,12 @@
 
 #include "base/mutex.h"
 #include "collective/gpu/device_group.h"
-#include "device/memory_pressure.h"
 #include "engine/context.h"
-#include "engine/operation/operation.h"
-#include "engine/operation/submission.h"
+#include "engine/gpu/device_work.h"
+#include "engine/gpu/gpu_messages.h"
+#include "engine/gpu/launch_order.h"
+#include "engine/operation/backend.h"
+#include "engine/operation/memory_pressure.h"
 #include "engine/tune/tuner.h"
 
 namespace hc {
@@ -22,61 +23,90 @@ namespace hc {
 inline constexpr const char* kWarmUpBeforeCapture =
     "Run at least two whole steps (forward, backward, optimizer.step()) on every rank before the capture";
 
-class GpuContext {
+class GpuContext final : public Backend {
  public:
-  GpuContext(Context& context, const Tuner& tuner) : context_(context), tuner_(tuner) {}
+  GpuContext(Context& context, const Tuner& tuner, ControlLink& link, const Intake& intake)
+      : context_(context),
+        tuner_(tuner),
+        link_(link),
+        intake_(intake),
+        order_(context, link, intake),
+        messages_(context, link, *this, order_) {}
 
-  // The GPU that this rank works on; the first index decides. Unsupported for another one.
+  std::unique_ptr<SetBackend> make_set(ProcessSet& set) override;
+  MessageBackend& messages() override { return messages_; }
+  LaunchOrder& launch_order() { return order_; }
+
+  // The GPU that this rank works on; the first index decides. Unsupported for another one. Any thread.
   Result<std::shared_ptr<Gpu>> adopt(int index);
-  bool has_gpu() const { return has_gpu_.load(std::memory_order_relaxed); }
-  std::shared_ptr<Gpu> gpu() const;  // null: none yet
-  // What `s`, on device memory, carries besides. The event is recorded here because only the caller knows that its
-  // stream has been given all work. Null: there is no GPU to offer, what comes has to come to host memory.
-  // may_be_captured: nobody has looked yet whether the stream goes into a graph.
-  Result<std::unique_ptr<DeviceWork>> prepare(const Submission& s, bool may_be_captured = true);
+  std::shared_ptr<Gpu> gpu() const;  // null: none yet; any thread
+  // The event is recorded here because only the caller knows that its stream has been given all work.
+  Result<std::unique_ptr<BackendWork>> prepare(const Submission& s, bool* captured) override;
   // Something has come for an operation that had offered its GPU.
   void settle(Operation* op);
   DeviceOptions options() const;
 
-  // Of an operation that is done: makes `stream` wait for its result, also copies result i to `to`, behind that.
-  Status wait_on_stream(const Operation* op, int64_t handle, CuStream stream) const;
-  Status copy_result(Operation* op, int64_t handle, size_t i, void* to, size_t bytes, CuStream stream) const;
+  Status wait_on_stream(const Operation* op, int64_t handle, void* stream) const override;
+  Status copy_result(Operation* op, int64_t handle, size_t i, void* to, size_t bytes, void* stream) const override;
 
-  // Memory that NCCL can be told of; Unsupported, with the reason, where it cannot.
-  Result<std::shared_ptr<Memory>> allocate(int device_index, size_t bytes);
-  // Whether all buckets begin with memory of allocate(), each with its own; they then own it.
-  bool find_memory(BucketSet* buckets);
-
-  // NCCL notices a dead peer before the mesh does, or after, and does not say which one. So its error ends the job a
-  // moment later, unless somebody's departure does first.
-  void fail(const Status& status);
-  bool has_failed() const { return !failure_.is_ok(); }
-  const Status& failure() const { return failure_; }
-  // Not ok when the moment is over: why the job ends.
-  Status blame(TimePoint now) const;
-
-  MemoryPressure& memory_pressure() { return pressure_; }
+  Result<std::shared_ptr<Memory>> allocate(int index, size_t bytes) override;
+  bool find_memory(BucketSet* buckets) override;
+  MemoryPressure& memory_pressure() override { return pressure_; }
 
   // How a process set's tensors on GPUs are reduced: "nccl", "peers" or "host", and why; why our kernels are not used.
   struct Way {
     std::string backend, reason, no_kernels;
   };
   void note_way(int process_set, Way way);
-  // {"0": {"backend", "reason", "no_kernels"}}, with every set that has been on a GPU. Any thread.
-  std::string ways_json() const;
+  std::string json() const override;
 
-  // At the end of the engine's life.
-  void close();
+  void enter_thread() override { Gpu::own_this_thread(); }
+  // NCCL notices a dead peer before the mesh does, or after, and does not say which one.
+  void fail(const Status& status) override;
+  Status blame(TimePoint now) const override;
+
+  void attach(SharedSegment* world) override { order_.tickets().attach(world); }
+  void note_before(const Members& set, Plan* plan) override { order_.note_before(set, plan); }
+  Status order(const Members& set, const Plan& plan) override { return order_.order(set, plan); }
+  Status take_frame(FrameKind kind, int from, Reader* in) override {
+    return order_.take_frame(kind, from, in, [this](const LaunchTicket& ticket) { return has_part_in(ticket); });
+  }
+  bool take_tickets() override {
+    LaunchTickets& tickets = order_.tickets();
+    return tickets.has_news() && tickets.take([this](const LaunchTicket& ticket) { return has_part_in(ticket); });
+  }
+  size_t kept_back() const override { return order_.tickets().kept_back(); }
+  bool pass_on() override { return order_.tickets().pass_on(link_.left()); }
+  void stop_ahead() override { order_.stop_ahead(); }
+  void drop_set(uint16_t process_set) override { order_.tickets().drop(process_set); }
+
+  bool has_flights() const override { return messages_.links().has_flights(); }
+  double oldest_flight_s(TimePoint now) override { return messages_.links().oldest_flight_s(now); }
+  void mark_awaited(TimePoint now, double older_than_s, std::vector<bool>* waits) override {
+    messages_.links().each_late(now, older_than_s, [&](int peer) { (*waits)[static_cast<size_t>(peer)] = true; });
+  }
+  void note_failure() override {
+    if (Status ok = messages_.links().check(); !ok.is_ok()) fail(ok);
+  }
+  void abort() override {
+    messages_.links().abort();
+    order_.tickets().clear();
+  }
+  void close() override;
 
  private:
   std::unique_ptr<DeviceWork> offer(int index);
   Status refuse_captured(const Submission& s, Gpu& gpu) const;
   Result<std::shared_ptr<const NcclApi>> nccl_of_memory(const Gpu& gpu) HC_REQUIRES(mu_);
+  bool has_part_in(const LaunchTicket& ticket) const;
 
   Context& context_;
   const Tuner& tuner_;
+  ControlLink& link_;
+  const Intake& intake_;
+  LaunchOrder order_;
+  GpuMessages messages_;
   MemoryPressure pressure_;
-  std::atomic<bool> has_gpu_{false};
   mutable Mutex mu_;
   std::shared_ptr<Gpu> gpu_ HC_GUARDED_BY(mu_);
   // What somebody may send can be taken there, while there is no gpu_.
@@ -85,9 +115,7 @@ class GpuContext {
   std::map<std::byte*, std::weak_ptr<Memory>> memory_ HC_GUARDED_BY(mu_);  // of allocate()
   std::map<int, Way> ways_ HC_GUARDED_BY(mu_);
 
-  // The thread that makes progress.
-  Status failure_;  // what CUDA or NCCL said; who is to blame may still be on its way here
-  TimePoint failed_at_{};
+  TimePoint failed_at_{};  // who is to blame for failure_ may still be on its way here
 };
 
 }  // namespace hc

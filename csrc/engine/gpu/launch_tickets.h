@@ -18,10 +18,9 @@
 
 #include "agreement/negotiation.h"
 #include "collective/shared/shared.h"
+#include "engine/operation/members.h"
 
 namespace hc {
-
-inline constexpr uint16_t kMessageStream = 0xffff;  // Tag::process_set of payloads; no process set has this number
 
 struct LaunchTicket {
   uint16_t set = 0;

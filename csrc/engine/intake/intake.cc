@@ -53,7 +53,7 @@ void Intake::write_signature(const Submission& s, const Members& set, bool decla
   Signature& g = *to;
   g.op = s.op;
   g.reduce = s.reduce;
-  g.device = s.on_device && s.op != Op::kJoin;
+  g.device = !s.place.is_host && s.op != Op::kJoin;
   g.root = has_root(s.op) ? set.position_of(s.root) : is_message(s.op) ? s.root : 0;
   g.priority = s.op == Op::kAllreduce ? s.priority : 0;
   g.left_out = s.op == Op::kAllreduce ? s.left_out : 0;
@@ -118,7 +118,7 @@ int64_t Intake::enqueue(Operation* op, SetIntake& set, NameRecord* record) {
   return handle;
 }
 
-Status Intake::queue(const Submission& s, BucketId bucket, std::unique_ptr<DeviceWork> device, int64_t* handle) {
+Status Intake::queue(const Submission& s, BucketId bucket, std::unique_ptr<BackendWork> work, int64_t* handle) {
   SubmitLock lock(mu_);
   auto checked = check(s);
   HC_TRY(checked.status());
@@ -129,8 +129,8 @@ Status Intake::queue(const Submission& s, BucketId bucket, std::unique_ptr<Devic
   if (!op) return error(Code::kInternal, kTooManyLive);
   op->bucket = bucket;
   fill(op, s, set.members);
-  op->device = std::move(device);
-  if (!op->device) op->request.signature.device = false;  // it was offered, and there is none
+  op->work = std::move(work);
+  if (!op->work) op->request.signature.device = false;  // it was offered, and there is none
   if (is_message(s.op)) op->request.sequence = static_cast<uint64_t>(s.tag);
   if (s.op == Op::kJoin) set.join_pending.store(true, std::memory_order_release);
   *handle = enqueue(op, set, record);
@@ -138,7 +138,7 @@ Status Intake::queue(const Submission& s, BucketId bucket, std::unique_ptr<Devic
 }
 
 Status Intake::queue_declared(int process_set, BucketId id, int32_t priority, int64_t* handle,
-                              std::shared_ptr<const BucketSet>* on_device) {
+                              std::shared_ptr<const BucketSet>* elsewhere) {
   *handle = 0;
   SubmitLock lock(mu_);
   SetIntake* set = find_locked(process_set);
@@ -147,8 +147,8 @@ Status Intake::queue_declared(int process_set, BucketId id, int32_t priority, in
   const std::vector<BucketSet::Bucket>& memory = declared->set->buckets;
   if (id.index < 0 || id.index >= static_cast<int>(memory.size()))
     return error(Code::kInvalidArgument, "bucket ", id.index, " of ", memory.size());
-  if (declared->set->on_device) {
-    *on_device = declared->set;
+  if (!declared->set->place.is_host) {
+    *elsewhere = declared->set;
     return Status::ok();
   }
   const SetIntake::Declared::Bucket& bucket = declared->buckets[static_cast<size_t>(id.index)];
@@ -225,7 +225,7 @@ std::shared_ptr<SetIntake> Intake::find(int process_set) const {
 // A bucket with a fault can be declared, as an operation with one can be made: submitting it says what is wrong.
 int Intake::declare(SetIntake& set, std::shared_ptr<const BucketSet> buckets) const {
   SetIntake::Declared declared;
-  if (!buckets->on_device) {
+  if (buckets->place.is_host) {
     for (int i = 0; i < static_cast<int>(buckets->buckets.size()); ++i) {
       Submission::Tensor tensor{};
       const Submission s = buckets->submission_of(set.members.id, i, {nullptr}, &tensor);

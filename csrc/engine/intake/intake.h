@@ -25,14 +25,14 @@ class Intake {
   const Handles& handles() const { return handles_; }
   Recorder& recorder() { return recorder_; }
 
-  // Checks and queues an operation. device: the GPU part of the operation, when its tensors are on a GPU.
-  Status queue(const Submission& s, BucketId bucket, std::unique_ptr<DeviceWork> device, int64_t* handle);
+  // Checks and queues an operation. work: the backend's part, null for tensors in host memory.
+  Status queue(const Submission& s, BucketId bucket, std::unique_ptr<BackendWork> work, int64_t* handle);
   // Checks and makes an operation that is not queued, because its caller runs it itself.
   Result<Operation*> make(const Submission& s, BucketId bucket);
-  // Queues a declared bucket, which was checked when it was declared. A bucket on a GPU is not queued: *on_device is
-  // then its process set, and the handle is 0.
+  // Queues a declared bucket, which was checked when it was declared. A bucket that does not lie in host memory is
+  // not queued: *elsewhere is then its set of buckets, and the handle is 0.
   Status queue_declared(int process_set, BucketId bucket, int32_t priority, int64_t* handle,
-                        std::shared_ptr<const BucketSet>* on_device);
+                        std::shared_ptr<const BucketSet>* elsewhere);
   // Whether `s` is to be reduced where it lies, in this rank's arena.
   bool goes_in_place(const Submission& s, bool declared) const;
   void fill(Operation* op, const Submission& s, const Members& set) const;

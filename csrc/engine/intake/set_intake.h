@@ -59,7 +59,7 @@ class SetIntake {
       Status refusal;                // not ok: what is wrong with the bucket
     };
     std::shared_ptr<const BucketSet> set;
-    std::vector<Bucket> buckets;  // none for a set on a GPU
+    std::vector<Bucket> buckets;  // none for a set that does not lie in host memory
   };
   // Null: there is no such set.
   const Declared* declared(int id) const HC_REQUIRES(submit_lock) {

@@ -8,6 +8,8 @@
 
 namespace hc {
 
+inline constexpr uint16_t kMessageStream = 0xffff;  // Tag::process_set of payloads; no process set has this number
+
 struct Members {
   uint16_t id = 0;
   uint64_t generation = 0;

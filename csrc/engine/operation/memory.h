@@ -23,7 +23,7 @@ class Memory {
     if (!block.is_ok()) return block.status();
     return std::shared_ptr<Memory>(new Memory(block.value(), bytes, std::move(arena)));
   }
-  // Memory that `free` releases; it may lie on a GPU.
+  // Memory that `free` releases; it may be no memory of the host.
   static std::shared_ptr<Memory> make_foreign(std::byte* data, size_t bytes, std::function<void()> free) {
     std::shared_ptr<Memory> made(new Memory(data, bytes, nullptr));
     made->free_ = std::move(free);

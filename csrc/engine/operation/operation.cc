@@ -100,11 +100,11 @@ void Handles::recycle(Operation* op) {
   op->in.clear();
   op->out.clear();
   op->results.clear();
-  op->device.reset();
+  op->work.reset();
   op->first_dimension.clear();
   op->rows_from.clear();
   op->received.reset();
-  op->result_on_device = false;
+  op->results_in_work = false;
   op->source = -1;
   op->status = Status::ok();
   op->name_record = nullptr;

@@ -14,7 +14,6 @@
 #include "base/mutex.h"
 #include "base/nvtx.h"
 #include "collective/shared/bypass_rounds.h"
-#include "engine/operation/device_work.h"
 #include "engine/operation/memory.h"
 #include "engine/operation/submission.h"
 
@@ -38,6 +37,13 @@ struct NameRecord {
   std::unique_ptr<Repeat> repeat;  // the thread that makes progress; null: none yet
 };
 
+// A backend's part of an operation (backend.h). Written by submit, and by the thread that makes progress before the
+// operation is done.
+struct BackendWork {
+  virtual ~BackendWork() = default;
+  virtual int index() const = 0;  // as Placement::index, of its results
+};
+
 struct Operation {
   static constexpr double kPollsWithinS = 2;  // between two looks of a loop that does nothing else
   // Set by submit, constant until done.
@@ -47,8 +53,8 @@ struct Operation {
   std::vector<const std::byte*> in;  // per tensor
   std::vector<std::byte*> out;       // per tensor; null: the core owns the result
   NameRecord* name_record = nullptr;
-  BucketId bucket;                     // of a declared set
-  std::unique_ptr<DeviceWork> device;  // null: host memory
+  BucketId bucket;                    // of a declared set
+  std::unique_ptr<BackendWork> work;  // null: host memory
   TimePoint submitted;
   struct Traces {
     uint64_t record = 0;               // which of the flight recorder's
@@ -80,7 +86,7 @@ struct Operation {
   std::vector<std::shared_ptr<Memory>> results;
   std::vector<int64_t> first_dimension;
   std::vector<int64_t> rows_from;
-  bool result_on_device = false;       // the results that the core owns lie in DeviceWork
+  bool results_in_work = false;        // the results that the core owns are the backend's
   std::optional<TensorMeta> received;  // scatter, receive: what came
   int source = -1;                     // receive: world rank of the sender
   int32_t join_rank = -1;

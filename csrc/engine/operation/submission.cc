@@ -23,8 +23,7 @@ Submission BucketSet::submission_of(int process_set, int index, const DeclaredCa
   s.prescale = prescale;
   s.postscale = postscale;
   s.tensors = {tensor, 1};
-  s.on_device = on_device;
-  s.device_index = device_index;
+  s.place = place;
   s.stream = call.stream;
   s.priority = call.priority;
   return s;
@@ -36,7 +35,7 @@ uint64_t BucketSet::fingerprint() const {
     text += text_of(b.name, name_of(b.dtype));
     for (int64_t d : b.shape) text += text_of(",", d);
   }
-  text += text_of(";", static_cast<int>(reduce), ",", prescale, ",", postscale, on_device ? ",gpu" : "");
+  text += text_of(";", static_cast<int>(reduce), ",", prescale, ",", postscale, place.is_host ? "" : ",gpu");
   return hash_of_text(text);
 }
 

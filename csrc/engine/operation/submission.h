@@ -11,10 +11,15 @@
 
 #include "base/dtype.h"
 #include "base/status.h"
-#include "device/gpu.h"
 #include "engine/operation/memory.h"
 
 namespace hc {
+
+// Where tensors lie. Beyond is_host, only a backend reads it.
+struct Placement {
+  bool is_host = true;
+  int index = 0;  // of the memory that is not the host's
+};
 
 // The arguments of submit. Pointers are read during the call only; the tensors' memory must live until the handle is
 // done.
@@ -37,11 +42,9 @@ struct Submission {
   int32_t priority = 0;  // higher runs before lower, once both are ready
   int32_t left_out = 0;  // steps without this allreduce since the last one
   bool will_wait = false;
-  // Tensors in the memory of a GPU (join: the GPU on which this rank's identity elements lie).
-  bool on_device = false;
-  int device_index = 0;
-  CuStream stream = nullptr;      // it produces the input,
-  CuEvent ready_event = nullptr;  // or this event, recorded behind it; lives until the operation is done
+  Placement place;              // of the tensors (join: of this rank's identity elements)
+  void* stream = nullptr;       // not in host memory: it produces the input,
+  void* ready_event = nullptr;  // or this event, recorded behind it; lives until the operation is done
   void (*done)(void*, int64_t, const Status&) = nullptr;
   void* done_context = nullptr;
 };
@@ -56,8 +59,8 @@ struct BucketId {
 
 // What changes between two submissions of a declared bucket.
 struct DeclaredCall {
-  DeclaredCall(CuStream stream, int32_t priority = 0) : stream(stream), priority(priority) {}
-  CuStream stream;   // it fills a bucket on a GPU
+  DeclaredCall(void* stream, int32_t priority = 0) : stream(stream), priority(priority) {}
+  void* stream;      // as Submission::stream
   int32_t priority;  // as Submission::priority; a persistent plan knows none
 };
 
@@ -73,9 +76,8 @@ struct BucketSet {
   Reduce reduce = Reduce::kSum;
   double prescale = 1, postscale = 1;
   std::vector<Bucket> buckets;
-  bool on_device = false;  // in the memory of GPU `device_index`
-  int device_index = 0;
-  std::vector<std::shared_ptr<Memory>> memory;  // [bucket] where all lie in memory of Engine::allocate_on_device
+  Placement place;
+  std::vector<std::shared_ptr<Memory>> memory;  // [bucket] where all lie in memory of Backend::allocate
 
   // An allreduce of bucket `index`; it points into this set and to *tensor.
   Submission submission_of(int process_set, int index, const DeclaredCall& call, Submission::Tensor* tensor) const;

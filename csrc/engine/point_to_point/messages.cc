@@ -78,7 +78,7 @@ Status Messages::announce(Operation* op) {
   const int to = peer_of(op);
   const size_t bytes = bytes_of(meta);
   Outbox& box = outboxes_[to];
-  const bool eager = bytes <= (op->device ? 0 : kEagerBytes) && box.eager_bytes + bytes <= kEagerWindow;
+  const bool eager = bytes <= (op->work ? 0 : kEagerBytes) && box.eager_bytes + bytes <= kEagerWindow;
   const uint32_t id = next_id_++;
   Writer frame;
   frame.put(FrameKind::kMessage);
@@ -88,7 +88,8 @@ Status Messages::announce(Operation* op) {
   frame.put(meta.dtype);
   frame.put(static_cast<uint8_t>(meta.shape.size()));
   for (int64_t d : meta.shape) frame.put(d);
-  put_place(op, &frame);
+  frame.put(op->work != nullptr);
+  if (op->work) backend_.announce(op, &frame);
   frame.put(eager ? static_cast<uint32_t>(bytes) : kElsewhere);
   if (eager && bytes) frame.put_raw(op->in[0], bytes);
   ++box.unanswered;
@@ -105,13 +106,14 @@ Status Messages::send_to_self(Operation* op) {
   message.meta = op->signature().tensors[0];
   const size_t bytes = bytes_of(message.meta);
   const Address address{op->process_set, static_cast<int64_t>(op->request.sequence)};
-  message.on_device = op->device != nullptr;
   message.here = self_bytes_ + bytes <= kSelfBufferBytes;
+  if (op->work) {
+    auto made = backend_.to_self(op, message.here);
+    HC_TRY(made.status());
+    message.elsewhere = made.take();
+  }
   if (message.here) {
-    if (message.on_device)
-      HC_TRY(copy_own(op, &message));
-    else
-      message.payload.assign(op->in[0], op->in[0] + bytes);
+    if (!op->work) message.payload.assign(op->in[0], op->in[0] + bytes);
     self_bytes_ += bytes;
     complete(op, Status::ok());
   } else {
@@ -143,7 +145,8 @@ Status Messages::prepare(Operation* op, const Announced& message) {
   const size_t bytes = bytes_of(message.meta);
   if (!op->signature().tensors.empty()) {
     const TensorMeta& wanted = op->signature().tensors[0];
-    if (wanted.dtype == message.meta.dtype && wanted.count() == message.meta.count()) return check_place(op, message);
+    if (wanted.dtype == message.meta.dtype && wanted.count() == message.meta.count())
+      return backend_.check_place(op, message.from, !message.elsewhere);
     return Status(
         Code::kMismatch,
         text_of("rank ", message.from, " sent ", text_of_tensor(message.meta), " with tag ", op->request.sequence,
@@ -152,8 +155,8 @@ Status Messages::prepare(Operation* op, const Announced& message) {
                 "comes."),
         context_.rank());
   }
-  if (message.on_device && op->device) return prepare_on_device(op, bytes);
-  if (message.on_device && message.from == context_.rank()) return check_place(op, message);
+  if (message.elsewhere && op->work) return backend_.prepare(op, bytes);
+  if (message.elsewhere && message.from == context_.rank()) return backend_.check_place(op, message.from, false);
   auto memory = Memory::make_private(bytes);
   if (!memory)
     return error(Code::kInternal, "no memory on rank ", context_.rank(), " for a message of ", bytes, " bytes of rank ",
@@ -168,37 +171,34 @@ Status Messages::match(Operation* op, Announced message) {
   Status fits = prepare(op, message);
   const size_t bytes = bytes_of(message.meta);
   const bool local = message.from == context_.rank();
-  LinkBackend backend;
-  if (fits.is_ok() && message.on_device && !message.here && !local) {
-    auto chosen = choose_backend_of(op, message);
-    HC_TRY(chosen.status());
-    backend = chosen.take();
-    fits = backend.refusal;
+  MessageBackend::Way way;
+  if (fits.is_ok() && message.elsewhere && !message.here && !local) {
+    way = backend_.choose(op, message.from, *message.elsewhere);
+    fits = way.refusal;
   }
   if (local && message.here) self_bytes_ -= bytes;
   if (!fits.is_ok()) {
     complete(op, fits.with(op->describe()));
     if (!local) return answer(message.from, FrameKind::kMessageRefused, message.id, fits);
   } else if (message.here) {
-    if (message.on_device && bytes)
-      HC_TRY(copy_to_self(op, message, nullptr));
+    if (message.elsewhere && bytes)
+      HC_TRY(backend_.copy_to_self(op, *message.elsewhere, nullptr));
     else if (bytes)
       std::memcpy(op->out[0], message.payload.data(), bytes);
     complete(op, Status::ok());
     return local ? Status::ok() : answer(message.from, FrameKind::kMessageTaken, message.id, {});
   } else if (!local) {
     // The answer comes first: a link's first frame means nothing to who does not know what for.
-    HC_TRY(answer(message.from, FrameKind::kMessageWanted, message.id, {}, backend.by_nccl));
-    return op->device && message.on_device ? begin_on_device(op, message.from, message.id, backend.by_nccl)
-                                           : begin_transfer(op, message.from, message.id);
+    HC_TRY(answer(message.from, FrameKind::kMessageWanted, message.id, {}, way.is_direct));
+    return begin_transfer(op, message.from, message.id, op->work && message.elsewhere, way.is_direct);
   }
   auto waiting = sent_.find(message.id);  // sent to oneself and not copied
   if (waiting == sent_.end()) return Status::ok();
   Operation* source = waiting->second.op;
   sent_.erase(waiting);
   if (fits.is_ok()) {
-    if (message.on_device)
-      HC_TRY(copy_to_self(op, message, source));
+    if (message.elsewhere)
+      HC_TRY(backend_.copy_to_self(op, *message.elsewhere, source));
     else
       std::memcpy(op->out[0], source->in[0], bytes);
     complete(op, Status::ok());
@@ -227,8 +227,16 @@ std::unique_ptr<Collective> Messages::transfer_of(bool sends, std::byte* at, siz
   return std::make_unique<ScheduleRunner>(std::move(task), pair, std::move(schedule));
 }
 
-Status Messages::begin_transfer(Operation* op, int peer, uint32_t id) {
+Status Messages::begin_transfer(Operation* op, int peer, uint32_t id, bool by_backend, bool is_direct) {
   const bool out = sends(op);
+  if (by_backend) {
+    auto transfer = backend_.make(op, {peer, id}, is_direct, [this, out, peer, id](std::byte* at, size_t bytes) {
+      return transfer_of(out, at, bytes, {peer, id});
+    });
+    BackendTransfer* const end = transfer.get();
+    moving_.push_back({op, peer, id, std::move(transfer), end});
+    return end->start() == Progress::kFailed ? end->status() : Status::ok();
+  }
   const size_t bytes = bytes_of(out ? op->signature().tensors[0] : *op->received);
   std::byte* const at = out ? const_cast<std::byte*>(op->in[0]) : op->out[0];
   op->traces.started.store(context_.rank_metrics.now(), std::memory_order_relaxed);
@@ -239,11 +247,11 @@ Status Messages::begin_transfer(Operation* op, int peer, uint32_t id) {
 
 // ---- frames
 
-Status Messages::answer(int to, FrameKind kind, uint32_t id, const Status& reason, bool by_nccl) {
+Status Messages::answer(int to, FrameKind kind, uint32_t id, const Status& reason, bool is_direct) {
   Writer frame;
   frame.put(kind);
   frame.put(id);
-  if (kind == FrameKind::kMessageWanted) frame.put(by_nccl);
+  if (kind == FrameKind::kMessageWanted) frame.put(is_direct);
   if (kind == FrameKind::kMessageRefused) {
     frame.put(reason.code());
     frame.put_text(reason.text());
@@ -253,7 +261,7 @@ Status Messages::answer(int to, FrameKind kind, uint32_t id, const Status& reaso
 
 Status Messages::handle(int from, FrameKind kind, Reader* in) {
   if (kind == FrameKind::kMessage) return read_announcement(from, in);
-  if (kind == FrameKind::kLinkId) return take_link_id(from, in);
+  if (kind == FrameKind::kLinkId) return backend_.take_link(from, in);
   return kind == FrameKind::kMessageWithdrawn ? withdrawn(from, in) : answered(from, kind, in);
 }
 
@@ -264,8 +272,7 @@ Status Messages::read_announcement(int from, Reader* in) {
   message.from = from;
   message.id = in->get<uint32_t>();
   const bool read = read_meta(in, &message.meta);
-  message.on_device = in->get<bool>();
-  if (message.on_device) message.card = LinkCard::read_from(in);
+  if (in->get<bool>()) message.elsewhere = backend_.read(in);
   const auto length = in->get<uint32_t>();
   message.here = length != kElsewhere;
   if (read && message.here && length <= kEagerBytes && length == bytes_of(message.meta)) {
@@ -291,8 +298,8 @@ Status Messages::answered(int from, FrameKind kind, Reader* in) {
   if (!sent.op) {
     if (kind == FrameKind::kMessageWanted) HC_TRY(answer(from, FrameKind::kMessageWithdrawn, id, {}));
   } else if (kind == FrameKind::kMessageWanted) {
-    const bool by_nccl = in->get<bool>();
-    HC_TRY(sent.op->device ? begin_on_device(sent.op, from, id, by_nccl) : begin_transfer(sent.op, from, id));
+    const bool is_direct = in->get<bool>();
+    HC_TRY(begin_transfer(sent.op, from, id, sent.op->work != nullptr, is_direct));
   } else if (kind == FrameKind::kMessageTaken) {
     complete(sent.op, Status::ok());
   } else {
@@ -318,9 +325,7 @@ Status Messages::withdrawn(int from, Reader* in) {
 
 Status Messages::step(bool* moved) {
   for (size_t i = 0; i < moving_.size();) {
-    if (given_up(&moving_[i])) continue;
-    const Progress progress =
-        moving_[i].on_device ? step_on_device(&moving_[i], moved) : moving_[i].transfer->step(moved);
+    const Progress progress = moving_[i].transfer->step(moved);
     if (progress == Progress::kFailed) return moving_[i].transfer->status().with(moving_[i].op->describe());
     if (progress == Progress::kPending) {
       ++i;
@@ -328,10 +333,15 @@ Status Messages::step(bool* moved) {
     }
     *moved = true;
     Operation* op = moving_[i].op;
+    Status outcome = moving_[i].by_backend ? moving_[i].by_backend->outcome() : Status::ok();
     moving_.erase(moving_.begin() + static_cast<std::ptrdiff_t>(i));
-    complete(op, Status::ok());
+    complete(op, std::move(outcome));
   }
   return Status::ok();
+}
+
+bool Messages::looks_soon() const {
+  return std::any_of(moving_.begin(), moving_.end(), [](const Moving& m) { return m.by_backend != nullptr; });
 }
 
 void Messages::complete(Operation* op, Status status) {

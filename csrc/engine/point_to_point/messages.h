@@ -1,8 +1,8 @@
 // Send and receive between two ranks; no coordinator and no other rank is involved. The sender announces a message
 // (what it is, with the payload if that is small). The receiver matches announcements with its receives, in order, by
 // process set, source and tag, and asks for the payload, which then goes straight to its destination. So an unexpected
-// message takes no memory but its announcement, and both sides learn when a message does not fit. Payloads on GPUs:
-// messages_device.cc. Thread: the thread that makes progress. Owner: the engine.
+// message takes no memory but its announcement, and both sides learn when a message does not fit. Payloads that do not
+// lie in host memory are the backend's. Thread: the thread that makes progress. Owner: the engine.
 #pragma once
 
 #include <cstdint>
@@ -19,11 +19,9 @@
 #include "base/clock.h"
 #include "base/wire.h"
 #include "collective/collective.h"
-#include "collective/gpu/device_messages.h"
 #include "engine/control/control_link.h"
-#include "engine/gpu/gpu_context.h"
-#include "engine/gpu/launch_order.h"
 #include "engine/intake/completion.h"
+#include "engine/operation/backend.h"
 #include "engine/operation/operation.h"
 
 namespace hc {
@@ -35,9 +33,8 @@ inline constexpr size_t kAnnouncementsAhead = 1u << 15;  // unanswered, per rece
 
 class Messages {
  public:
-  Messages(Context& context, ControlLink& link, const Intake& intake, Completion& completion, GpuContext& gpu,
-           LaunchOrder& order)
-      : context_(context), link_(link), intake_(intake), completion_(completion), gpu_(gpu), order_(order) {}
+  Messages(Context& context, ControlLink& link, const Intake& intake, Completion& completion, MessageBackend& backend)
+      : context_(context), link_(link), intake_(intake), completion_(completion), backend_(backend) {}
 
   // A kSend or kReceive: Signature::root is the other's world rank (receive: -1 = any), Request::sequence the tag.
   Status submit(Operation* op);
@@ -52,10 +49,8 @@ class Messages {
   void end_deadlock(const std::set<int>& stuck, const Status& reason);
   void fail_all(const Status& reason);
 
-  // Whether this rank is the sender or the receiver of that message between GPUs.
-  bool expects_ticket(int sender, uint32_t id) const;
-  bool waits_on_device() const;
-  DeviceLinks& links() { return links_; }
+  // The backend moves some, which rings no doorbell.
+  bool looks_soon() const;
 
   size_t outstanding() const { return operations_.size(); }
   const std::vector<Operation*>& operations() const { return operations_; }  // in no order
@@ -71,9 +66,7 @@ class Messages {
     TensorMeta meta;
     bool here = false;  // the payload came with it
     std::vector<std::byte> payload;
-    bool on_device = false;
-    LinkCard card;          // of the sender's GPU
-    GpuMemoryPtr own_copy;  // of what this rank's GPU has sent to itself
+    std::unique_ptr<BackendMessage> elsewhere;  // null: from host memory
   };
   struct Mailbox {  // of one process set and tag; forgotten when it is empty
     bool is_empty() const { return announced.empty() && receives.empty(); }
@@ -86,9 +79,7 @@ class Messages {
     int peer;
     uint32_t id;
     std::unique_ptr<Collective> transfer;
-    DeviceMessage* on_device = nullptr;  // the same; null: host memory
-    bool failed = false;                 // the device did, and the engine is about to
-    TimePoint doomed{};                  // since when somebody it needs has left
+    BackendTransfer* by_backend = nullptr;  // the same; null: host memory
   };
   struct Outbox {  // to one rank
     size_t unanswered = 0, eager_bytes = 0;
@@ -106,46 +97,29 @@ class Messages {
   Status arrived(const Address& address, Announced message);
   Status match(Operation* op, Announced message);
   Status prepare(Operation* op, const Announced& message);
-  Status answer(int to, FrameKind kind, uint32_t id, const Status& reason, bool by_nccl = false);
+  Status answer(int to, FrameKind kind, uint32_t id, const Status& reason, bool is_direct = false);
   Status answered(int from, FrameKind kind, Reader* in);
   Status read_announcement(int from, Reader* in);
   Status withdrawn(int from, Reader* in);
-  Status begin_transfer(Operation* op, int peer, uint32_t id);
+  Status begin_transfer(Operation* op, int peer, uint32_t id, bool by_backend, bool is_direct);
   std::unique_ptr<Collective> transfer_of(bool sends, std::byte* at, size_t bytes, std::pair<int, uint32_t> which);
 
-  // messages_device.cc
-  Status check_place(const Operation* op, const Announced& message) const;
-  Status prepare_on_device(Operation* op, size_t bytes);
-  void put_place(const Operation* op, Writer* frame);
-  Status begin_on_device(Operation* op, int peer, uint32_t id, bool by_nccl);
-  Result<LinkBackend> choose_backend_of(const Operation* op, const Announced& message);
-  Status want_link(int peer);
-  Status take_link_id(int from, Reader* in);
-  std::unique_ptr<MessageTicket> ticket_of(bool sends, int peer, uint32_t id);
-  Status copy_own(Operation* op, Announced* message);
-  Status copy_to_self(Operation* op, const Announced& message, Operation* source);
-  Progress step_on_device(Moving* moving, bool* moved);
-  bool given_up(Moving* moving);
   void complete(Operation* op, Status status);
   void drop_waiting(const std::function<bool(const Operation*)>& which, const Status& reason);
 
   const std::vector<int>& members_of(uint16_t process_set) const { return intake_.find(process_set)->members.ranks; }
-  bool same_node(int rank) const { return context_.mesh->node_of(rank) == context_.mesh->node_of(context_.rank()); }
 
   Context& context_;
   ControlLink& link_;
   const Intake& intake_;
   Completion& completion_;
-  GpuContext& gpu_;
-  LaunchOrder& order_;
+  MessageBackend& backend_;
   uint32_t next_id_ = 0;
   std::map<Address, Mailbox> mailboxes_;
   std::map<int, Outbox> outboxes_;
   std::unordered_map<uint32_t, Sent> sent_;  // announced, not answered
   std::vector<Moving> moving_;
-  DeviceLinks links_;
-  std::set<int> told_backend_;  // senders of whom it was said that host memory moves what they send
-  size_t self_bytes_ = 0;       // copied, not received yet
+  size_t self_bytes_ = 0;  // copied, not received yet
   std::vector<Operation*> operations_;
 };
 

@@ -20,8 +20,7 @@ void Loop::start() {
 bool Loop::step(bool may_coalesce) {
   last_ = Iteration{};
   last_.may_coalesce = may_coalesce;
-  last_.looks_soon =
-      parts_.gpu.has_failed() || (watches_flights_.load(std::memory_order_relaxed) && device_in_flight());
+  last_.looks_soon = parts_.backend.has_failed() || (watches_flights_.load(std::memory_order_relaxed) && in_flight());
   try {
     if (Status done = advance(); !done.is_ok()) {
       fail(done);
@@ -45,15 +44,13 @@ Status Loop::advance() {
   }
   if (parts_.intake.has_news()) take_submitted();
   HC_TRY(receive());
-  LaunchTickets& tickets = parts_.order.tickets();
-  if (tickets.has_news() && tickets.take([this](const LaunchTicket& ticket) { return has_part_in(ticket); }))
-    last_.moved = true;
+  if (parts_.backend.take_tickets()) last_.moved = true;
   for (ProcessSet* set : parts_.sets.mine()) HC_TRY(set->step(&last_));
-  if (tickets.kept_back()) pass_tickets_on();
+  if (parts_.backend.kept_back()) pass_tickets_on();
   if (parts_.messages.outstanding() == 0) return Status::ok();
   HC_TRY(parts_.messages.step(&last_.moved));
-  last_.looks_soon = last_.looks_soon || parts_.messages.waits_on_device();
-  if (tickets.kept_back()) pass_tickets_on();  // those that messages of rank 0 have asked for
+  last_.looks_soon = last_.looks_soon || parts_.messages.looks_soon();
+  if (parts_.backend.kept_back()) pass_tickets_on();  // those that messages of rank 0 have asked for
   return Status::ok();
 }
 
@@ -132,8 +129,7 @@ Status Loop::handle_frame(int from, std::span<const uint8_t> frame) {
     case FrameKind::kDeviceAsk:
     case FrameKind::kLaunchTicket:
     case FrameKind::kMessageAsk:
-      return checked(
-          parts_.order.take_frame(kind, from, &in, [this](const LaunchTicket& ticket) { return has_part_in(ticket); }));
+      return checked(parts_.backend.take_frame(kind, from, &in));
     case FrameKind::kStackRequest:
       return checked(parts_.stalls.answer(from, in.get<uint8_t>() != 0, pending()));
     case FrameKind::kStackReply:
@@ -213,42 +209,33 @@ Status Loop::peer_left(int rank, const std::string& text) {
   return Status::ok();
 }
 
-// ---- the order of work on GPUs
+// ---- the backend
 
 // On rank 0, tickets that travel in shared memory. In the same iteration in which they were given: it may be the last
 // one for a while.
 void Loop::pass_tickets_on() {
-  LaunchTickets& tickets = parts_.order.tickets();
-  if (!tickets.pass_on(parts_.link.left())) last_.looks_soon = true;
+  if (!parts_.backend.pass_on()) last_.looks_soon = true;
   parts_.sets.world().wake_readers();
-}
-
-bool Loop::has_part_in(const LaunchTicket& ticket) const {
-  if (ticket.set == kMessageStream)
-    return parts_.messages.expects_ticket(ticket.sender, static_cast<uint32_t>(ticket.bucket));
-  const ProcessSet* set = parts_.sets.find(ticket.set);
-  return set && set->members().has_me();
 }
 
 bool Loop::launched_in_flight() {
   if (parts_.context.has_failed()) return false;
   const TimePoint now = Clock::now();
-  if (parts_.messages.links().oldest_flight_s(now) > 0) return true;
+  if (parts_.backend.oldest_flight_s(now) > 0) return true;
   return std::any_of(parts_.sets.mine().begin(), parts_.sets.mine().end(),
-                     [&](ProcessSet* set) { return set->device().oldest_flight_s(now) > 0; });
+                     [&](ProcessSet* set) { return set->backend().oldest_flight_s(now) > 0; });
 }
 
 bool Loop::has_flights() const {
   if (parts_.context.has_failed()) return false;
-  return parts_.messages.links().has_flights() ||
-         std::any_of(parts_.sets.mine().begin(), parts_.sets.mine().end(),
-                     [](ProcessSet* set) { return set->device().has_flights(); });
+  return parts_.backend.has_flights() || std::any_of(parts_.sets.mine().begin(), parts_.sets.mine().end(),
+                                                     [](ProcessSet* set) { return set->backend().has_flights(); });
 }
 
 // ---- time
 
-void Loop::blame_device() {
-  if (Status blamed = parts_.gpu.blame(Clock::now()); !blamed.is_ok()) fail(blamed);
+void Loop::blame_backend() {
+  if (Status blamed = parts_.backend.blame(Clock::now()); !blamed.is_ok()) fail(blamed);
 }
 
 void Loop::run_timers(TimePoint now) {
@@ -259,13 +246,12 @@ void Loop::run_timers(TimePoint now) {
 }
 
 Status Loop::check_late(TimePoint now) {
-  if (parts_.gpu.has_gpu()) HC_TRY(check_devices());
+  if (parts_.backend.in_use()) HC_TRY(check_backends());
   const Config& config = parts_.context.config;
   std::vector<bool> waits(static_cast<size_t>(parts_.context.mesh->size()), false);
   for (ProcessSet* set : parts_.sets.mine()) set->mark_awaited(now, &waits);
   parts_.messages.mark_awaited(now, config.liveness_probe_s, &waits);
-  parts_.messages.links().each_late(now, config.liveness_probe_s,
-                                    [&](int peer) { waits[static_cast<size_t>(peer)] = true; });
+  parts_.backend.mark_awaited(now, config.liveness_probe_s, &waits);
   HC_TRY(parts_.peers.check(now, std::move(waits)));
   if (config.stall_check_disable) return Status::ok();
   for (ProcessSet* set : parts_.sets.mine()) HC_TRY(set->flush_held_requests_if_late(now));
@@ -274,10 +260,10 @@ Status Loop::check_late(TimePoint now) {
   return parts_.stalls.is_due(now) ? report_stalls(now) : Status::ok();
 }
 
-Status Loop::check_devices() {
-  if (Status ok = parts_.messages.links().check(); !ok.is_ok()) parts_.gpu.fail(ok);
+Status Loop::check_backends() {
+  parts_.backend.note_failure();
   for (ProcessSet* set : parts_.sets.mine())
-    if (!parts_.gpu.has_failed()) HC_TRY(set->check_device());
+    if (!parts_.backend.has_failed()) HC_TRY(set->check_backend());
   return Status::ok();
 }
 
@@ -353,28 +339,23 @@ void Loop::abort(const std::string& text) {
 void Loop::fail(const Status& first_reason) {
   Context& context = parts_.context;
   if (context.has_failed()) return;
-  const Status reason = with_words_of_device(first_reason);
+  const Status reason = with_failure_of_backend(first_reason);
   parts_.intake.refuse(reason);
   context.failed.store(true);
   context.log.debug("failing every operation: ", reason.text());
   // Before transfers are withdrawn: a half-moved one breaks the channel to a peer that lives.
   parts_.link.tell_failure(reason);
   parts_.messages.fail_all(reason);
-  parts_.messages.links().abort();
-  parts_.order.tickets().clear();
+  parts_.backend.abort();
   for (ProcessSet* set : parts_.sets.mine()) set->fail(reason);
   parts_.records.save(reason.text());
 }
 
-// The reason of the end, with what the devices' libraries have to say about it on this rank.
-Status Loop::with_words_of_device(const Status& reason) {
-  GpuContext& gpu = parts_.gpu;
-  if (!gpu.has_gpu()) return reason;
-  for (ProcessSet* set : parts_.sets.mine())
-    if (Status ok = set->device().check(); !ok.is_ok()) gpu.fail(ok);
-  if (Status ok = parts_.messages.links().check(); !ok.is_ok()) gpu.fail(ok);
-  if (!gpu.has_failed() || reason.text().find(gpu.failure().text()) != std::string::npos) return reason;
-  return Status(reason.code(), text_of(reason.text(), " On this rank, ", gpu.failure().text()), reason.culprit());
+Status Loop::with_failure_of_backend(const Status& reason) {
+  if (!parts_.backend.in_use()) return reason;
+  for (ProcessSet* set : parts_.sets.mine()) set->backend().note_failure();
+  parts_.backend.note_failure();
+  return parts_.backend.with_failure(reason);
 }
 
 void Loop::fail_after(const std::exception& thrown) {

@@ -12,11 +12,10 @@
 #include "base/mutex.h"
 #include "engine/context.h"
 #include "engine/control/control_link.h"
-#include "engine/gpu/gpu_context.h"
-#include "engine/gpu/launch_order.h"
 #include "engine/intake/completion.h"
 #include "engine/intake/intake.h"
 #include "engine/iteration.h"
+#include "engine/operation/backend.h"
 #include "engine/point_to_point/messages.h"
 #include "engine/sets/set_table.h"
 #include "engine/watch/clock_offset.h"
@@ -34,8 +33,7 @@ class Loop {
     Intake& intake;
     Completion& completion;
     FlightRecords& records;
-    GpuContext& gpu;
-    LaunchOrder& order;
+    Backend& backend;
     SetTable& sets;
     Messages& messages;
     StallWatch& stalls;
@@ -53,12 +51,13 @@ class Loop {
   // What the last step has found.
   const Iteration& last() const { return last_; }
   size_t outstanding() const {
-    return parts_.sets.pending() + parts_.messages.outstanding() + parts_.order.tickets().kept_back();
+    return parts_.sets.pending() + parts_.messages.outstanding() + parts_.backend.kept_back();
   }
-  // Something that was launched on a GPU has not ended yet. Also forgets what has ended.
-  bool device_in_flight() { return parts_.gpu.has_gpu() && launched_in_flight(); }
-  // The same without a look at the device: what has ended meanwhile still counts.
-  bool device_may_be_in_flight() const { return parts_.gpu.has_gpu() && has_flights(); }
+  // Something that the backend has launched has not ended yet. Also forgets what has ended.
+  bool in_flight() { return parts_.backend.in_use() && launched_in_flight(); }
+  // The same without a look there: what has ended meanwhile still counts.
+  bool may_be_in_flight() const { return parts_.backend.in_use() && has_flights(); }
+  void enter_thread() { parts_.backend.enter_thread(); }
   // From now on somebody waits for the end of what was launched.
   void watch_flights() { watches_flights_.store(true); }
   // Something waits to be taken from submission.
@@ -68,8 +67,8 @@ class Loop {
     if (Status polled = poll(); !polled.is_ok()) fail(polled);
   }
   void check_timers() {
-    if (parts_.gpu.has_failed()) blame_device();
-    if (outstanding() == 0 && !device_in_flight()) return parts_.peers.rest();
+    if (parts_.backend.has_failed()) blame_backend();
+    if (outstanding() == 0 && !in_flight()) return parts_.peers.rest();
     if (const TimePoint now = Clock::now(); now >= next_timer_) run_timers(now);
   }
   double timer_s() const { return timer_s_; }
@@ -89,7 +88,7 @@ class Loop {
 
  private:
   Status advance();
-  void blame_device();
+  void blame_backend();
   void run_timers(TimePoint now);
   bool launched_in_flight();
   bool has_flights() const;
@@ -107,7 +106,7 @@ class Loop {
   Status take_flush_frame(int from, Reader* in);
   Status poll();
   Status check_late(TimePoint now);
-  Status check_devices();
+  Status check_backends();
   Status report_stalls(TimePoint now);
   MembersOf members_of_set() const;
   Status check_deadlock(TimePoint now);
@@ -115,9 +114,8 @@ class Loop {
   Status peer_left(int rank, const std::string& text);
   Status take_parent_left(Reader* in);
   void pass_tickets_on();
-  bool has_part_in(const LaunchTicket& ticket) const;
   std::vector<const Operation*> pending() const;
-  Status with_words_of_device(const Status& reason);
+  Status with_failure_of_backend(const Status& reason);
 
   const Parts parts_;
   Iteration last_;

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 
-#include "device/gpu.h"
 #include "engine/threads/idle.h"
 
 namespace hc {
@@ -12,8 +11,8 @@ namespace hc {
 namespace {
 
 constexpr std::chrono::milliseconds kBusyLook{5};  // how often hc-engine looks whether a waiter has left
-// How often a copy or NCCL's start is looked at: at first as often as the kernel's timers allow, then ever more rarely.
-constexpr int64_t kDeviceLookUs = 50, kRareDeviceLookUs = 1000;
+// How often the backend's work is looked at: at first as often as the kernel's timers allow, then ever more rarely.
+constexpr int64_t kBackendLookUs = 50, kRareBackendLookUs = 1000;
 constexpr int kSliceMs = 50;  // a waiter looks up (deadline, another waiter) at least this often
 constexpr int kMoment = 64;   // iterations, a few microseconds, before a wait is told of
 
@@ -78,7 +77,7 @@ void ProgressThreads::work(const Over& over, const Deadline& deadline, RankMetri
     if (waiting && ++iterations == kMoment) waiting->tell();
     if (loop_.step()) {
       idle.reset();
-      device_looks_ = 0;
+      backend_looks_ = 0;
       continue;
     }
     if (idle.pause()) continue;
@@ -102,8 +101,8 @@ void ProgressThreads::work(const Over& over, const Deadline& deadline, RankMetri
 void ProgressThreads::rest() {
   if (!engine_sleeps_.load(std::memory_order_seq_cst) || context_.stopping.load()) return;
   Mesh& mesh = *context_.mesh;
-  // What flies is watched: a rank may die, NCCL fail.
-  const bool waiting = loop_.outstanding() > 0 || loop_.device_may_be_in_flight();
+  // What flies is watched: a rank may die, the backend fail.
+  const bool waiting = loop_.outstanding() > 0 || loop_.may_be_in_flight();
   mesh.set_asleep(waiting ? Sleep::kAsleepWaiting : Sleep::kAsleepIdle);
   // What a peer has said since the last step rang no doorbell, and nothing of this rank need wait for it.
   const bool news = mesh.progress_shared() || mesh.has_frames();
@@ -114,7 +113,7 @@ void ProgressThreads::rest() {
 // ---- hc-engine
 
 void ProgressThreads::run() {
-  Gpu::own_this_thread();
+  loop_.enter_thread();
   const std::string& affinity = context_.config.thread_affinity;
   if (!affinity.empty()) {
     auto cpu = cpu_of_local_rank(affinity, context_.mesh->local_rank());
@@ -160,7 +159,7 @@ int64_t ProgressThreads::work_until_idle() {
   while (!progress_lock_.wanted() && !context_.stopping.load()) {
     if (loop_.step(true)) {
       idle.reset();
-      device_looks_ = 0;
+      backend_looks_ = 0;
     } else if (loop_.last().coalesces) {
       ++looks % 8 == 0 ? static_cast<void>(::sched_yield()) : pause_cpu();  // who submits may be without a core
     } else if (loop_.outstanding() == 0 || !idle.pause()) {
@@ -168,7 +167,7 @@ int64_t ProgressThreads::work_until_idle() {
     }
   }
   loop_.check_timers();
-  const bool waiting = loop_.outstanding() > 0 || loop_.device_in_flight();
+  const bool waiting = loop_.outstanding() > 0 || loop_.in_flight();
   const bool hands_over = progress_lock_.wanted();
   if (!hands_over) mesh.set_asleep(waiting ? Sleep::kAsleepWaiting : Sleep::kAsleepIdle);
   untimed_sleep_.store(!waiting && !hands_over);
@@ -191,7 +190,7 @@ int64_t ProgressThreads::longest_sleep_us(int limit_ms) {
   if (context_.mesh->moves_silently()) return kSilentLookUs;
   const Iteration& last = loop_.last();
   if (last.looks_soon)
-    return std::min({int64_t{1000} * limit_ms, kDeviceLookUs << std::min(device_looks_++, 8), kRareDeviceLookUs});
+    return std::min({int64_t{1000} * limit_ms, kBackendLookUs << std::min(backend_looks_++, 8), kRareBackendLookUs});
   if (last.next_batch_due == TimePoint::max()) return int64_t{1000} * limit_ms;
   const double left_ms = seconds_between(Clock::now(), last.next_batch_due) * 1000;
   return int64_t{1000} * std::clamp(static_cast<int>(left_ms) + 1, 1, std::max(1, limit_ms));

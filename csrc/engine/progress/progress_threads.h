@@ -85,7 +85,7 @@ class ProgressThreads {
   ProgressLock& progress_lock_;
   NamedThread thread_;
   int spin_pauses_ = 0;
-  int device_looks_ = 0;                    // sleeps since a device has moved last; progress lock
+  int backend_looks_ = 0;                   // sleeps since the backend has moved last; progress lock
   int wait_fd_ = -1;                        // Mesh::wait_fd, once connected
   std::atomic<int> sleepers_{0};            // threads in poll(2) on the mesh
   std::atomic<bool> untimed_sleep_{false};  // hc-engine sleeps without a time limit

@@ -292,7 +292,7 @@ Result<std::byte*> BatchRunner::result_memory(Operation* op, size_t tensor, int6
   const size_t bytes = static_cast<size_t>(rows) * row_bytes;
   bytes_ += bytes;
   if (tensor < op->out.size() && op->out[tensor]) return op->out[tensor];
-  op->result_on_device = backend_ != nullptr;
+  op->results_in_work = backend_ != nullptr;
   if (backend_) return backend_->result_memory(op, tensor, bytes);
   auto memory = Memory::make_private(bytes);
   if (!memory) return error(Code::kInternal, "no memory for a result of ", bytes, " bytes");

@@ -80,7 +80,7 @@ class BatchRunner {
   Tag tag_;
 
   std::unique_ptr<BatchBackend> backend_;  // null: host memory
-  nvtx::Span launch_;                      // from the first to the last thing that it gives the GPU, for tools
+  nvtx::Span launch_;                      // from the first to the last thing that it gives the backend, for tools
   std::vector<Task> tasks_;
   size_t next_task_ = 0;
   std::unique_ptr<Collective> collective_;

@@ -16,10 +16,7 @@ constexpr int kBatchesAtOnce = 16;
 }  // namespace
 
 ProcessSet::ProcessSet(const SetParts& parts, std::shared_ptr<SetIntake> intake, size_t* total_pending)
-    : parts_(parts),
-      intake_(std::move(intake)),
-      pending_(total_pending),
-      device_(parts.context, parts.gpu, parts.order, intake_->members, group_, buckets_) {
+    : parts_(parts), intake_(std::move(intake)), pending_(total_pending), backend_(parts.backend.make_set(*this)) {
   const Members& m = members();
   if (!m.has_me()) return;
   const Mesh& mesh = *parts.context.mesh;
@@ -114,13 +111,13 @@ Task ProcessSet::task_of(const Operation& op) const {
 }
 
 bool ProcessSet::enter_bucket(Operation* op) {
-  // On GPUs rank 0 decides for all whether a bucket starts without a plan (DeviceSide::take_back).
-  auto* run = buckets_.enter(op->bucket, shared_.get(), !op->device, [&](size_t flag) {
-    return op->device ? make_persistent_arrival(group_, flag) : make_persistent_allreduce(task_of(*op), group_, flag);
+  // Where the backend works, rank 0 decides for all whether a bucket starts without a plan.
+  auto* run = buckets_.enter(op->bucket, shared_.get(), !op->work, [&](size_t flag) {
+    return op->work ? make_persistent_arrival(group_, flag) : make_persistent_allreduce(task_of(*op), group_, flag);
   });
   if (!run) return false;
-  if (op->device)
-    device_.make_ready(op, buckets_.find(op->bucket.set)->flag_of(op->bucket.index));
+  if (op->work)
+    backend_->make_ready(op, buckets_.find(op->bucket.set)->flag_of(op->bucket.index));
   else
     arrivals_.emplace_back(op, run);
   return true;
@@ -176,7 +173,7 @@ Status ProcessSet::step(Iteration* now) {
   if (batches_.has_work()) HC_TRY(run_batches(now));
   if (!closed_.is_ok()) end_after_close(now);
   if (!arrivals_.empty() || deferred_join_) run_arrivals(now);
-  if (device_.is_used()) launch_ready(now);
+  if (backend_->is_used()) backend_->step(now);
   wake_readers();
   return Status::ok();
 }
@@ -205,14 +202,14 @@ Status ProcessSet::decide(Iteration* now) {
   for (PlanBatch& batch : plan.batches)
     if (batch.algorithm == Algorithm::kAuto)
       batch.algorithm = algorithm_in_plan(batch.op, may_be_two_level_ && newest.two_level);
-  parts_.order.note_before(members(), &plan);
+  parts_.backend.note_before(members(), &plan);
   if (members().size() > 1) {
     Writer frame;
     frame.put(FrameKind::kPlan);
     encode(plan, &frame);
     HC_TRY(negotiator_->pass_down(plan, frame.bytes()));
   }
-  HC_TRY(parts_.order.order(members(), plan));
+  HC_TRY(parts_.backend.order(members(), plan));
   adopt(std::move(plan));
   return Status::ok();
 }
@@ -220,7 +217,7 @@ Status ProcessSet::decide(Iteration* now) {
 Status ProcessSet::take_plan(int from, Plan plan, std::span<const uint8_t> frame) {
   if (members().group_rank <= 0 || negotiator_->parent() != from) return Status::ok();
   HC_TRY(negotiator_->pass_down(plan, frame));
-  if (members().id == 0) HC_TRY(parts_.order.order(members(), plan));
+  if (members().id == 0) HC_TRY(parts_.backend.order(members(), plan));
   adopt(std::move(plan));
   return Status::ok();
 }
@@ -281,14 +278,14 @@ Status ProcessSet::begin_batch(PlanBatch batch) {
   const TimePoint planned = batch.planned;
   auto runner = std::make_unique<BatchRunner>(std::move(batch), std::move(operations), group_, members().ranks, tag);
   runner->show_in(&parts_.timeline);
-  if (runner->batch().on_device && runner->batch().error == Code::kOk) device_.put_on_device(*runner);
+  if (runner->batch().on_device && runner->batch().error == Code::kOk) backend_->take_batch(*runner);
   batches_.begin(std::move(runner));
   note_batch(planned);
   return Status::ok();
 }
 
 Status ProcessSet::run_batches(Iteration* now) {
-  for (int n = 0; n < kBatchesAtOnce && !parts_.context.has_failed() && !parts_.gpu.has_failed(); ++n) {
+  for (int n = 0; n < kBatchesAtOnce && !parts_.context.has_failed() && !parts_.backend.has_failed(); ++n) {
     if (!batches_.runner()) {
       if (batches_.planned() == 0) break;
       HC_TRY(begin_batch(batches_.take_next()));
@@ -298,7 +295,7 @@ Status ProcessSet::run_batches(Iteration* now) {
     if (progress == Progress::kFailed) {
       const Status& why = runner.status();
       if (!runner.is_on_host()) {
-        parts_.gpu.fail(why);
+        parts_.backend.fail(why);
         return Status::ok();
       }
       if (why.code() != Code::kInternal || why.culprit() >= 0) return why;
@@ -320,7 +317,7 @@ Status ProcessSet::run_batches(Iteration* now) {
 // What the leaver had agreed to completes first; what is entered without a plan either completes or steps back, for the
 // leaver enters nothing any more.
 void ProcessSet::end_after_close(Iteration* now) {
-  if (!batches_.is_idle() || !arrivals_.empty() || device_.has_ready() || pending_.size() == 0) return;
+  if (!batches_.is_idle() || !arrivals_.empty() || backend_->has_ready() || pending_.size() == 0) return;
   end_pending(closed_);
   now->moved = true;
 }
@@ -334,7 +331,7 @@ void ProcessSet::wake_members() {
 
 void ProcessSet::finish_batch() {
   const auto runner = batches_.take_runner();
-  if (!runner->is_on_host()) device_.batch_over();
+  if (!runner->is_on_host()) backend_->batch_over();
   Counters& counters = parts_.context.counters;
   Counters::add_locked(counters.batches);
   Counters::add_locked(counters.fused, runner->operations().size());
@@ -368,31 +365,11 @@ void ProcessSet::run_arrivals(Iteration* now) {
     Counters::add_locked(counters.bytes_reduced, run.round ? run.op->bytes() : run.bytes);
     complete(run.op, run.collective->status());
   }
-  if (!deferred_join_ || !arrivals_.empty() || !device_.may_leave()) return;
+  if (!deferred_join_ || !arrivals_.empty() || !backend_->may_leave()) return;
   deferred_join_ = nullptr;
   leave_shared_rounds();
   negotiator_->announce_join();
   now->moved = true;
-}
-
-void ProcessSet::launch_ready(Iteration* now) {
-  if (device_.waits_for_ticket()) {
-    const auto back = device_.take_back(*shared_, now);
-    if (!back.empty() && parts_.context.rank() == 0) buckets_.invalidate(shared_.get());
-    for (Operation* op : back) announce(op), now->moved = true;  // sent in the next iteration
-  }
-  while (!parts_.context.has_failed() && !parts_.gpu.has_failed()) {
-    auto launched = device_.launch(tuning_, &parts_.timeline, now);
-    if (!launched.is_ok()) return parts_.gpu.fail(launched.status());
-    const auto runner = launched.take();
-    if (!runner) return;
-    Counters::add_locked(parts_.context.counters.bytes_reduced, runner->bytes());
-    for (Operation* op : runner->operations()) {
-      if (!op) continue;
-      Counters::add_locked(parts_.context.counters.persistent);
-      complete(op, runner->outcome());
-    }
-  }
 }
 
 // ---- declared buckets
@@ -400,15 +377,8 @@ void ProcessSet::launch_ready(Iteration* now) {
 Status ProcessSet::declare(int id, std::shared_ptr<const BucketSet> buckets, bool owned, Capabilities* mine) {
   auto added = buckets_.add(id, buckets, is_on_one_node() ? shared_.get() : nullptr);
   HC_TRY(added.status());
-  DeviceGroup* group = device_.group();
-  mine->registers = owned && group && group->registers();
-  mine->knows_some = device_.has_registered();
-  if (mine->knows_some) mine->dropped = device_.dropped();
-  if (buckets->on_device) {
-    HC_TRY(device_.prepare_buckets());
-    mine->persistent = added.value()->has_flags && device_.may_be_persistent(*buckets);
-    return Status::ok();
-  }
+  HC_TRY(backend_->declare(*buckets, owned, added.value()->has_flags, mine));
+  if (!buckets->place.is_host) return Status::ok();
   const Mesh& mesh = *parts_.context.mesh;
   const Arena* arena = mesh.shares_memory(mesh.rank()) ? mesh.arena(mesh.rank()).get() : nullptr;
   mine->persistent = added.value()->has_flags && arena &&
@@ -419,10 +389,9 @@ Status ProcessSet::declare(int id, std::shared_ptr<const BucketSet> buckets, boo
 }
 
 Status ProcessSet::confirm(int id, const Capabilities& all) {
-  if (all.dropped) HC_TRY(device_.forget_dropped(all.dropped));
   PersistentBuckets::Declared* d = buckets_.find(id);
+  HC_TRY(backend_->confirm(d->set, all));
   d->is_persistent = all.persistent && members().size() > 1;
-  if (all.registers) device_.register_buckets(d->set);
   return Status::ok();
 }
 
@@ -431,28 +400,9 @@ void ProcessSet::undeclare(int id) {
                                 [&](const Operation* op) { return op->bucket.set == id; });
   const PersistentBuckets::Declared* d = buckets_.find(id);
   if (!d || used) return;  // the late operations find it; it goes with the process set
-  device_.drop_buckets(*d->set);
+  backend_->undeclare(*d->set);
   buckets_.remove(id);
   parts_.intake.undeclare(*intake_, id);
-}
-
-Status ProcessSet::capture(const Submission& s, BucketId bucket, std::unique_ptr<DeviceWork> work, int64_t* handle) {
-  DeviceGroup* group = device_.group();
-  if (!group || !group->backend()) return error(Code::kUnsupported, "NCCL is not up yet. ", kWarmUpBeforeCapture);
-  if (!group->launches_alone())
-    return error(Code::kUnsupported,
-                 "NCCL does not move its data, and only NCCL's work can be captured: ", group->reason());
-  auto made = parts_.intake.make(s, bucket);
-  HC_TRY(made.status());
-  Operation* op = made.value();
-  *handle = op->handle;
-  auto done = device_.capture(task_of(*op), s.stream);
-  Status outcome = done.status();
-  if (done.is_ok()) work->done = done.take();
-  op->device = std::move(work);
-  parts_.completion.finish(op, outcome);
-  if (!outcome.is_ok()) parts_.intake.handles().release(*handle);
-  return outcome;
 }
 
 // ---- ends
@@ -476,7 +426,7 @@ void ProcessSet::leave_shared_rounds() {
 
 void ProcessSet::close() {
   batches_.begin(nullptr);
-  device_.close();
+  backend_->close();
 }
 
 void ProcessSet::fail(const Status& reason) {
@@ -486,7 +436,7 @@ void ProcessSet::fail(const Status& reason) {
     during = text_of(" (batch ", runner->batch().id, ", ", n, n == 1 ? " operation" : " operations", ", under way)");
   }
   batches_.clear();
-  device_.abort();
+  backend_->abort();
   arrivals_.clear();
   deferred_join_ = nullptr;
   while (!pending_.all().empty()) {

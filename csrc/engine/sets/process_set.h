@@ -1,6 +1,6 @@
 // One process set on one rank. It leads operations through its parts: the negotiator agrees on a plan and the batch
-// queue runs it; persistent buckets and the bypass need no plan; the device side handles GPUs. Process sets share
-// nothing, so none delays another.
+// queue runs it; persistent buckets and the bypass need no plan; what does not lie in host memory is the
+// backend's. Process sets share nothing, so none delays another.
 //
 // Thread: the thread that makes progress, or one that holds the progress lock. Owner: SetTable.
 #pragma once
@@ -13,14 +13,12 @@
 
 #include "engine/context.h"
 #include "engine/control/control_link.h"
-#include "engine/gpu/gpu_context.h"
-#include "engine/gpu/launch_order.h"
 #include "engine/intake/completion.h"
 #include "engine/intake/intake.h"
 #include "engine/iteration.h"
+#include "engine/operation/backend.h"
 #include "engine/sets/batch_queue.h"
 #include "engine/sets/bypass.h"
-#include "engine/sets/device_side.h"
 #include "engine/sets/negotiator.h"
 #include "engine/sets/pending.h"
 #include "engine/sets/persistent_buckets.h"
@@ -38,8 +36,7 @@ struct SetParts {
   Completion& completion;
   Timeline& timeline;
   Tuner& tuner;
-  GpuContext& gpu;
-  LaunchOrder& order;
+  Backend& backend;
 };
 
 class ProcessSet {
@@ -55,7 +52,15 @@ class ProcessSet {
   SharedSegment* shared_segment() { return shared_.get(); }  // null: this rank shares memory with no other member
   bool is_on_one_node() const { return shared_ && shared_->size() == members().size(); }
   bool may_be_two_level() const { return may_be_two_level_; }
-  DeviceSide& device() { return device_; }
+  SetBackend& backend() { return *backend_; }
+  // For the backend.
+  const SetParts& parts() const { return parts_; }
+  const Group& group() const { return group_; }
+  PersistentBuckets& buckets() { return buckets_; }
+  const BatchQueue& batches() const { return batches_; }
+  const Tuning& tuning() const { return tuning_; }
+  Task task_of(const Operation& op) const;
+  void announce(Operation* op);
 
   // Takes an operation that was submitted. It is started if it needs no message, else announced.
   void take(Operation* op);
@@ -72,15 +77,9 @@ class ProcessSet {
   // publishes it and takes the result, without an operation, a handle or an iteration of the engine. False: treat the
   // call like any other. True with a handle: other members are late, and the call has become an operation.
   bool repeat(const Submission& s, ProgressLock& progress_lock, int spin_pauses, int64_t* handle);
-  // Puts a declared bucket into the CUDA graph into which its stream is captured.
-  Status capture(const Submission& s, BucketId bucket, std::unique_ptr<DeviceWork> work, int64_t* handle);
 
-  // For declared buckets. shared: as far as this rank knows, they lie where a persistent plan can use them.
-  struct Capabilities {
-    bool persistent = false, registers = false;
-    bool knows_some = false;  // NCCL knows buckets in advance; the same on every rank
-    int64_t dropped = 0;      // of them: DeviceSide::dropped
-  };
+  // For declared buckets.
+  using Capabilities = SetBackend::Capabilities;
   Status declare(int id, std::shared_ptr<const BucketSet> buckets, bool owned, Capabilities* mine);
   // Every rank has declared the same; what all are capable of, and have dropped.
   Status confirm(int id, const Capabilities& all);
@@ -106,7 +105,7 @@ class ProcessSet {
   Status end_refused();
   // Ends all operations with `reason`; none succeeds any more.
   void fail(const Status& reason);
-  // Releases what is on GPUs when the engine shuts down; needs the other members.
+  // Releases what the backend has when the engine shuts down; needs the other members.
   void close();
   void complete(Operation* op, Status status) {
     if (op == pending_.join()) intake_->join_pending.store(false, std::memory_order_release);
@@ -129,7 +128,7 @@ class ProcessSet {
   // Coordinator: what these world ranks wait for from one another fails.
   void end_deadlock(const std::set<int>& stuck, const std::string& text);
   void mark_awaited(TimePoint now, std::vector<bool>* waits);
-  Status check_device();
+  Status check_backend() { return backend_->check(closed_); }
   std::string describe(TimePoint now) const;
 
  private:
@@ -142,12 +141,9 @@ class ProcessSet {
     size_t bytes = 0;                          // of a bucket
     std::unique_ptr<ArrivalCollective> round;  // of the bypass, which is used once
   };
-  Status check_order() const;
   bool is_reachable() const { return !parts_.context.has_failed() && closed_.is_ok(); }
-  void announce(Operation* op);
   bool enter_bucket(Operation* op);
   bool enter_bypass(Operation* op);
-  Task task_of(const Operation& op) const;
   Result<Task> bypass_task_of(Operation* op) const;
   void keep_repeat(const Operation& op, const BypassKey& key, const Task& task);
   bool may_repeat() const;
@@ -160,7 +156,6 @@ class ProcessSet {
   void finish_batch();
   void end_after_close(Iteration* now);
   void run_arrivals(Iteration* now);
-  void launch_ready(Iteration* now);
   void note_batch(TimePoint planned);
   void note_arrival(TimePoint submitted, const ArrivalCollective::Arrival& arrival) {
     if (arrival.last < 0)
@@ -194,7 +189,7 @@ class ProcessSet {
   std::vector<Arrival> arrivals_;
   Operation* deferred_join_ = nullptr;  // waits until arrivals_ is empty
   BatchQueue batches_;
-  DeviceSide device_;
+  const std::unique_ptr<SetBackend> backend_;
   Tuning tuning_;                 // in force for the plans that come
   uint64_t tuning_revision_ = 0;  // of Tuner, when tuning_ was its newest
   Status closed_;                 // not ok: every operation from now on fails with it (a member has left)

@@ -12,7 +12,6 @@ namespace {
 
 constexpr size_t kShownPending = 20;  // pending operations in a description
 constexpr double kFlushesApartS = 1;
-constexpr double kLeftBehindS = 5;  // until what was launched before a rank has left must have ended
 
 std::vector<int> world_ranks(const std::vector<int>& group_ranks, const Members& members) {
   std::vector<int> ranks;
@@ -73,7 +72,7 @@ void ProcessSet::find_stalls(TimePoint now, Stalls* stalls) const {
   for (const Arrival& run : arrivals_)
     if (const double waited_s = seconds_between(run.op->submitted, now); waited_s >= patience_s)
       add_arrival(run.op->describe(), waited_s, run.collective->late_members());
-  for (const DeviceSide::Late& one : device_.late(now, patience_s)) add_arrival(one.what, one.waited_s, one.missing);
+  for (const SetBackend::Late& one : backend_->late(now, patience_s)) add_arrival(one.what, one.waited_s, one.missing);
 }
 
 Status ProcessSet::flush_held_requests_if_late(TimePoint now) {
@@ -86,7 +85,7 @@ Status ProcessSet::flush_held_requests_if_late(TimePoint now) {
 }
 
 Status ProcessSet::flush_held_requests(bool steps_back) {
-  if (steps_back && shared_ && device_.may_leave()) leave_shared_rounds();
+  if (steps_back && shared_ && backend_->may_leave()) leave_shared_rounds();
   const TimePoint now = Clock::now();
   return negotiator_->may_flush_held(now) ? negotiator_->flush_held(now, kFlushesApartS) : Status::ok();
 }
@@ -114,49 +113,9 @@ void ProcessSet::mark_awaited(TimePoint now, std::vector<bool>* waits) {
   const bool late =
       std::any_of(pending_.all().begin(), pending_.all().end(),
                   [&](const Operation* op) { return seconds_between(op->submitted, now) >= patience_s; }) ||
-      device_.oldest_flight_s(now) >= patience_s;
+      backend_->oldest_flight_s(now) >= patience_s;
   if (late)
     for (int r : members().ranks) (*waits)[static_cast<size_t>(r)] = true;
-}
-
-// What NCCL has noticed by itself, and tickets that rank 0 can give no more.
-Status ProcessSet::check_device() {
-  if (!device_.is_used()) return Status::ok();
-  const uint16_t id = members().id;
-  if (Status ok = device_.check(); !ok.is_ok()) {
-    parts_.gpu.fail(ok.with(text_of("process set ", id)));
-    return Status::ok();
-  }
-  HC_TRY(check_order());
-  // NCCL waits on the GPU for who has left, and knows no better.
-  if (!closed_.is_ok() && device_.oldest_flight_s(Clock::now()) > kLeftBehindS) return closed_;
-  const bool waits = (id != 0 && batches_.runner() && !batches_.runner()->is_on_host()) || device_.waits_for_ticket();
-  const LaunchTickets& tickets = parts_.order.tickets();
-  if (!parts_.link.has_left(0) || !waits || (tickets.contains(id) && !tickets.is_held())) return Status::ok();
-  return Status(Code::kAborted,
-                text_of(parts_.context.mesh->describe(0), " has shut down, and it orders the work on GPUs"), 0);
-}
-
-// Something of this rank waits behind a bucket that it has not filled and another rank has begun: it will not come to
-// fill it.
-Status ProcessSet::check_order() const {
-  const DeviceSide::Awaited bucket = device_.awaited_bucket();
-  if (bucket.name.empty()) return Status::ok();
-  const bool has_planned = parts_.order.tickets().contains(LaunchTicket{members().id});
-  const TimePoint now = Clock::now();
-  const double patience_s = parts_.context.config.stall_check_s;
-  for (const Operation* op : pending_.all()) {
-    const double waited_s = seconds_between(op->submitted, now);
-    const bool comes_behind = op->bucket.set >= 0 ? bucket.of_leader : has_planned;
-    if (op->device && comes_behind && waited_s >= patience_s)
-      return Status(Code::kMismatch,
-                    text_of(parts_.context.me(), " has waited ", static_cast<int>(waited_s), " s for ", op->describe(),
-                            " on its GPU, which comes behind bucket ", quoted(bucket.name),
-                            " that another rank has filled and this rank has not: let all ranks call it at the same "
-                            "place, before or after the step"),
-                    parts_.context.rank());
-  }
-  return Status::ok();
 }
 
 std::string ProcessSet::describe(TimePoint now) const {

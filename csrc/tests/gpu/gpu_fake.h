@@ -137,8 +137,8 @@ class FrameworkOnGpu {
 
   // What every submission on this device says.
   void place(Submission* s) const {
-    s->on_device = true;
-    s->device_index = device;
+    s->place.is_host = false;
+    s->place.index = device;
     s->stream = stream;
   }
 

@@ -36,8 +36,8 @@ class Gradients {
     float* first = gpu.tensor(std::vector<float>(3, 1.0f));
     CHECK_OK(reduce_now(engine, gpu, "a learning step", first, 3, process_set));  // it brings NCCL up
     BucketSet set;
-    set.on_device = true;
-    set.device_index = gpu.device;
+    set.place.is_host = false;
+    set.place.index = gpu.device;
     for (int b = 0; b < kBuckets; ++b) {
       const int64_t n = 3000 * b + 5;
       data_.push_back(gpu.tensor(std::vector<float>(static_cast<size_t>(n))));

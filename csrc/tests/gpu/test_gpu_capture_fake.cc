@@ -101,7 +101,7 @@ TEST_CASE("fake of CUDA and NCCL: what cannot be captured says why, and the runt
   CHECK_OK(early.each([](Engine& engine, int rank) {
     FrameworkOnGpu gpu(rank);
     BucketSet set;
-    set.on_device = true;
+    set.place.is_host = false;
     set.buckets.push_back({"b", static_cast<std::byte*>(gpu.memory(40)), {10}, DType::kF32});
     int id = -1;
     CHECK_OK(engine.declare(0, set, &id));

@@ -364,7 +364,7 @@ TEST_CASE("fake of CUDA and NCCL: a joined rank takes part with identity element
                 const auto on_gpu = [&](Submission& s) {
                   gpu.place(&s);
                   s.tensors = {};
-                  if (!used_before) s.on_device = false;
+                  if (!used_before) s.place.is_host = true;
                 };
                 if (rank == 0) {
                   CHECK(submit<float>(engine, Op::kJoin, "", {}, nullptr, {}, &join, on_gpu).is_ok());
@@ -485,7 +485,7 @@ TEST_CASE("fake of CUDA and NCCL: one process drives one GPU, and makes no conte
               int64_t handle = 0;
               float* data = gpu.tensor(values);
               const Status refused = submit_gpu(engine, gpu, Op::kAllreduce, "x", data, data, {8}, DType::kF32, &handle,
-                                                [](Submission& s) { s.device_index = 3; });
+                                                [](Submission& s) { s.place.index = 3; });
               CHECK(refused.code() == Code::kUnsupported);
               CHECK(refused.text().find("no CUDA context") != std::string::npos);
             })

@@ -25,8 +25,8 @@ class Burst {
   Burst(Engine& engine, FrameworkOnGpu& gpu, int64_t count = 64) : engine_(engine), gpu_(gpu) {
     CHECK_OK(reduce_now(engine, gpu, "a learning step", gpu.tensor(std::vector<float>(3, 1.0f)), 3));
     BucketSet set;
-    set.on_device = true;
-    set.device_index = gpu.device;
+    set.place.is_host = false;
+    set.place.index = gpu.device;
     for (int b = 0; b < kBurst; ++b) {
       data_.push_back(gpu.tensor(std::vector<float>(static_cast<size_t>(count), 1.0f)));
       set.buckets.push_back({text_of("bucket", b), reinterpret_cast<std::byte*>(data_.back()), {count}, DType::kF32});
@@ -222,7 +222,7 @@ TEST_CASE("fake of CUDA and NCCL: everything works while NCCL's calls are in pro
     World world(2, gpu_settings());
     CHECK_OK(world.each([](Engine& engine, int rank) {
       FrameworkOnGpu gpu(rank);
-      auto memory = engine.allocate_on_device(rank, 4096);
+      auto memory = engine.allocate_elsewhere(rank, 4096);
       Burst burst(engine, gpu);
       burst.all_at_once();
       const auto reduce = [&](const char* name, void* data, DType dtype, int64_t count, Reduce how, double post) {
@@ -252,8 +252,8 @@ TEST_CASE("fake of CUDA and NCCL: everything works while NCCL's calls are in pro
       holds(gpu, mail, 1, 0.0f);
       if (memory.is_ok()) {
         BucketSet set;
-        set.on_device = true;
-        set.device_index = gpu.device;
+        set.place.is_host = false;
+        set.place.index = gpu.device;
         set.buckets.push_back({"registered", memory.value()->data(), {1000}, DType::kF32});
         int id = -1;
         CHECK_OK(engine.declare(0, set, &id));

@@ -49,9 +49,9 @@ void live(Engine& engine, FrameworkOnGpu& gpu, int rank) {
   reduce("kernels", gpu.tensor(std::vector<int16_t>(50, 1)), DType::kI16, 50, Reduce::kAverage);
   reduce("adasum", floats, DType::kF32, 100, Reduce::kAdasum);
   BucketSet set;
-  set.on_device = true;
-  set.device_index = gpu.device;
-  auto memory = engine.allocate_on_device(gpu.device, 4096);
+  set.place.is_host = false;
+  set.place.index = gpu.device;
+  auto memory = engine.allocate_elsewhere(gpu.device, 4096);
   auto* bucket = static_cast<std::byte*>(memory.is_ok() ? memory.value()->data() : gpu.memory(4096));
   set.buckets.push_back({"bucket", bucket, {1000}, DType::kF32});
   int id = -1;

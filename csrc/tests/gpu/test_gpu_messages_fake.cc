@@ -58,7 +58,7 @@ struct Rank {
     const Operation* op = engine.finished(handle);
     const auto count = static_cast<size_t>(op->received->count());
     int32_t* to = place(count);
-    if (op->result_on_device) CHECK_OK(engine.copy_result(handle, 0, to, count * 4, gpu.stream));
+    if (op->results_in_work) CHECK_OK(engine.copy_result(handle, 0, to, count * 4, gpu.stream));
     engine.release(handle);
     return gpu.read(to, count);
   }
@@ -366,7 +366,7 @@ TEST_CASE("fake of CUDA and NCCL: a receive without a tensor or a GPU takes a GP
     CHECK_OK(finish(self.engine, handle));
     const Operation* op = self.engine.finished(handle);
     const auto* values = reinterpret_cast<const int32_t*>(op->results[0]->data());
-    const bool right = !op->result_on_device && Values(values, values + 900) == numbers(900, 4);
+    const bool right = !op->results_in_work && Values(values, values + 900) == numbers(900, 4);
     CHECK_LOCKED(right);
     self.engine.release(handle);
   });
@@ -478,7 +478,7 @@ TEST_CASE("fake of CUDA and NCCL: a scatter from a GPU to a rank without one say
       } else {
         CHECK_OK(outcome);
         const Operation* op = self.engine.finished(handle);
-        const bool on_host = !op->result_on_device && op->results.size() == 1;
+        const bool on_host = !op->results_in_work && op->results.size() == 1;
         CHECK_LOCKED(on_host);
       }
       self.engine.release(handle);

@@ -15,8 +15,8 @@ constexpr int64_t kCount = 5000;
 // Declares one bucket in `at` and reduces it a few times.
 int declare_and_reduce(Engine& engine, FrameworkOnGpu& gpu, void* at) {
   BucketSet set;
-  set.on_device = true;
-  set.device_index = gpu.device;
+  set.place.is_host = false;
+  set.place.index = gpu.device;
   set.buckets.push_back({"bucket", static_cast<std::byte*>(at), {kCount}, DType::kF32});
   int id = -1;
   CHECK_OK(engine.declare(0, set, &id));
@@ -62,7 +62,7 @@ TEST_CASE("fake of CUDA and NCCL: buckets are registered as this version of NCCL
       std::shared_ptr<Memory> kept[2];
       CHECK_OK(world.each([&](Engine& engine, int rank) {
         FrameworkOnGpu gpu(rank);
-        auto memory = engine.allocate_on_device(rank, kCount * sizeof(float));
+        auto memory = engine.allocate_elsewhere(rank, kCount * sizeof(float));
         CHECK_LOCKED(memory.is_ok() == (row.reason == nullptr));
         if (row.reason) {
           CHECK_LOCKED(memory.status().code() == Code::kUnsupported);
@@ -103,7 +103,7 @@ TEST_CASE("fake of CUDA and NCCL: buckets that ranks drop at different moments a
   CHECK_OK(world.each([&](Engine& engine, int rank) {
     FrameworkOnGpu gpu(rank);
     learning_step(engine, gpu);
-    auto memory = engine.allocate_on_device(rank, kCount * sizeof(float)).take();
+    auto memory = engine.allocate_elsewhere(rank, kCount * sizeof(float)).take();
     const int first = declare_and_reduce(engine, gpu, memory->data());
     memory.reset();
     if (rank == 0) CHECK_OK(engine.undeclare(0, first));
@@ -127,7 +127,7 @@ TEST_CASE("fake of CUDA and NCCL: buckets of which one rank has other memory are
   CHECK_OK(world.each([&](Engine& engine, int rank) {
     FrameworkOnGpu gpu(rank);
     learning_step(engine, gpu);
-    auto memory = engine.allocate_on_device(rank, kCount * sizeof(float)).take();
+    auto memory = engine.allocate_elsewhere(rank, kCount * sizeof(float)).take();
     (void)declare_and_reduce(engine, gpu, rank ? memory->data() : gpu.memory(kCount * sizeof(float)));
     barrier.arrive_and_wait();
     CHECK_LOCKED(fake_registered("windows") == 0);
@@ -142,7 +142,7 @@ TEST_CASE("fake of CUDA and NCCL: registered memory outlives an abort, and can b
   (void)world.each([&](Engine& engine, int rank) {
     FrameworkOnGpu gpu(rank);
     learning_step(engine, gpu);
-    auto memory = engine.allocate_on_device(rank, kCount * sizeof(float)).take();
+    auto memory = engine.allocate_elsewhere(rank, kCount * sizeof(float)).take();
     (void)declare_and_reduce(engine, gpu, memory->data());
     memory.reset();  // the declaration has it
     barrier.arrive_and_wait();
@@ -153,7 +153,7 @@ TEST_CASE("fake of CUDA and NCCL: registered memory outlives an abort, and can b
   World off(1, gpu_settings({{"HOROCLONE_GPU_REGISTER", "0"}}));
   CHECK_OK(off.each([](Engine& engine, int rank) {
     FrameworkOnGpu gpu(rank);
-    CHECK_LOCKED(engine.allocate_on_device(0, 4096).status().text().find("HOROCLONE_GPU_REGISTER") !=
+    CHECK_LOCKED(engine.allocate_elsewhere(0, 4096).status().text().find("HOROCLONE_GPU_REGISTER") !=
                  std::string::npos);
   }));
 }

@@ -1,7 +1,8 @@
-#include "engine/sets/device_side.h"
-#include "base/quoted.h"
+#include "engine/gpu/device_side.h"
 
 #include <algorithm>
+
+#include "base/quoted.h"
 
 namespace hc {
 
@@ -10,14 +11,16 @@ constexpr size_t kMaxDropped = 62;   // sets of buckets that the ranks agree on 
 constexpr int kRoundsAlone = 3;      // steps of a set of buckets, with nothing else on GPUs among them
 constexpr double kTogetherS = 1e-4;  // buckets of the next step that are filled within this time share a group of NCCL
 constexpr double kMisfitS = 0.01;    // so long rank 0 waits behind a bucket to which it has given a ticket too early
+constexpr double kLeftBehindS = 5;   // until what was launched before a rank has left must have ended
 constexpr int kMaxMisfits = 16;      // each doubles the steps until it goes ahead again
 }  // namespace
 
-void DeviceSide::put_on_device(BatchRunner& runner) {
+void DeviceSide::take_batch(BatchRunner& runner) {
   if (!device_) device_ = std::make_unique<DeviceGroup>(group_, gpu_.options());
+  is_used_ = true;
   if (runner.batch().op == Op::kScatter)
     for (Operation* op : runner.operations())
-      if (op && op->device) gpu_.settle(op);
+      if (op && op->work) gpu_.settle(op);
   if (const auto gpu = gpu_.gpu()) device_->use(gpu);
   const Tag tag{static_cast<uint16_t>(context_.generation), members_.id, runner.batch().id, 0};
   runner.use(std::make_unique<DeviceBatch>(
@@ -49,9 +52,21 @@ void DeviceSide::tell() {
                          device_->kernels_reason(), ". `horoclone doctor` tries them");
 }
 
-Status DeviceSide::prepare_buckets() {
+Status DeviceSide::declare(const BucketSet& buckets, bool owned, bool may_persist, Capabilities* mine) {
+  mine->registers = owned && device_ && device_->registers();
+  mine->knows_some = !registered_.empty();
+  if (mine->knows_some) mine->dropped = dropped();
+  if (buckets.place.is_host) return Status::ok();
   order_.note_buckets(1);
-  return device_ ? device_->prepare_to_capture() : Status::ok();
+  if (device_) HC_TRY(device_->prepare_to_capture());
+  mine->persistent = may_persist && may_be_persistent(buckets);
+  return Status::ok();
+}
+
+Status DeviceSide::confirm(std::shared_ptr<const BucketSet> buckets, const Capabilities& all) {
+  if (all.dropped) HC_TRY(forget_dropped(all.dropped));
+  if (all.registers) register_buckets(std::move(buckets));
+  return Status::ok();
 }
 
 // The tickets come from rank 0 of the world, which must see who leaves. NCCL must be up, for there is no agreement
@@ -86,8 +101,8 @@ void DeviceSide::register_buckets(std::shared_ptr<const BucketSet> buckets) {
   if (!buckets->memory.empty()) registered_.push_back({std::move(buckets)});
 }
 
-void DeviceSide::drop_buckets(const BucketSet& buckets) {
-  if (buckets.on_device) order_.note_buckets(-1);
+void DeviceSide::undeclare(const BucketSet& buckets) {
+  if (!buckets.place.is_host) order_.note_buckets(-1);
   for (Registered& one : registered_)
     if (one.buckets.get() == &buckets) one.dropped = true;
 }
@@ -112,10 +127,32 @@ Status DeviceSide::forget_dropped(int64_t on_all_ranks) {
   return Status::ok();
 }
 
-Result<GpuEventPtr> DeviceSide::capture(const Task& task, CuStream from) {
-  if (!nccl_does(task, false))
-    return error(Code::kUnsupported, "NCCL does not do this reduction by itself, and nothing else can be captured");
-  return device_->capture(task, from);
+Status DeviceSide::capture(const Submission& s, BucketId bucket, int64_t* handle) {
+  auto gpu = gpu_.adopt(s.place.index);
+  HC_TRY(gpu.status());
+  const Gpu::Current current(*gpu.value(), Gpu::Current::For::kStreams);
+  if (!device_ || !device_->backend()) return error(Code::kUnsupported, "NCCL is not up yet. ", kWarmUpBeforeCapture);
+  if (!device_->launches_alone())
+    return error(Code::kUnsupported,
+                 "NCCL does not move its data, and only NCCL's work can be captured: ", device_->reason());
+  Intake& intake = set_.parts().intake;
+  auto made = intake.make(s, bucket);
+  HC_TRY(made.status());
+  Operation* op = made.value();
+  *handle = op->handle;
+  const Task task = set_.task_of(*op);
+  auto done =
+      nccl_does(task, false)
+          ? device_->capture(task, static_cast<CuStream>(s.stream))
+          : error(Code::kUnsupported, "NCCL does not do this reduction by itself, and nothing else can be captured");
+  auto work = std::make_unique<DeviceWork>();
+  work->gpu = gpu.take();
+  const Status outcome = done.status();
+  if (done.is_ok()) work->done = done.take();
+  op->work = std::move(work);
+  set_.parts().completion.finish(op, outcome);
+  if (!outcome.is_ok()) intake.handles().release(*handle);
+  return outcome;
 }
 
 // ---- persistent buckets
@@ -306,11 +343,12 @@ std::vector<Operation*> DeviceSide::take_group(std::vector<BucketId>* ids) {
   return operations;
 }
 
-std::unique_ptr<BatchRunner> DeviceSide::runner_of(std::vector<Operation*> operations, const std::vector<BucketId>& ids,
-                                                   const Tuning& tuning, Timeline* timeline) {
+std::unique_ptr<BatchRunner> DeviceSide::runner_of(std::vector<Operation*> operations,
+                                                   const std::vector<BucketId>& ids) {
+  Timeline* timeline = &set_.parts().timeline;
   PlanBatch batch;
   batch.on_device = true;
-  batch.tuning = tuning;
+  batch.tuning = set_.tuning();
   batch.entries.resize(operations.size());
   for (size_t e = 0; e < operations.size(); ++e) {
     if (const Operation* op = operations[e]) {
@@ -335,7 +373,7 @@ std::unique_ptr<BatchRunner> DeviceSide::runner_of(std::vector<Operation*> opera
   return runner;
 }
 
-Result<std::unique_ptr<BatchRunner>> DeviceSide::launch(const Tuning& tuning, Timeline* timeline, Iteration* now) {
+Result<std::unique_ptr<BatchRunner>> DeviceSide::launch(Iteration* now) {
   using Launched = std::unique_ptr<BatchRunner>;
   if (is_leader() && order_.tickets().has_ahead() && buckets_.anybody_left(*group_.shared_segment)) withdraw(now);
   if (!launching_) {
@@ -349,7 +387,7 @@ Result<std::unique_ptr<BatchRunner>> DeviceSide::launch(const Tuning& tuning, Ti
       return Launched();
     }
     launching_tickets_ = operations.size();
-    launching_ = runner_of(std::move(operations), ids, tuning, timeline);
+    launching_ = runner_of(std::move(operations), ids);
   }
   Progress progress = Progress::kPending;
   {
@@ -366,6 +404,74 @@ Result<std::unique_ptr<BatchRunner>> DeviceSide::launch(const Tuning& tuning, Ti
   return std::move(launching_);
 }
 
+void DeviceSide::step(Iteration* now) {
+  if (!ready_.empty()) {
+    const auto back = take_back(*group_.shared_segment, now);
+    if (!back.empty() && is_leader()) buckets_.invalidate(group_.shared_segment);
+    for (Operation* op : back) set_.announce(op), now->moved = true;  // sent in the next iteration
+  }
+  while (!context_.has_failed() && !gpu_.has_failed()) {
+    auto launched = launch(now);
+    if (!launched.is_ok()) return gpu_.fail(launched.status());
+    const auto runner = launched.take();
+    if (!runner) return;
+    Counters::add_locked(context_.counters.bytes_reduced, runner->bytes());
+    for (Operation* op : runner->operations()) {
+      if (!op) continue;
+      Counters::add_locked(context_.counters.persistent);
+      set_.complete(op, runner->outcome());
+    }
+  }
+}
+
+// ---- checks and ends
+
+// What NCCL has noticed by itself, and tickets that rank 0 can give no more.
+Status DeviceSide::check(const Status& closed) {
+  if (!device_) return Status::ok();
+  const uint16_t id = members_.id;
+  if (Status ok = device_->check(); !ok.is_ok()) {
+    gpu_.fail(ok.with(text_of("process set ", id)));
+    return Status::ok();
+  }
+  HC_TRY(check_order());
+  // NCCL waits on the GPU for who has left, and knows no better.
+  if (!closed.is_ok() && device_->oldest_flight_s(Clock::now()) > kLeftBehindS) return closed;
+  const BatchRunner* runner = set_.batches().runner();
+  const bool waits = (id != 0 && runner && !runner->is_on_host()) || !ready_.empty();
+  const LaunchTickets& tickets = order_.tickets();
+  if (!set_.parts().link.has_left(0) || !waits || (tickets.contains(id) && !tickets.is_held())) return Status::ok();
+  return Status(Code::kAborted, text_of(context_.mesh->describe(0), " has shut down, and it orders the work on GPUs"),
+                0);
+}
+
+// Something of this rank waits behind a bucket that it has not filled and another rank has begun: it will not come to
+// fill it.
+Status DeviceSide::check_order() const {
+  const Awaited bucket = awaited_bucket();
+  if (bucket.name.empty()) return Status::ok();
+  const bool has_planned = order_.tickets().contains(LaunchTicket{members_.id});
+  const TimePoint now = Clock::now();
+  const double patience_s = context_.config.stall_check_s;
+  for (const Operation* op : set_.pending().all()) {
+    const double waited_s = seconds_between(op->submitted, now);
+    const bool comes_behind = op->bucket.set >= 0 ? bucket.of_leader : has_planned;
+    if (op->work && comes_behind && waited_s >= patience_s)
+      return Status(Code::kMismatch,
+                    text_of(context_.me(), " has waited ", static_cast<int>(waited_s), " s for ", op->describe(),
+                            " on its GPU, which comes behind bucket ", quoted(bucket.name),
+                            " that another rank has filled and this rank has not: let all ranks call it at the same "
+                            "place, before or after the step"),
+                    context_.rank());
+  }
+  return Status::ok();
+}
+
+void DeviceSide::note_failure() {
+  if (!device_) return;
+  if (Status ok = device_->check(); !ok.is_ok()) gpu_.fail(ok);
+}
+
 void DeviceSide::abort() {
   launching_.reset();
   ready_.clear();
@@ -375,6 +481,7 @@ void DeviceSide::abort() {
 void DeviceSide::close() {
   launching_.reset();
   device_.reset();
+  is_used_ = false;
 }
 
 }  // namespace hc

@@ -1,4 +1,4 @@
-// Where a GPU's memory is full, the framework's allocator may hold some that nobody uses, and the framework can be
+// Where a backend's memory is full, the framework's allocator may hold some that nobody uses, and the framework can be
 // asked to give it back. Only its own threads can do that: the core says that it wants memory, and who waits for an
 // operation sees that. Thread: any.
 #pragma once
