@@ -8,15 +8,10 @@
 #include <string>
 #include <string_view>
 
+#include "base/log_level.h"
 #include "base/status.h"
 
 namespace hc {
-
-enum class LogLevel : uint8_t { kTrace, kDebug, kInfo, kWarning, kError, kFatal };
-constexpr const char* name_of(LogLevel level) {
-  constexpr const char* names[] = {"trace", "debug", "info", "warning", "error", "fatal"};
-  return names[static_cast<int>(level)];
-}
 
 class Logger {
  public:

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <string>
 
-#include "base/log.h"
+#include "base/log_level.h"
 
 namespace hc {
 

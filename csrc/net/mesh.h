@@ -20,7 +20,7 @@
 #include "base/status.h"
 #include "net/arena.h"
 #include "net/channel.h"
-#include "net/mpi_api.h"
+#include "net/mpi_link.h"
 #include "net/traffic.h"
 
 namespace hc {
