@@ -295,26 +295,21 @@ bool describe(const FastPath* fast_path, int32_t op, PyObject* source, PyObject*
                 given_bytes = given * kBytesOf[static_cast<size_t>(out->dtype)],
                 wanted_bytes = wanted * kBytesOf[static_cast<size_t>(to.dtype)];
   out->out = to.out;
-  switch (op) {
-    case HC_ALLREDUCE:
-      return source == target;
-    case HC_BROADCAST:
-    case HC_ALLGATHER:
-      if (op == HC_BROADCAST ? source != target : wanted_bytes != size * given_bytes) return false;
-      if (op == HC_ALLGATHER && overlap(*out, given_bytes, to, wanted_bytes)) return false;
-      shape[0] = given_bytes;
-      *out = {out->in, to.out, shape, 1, HC_UINT8};
-      return true;
-    case HC_REDUCESCATTER:
-      if (out->dtype != to.dtype || given != size * wanted || overlap(*out, given_bytes, to, wanted_bytes))
-        return false;
-      shape[0] = size;
-      shape[1] = wanted;
-      *out = {out->in, to.out, shape, 2, out->dtype};
-      return true;
-    default:
-      return false;
+  if (op == HC_ALLREDUCE) return source == target;
+  if (op == HC_BROADCAST || op == HC_ALLGATHER) {
+    if (op == HC_BROADCAST ? source != target : wanted_bytes != size * given_bytes) return false;
+    if (op == HC_ALLGATHER && overlap(*out, given_bytes, to, wanted_bytes)) return false;
+    shape[0] = given_bytes;
+    *out = {out->in, to.out, shape, 1, HC_UINT8};
+    return true;
   }
+  if (op != HC_REDUCESCATTER || out->dtype != to.dtype || given != size * wanted ||
+      overlap(*out, given_bytes, to, wanted_bytes))
+    return false;
+  shape[0] = size;
+  shape[1] = wanted;
+  *out = {out->in, to.out, shape, 2, out->dtype};
+  return true;
 }
 
 // After an allgather: the core leaves the target alone where a rank gave another number of bytes. ValueError then, as

@@ -31,7 +31,9 @@ PYTHON = {
     "elastic/disk.py save": SAVE,
     "elastic/disk.py wait": SAVE,
     "elastic/run.py wrapper": SAVE,
+    "arrays/handles.py synchronize": OPERATION,
     "handles.py once": OPERATION,
+    "torch/operations/handles.py _synchronize_slowly": OPERATION,
     "jax/call.py is_tracing": "the thread only asks JAX for a value",
     "jax/finishing.py _wait": "programs whose operations end or raise",
     "jax/native.py check": "the self-test calls nobody else",
@@ -67,6 +69,7 @@ PYTHON = {
     "torch/c10d/work.py _next": IDLE,
     "torch/c10d/work.py result": OPERATION,
     "torch/c10d/work.py synchronize": OPERATION,
+    "torch/c10d/work.py wait_no_longer": "it has failed, or its time limit is over",
     "plan/torch/running.py _way": OPERATION,
     "ps/torch.py _rows": "a request to a server, whose silence has a limit",
 }
