@@ -54,7 +54,9 @@ else:
     tried("init", hvd.init)
 """)
     gave_up = [one["init"] for one in (told[0], told[2]) if one["init"].startswith("Timeout ")]
-    assert gave_up and all("missing: rank 1" in text for text in gave_up), told  # the first ends the other's wait
+    assert gave_up and all("missing: rank 1" in text for text in gave_up), (
+        told
+    )  # the first ends the other's wait
     assert all("HOROCLONE_START_TIMEOUT (seconds)" in text for text in gave_up), told
 
 
