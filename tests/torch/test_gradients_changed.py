@@ -299,6 +299,29 @@ def test_an_overflow_in_a_local_gradient_leaves_the_step_out_on_every_rank(optio
     assert same(net["trunk"])
 
 
+@pytest.mark.parametrize("where", ["first step", "no backward", "fewer passes"])
+@ranks(2, env={"HOROCLONE_DEADLOCK_TIME_SECONDS": "5"})
+def test_beside_local_parameters_a_rank_whose_backward_did_not_wait_meets_the_others(where: str) -> None:
+    """Each rank tells of overflows before it sends what some rank did not compute in the first step."""
+    net = torch.nn.ModuleDict({name: torch.nn.Linear(3, 3) for name in ("trunk", "late", "head")})
+    passes = 2 if where == "fewer passes" else 1
+    optimizer = wrapped(net, local_parameters=net["head"], backward_passes_per_step=passes)
+    hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+    ones = torch.ones(1, 3)
+    for step in range(4):
+        optimizer.zero_grad()
+        for part in range(passes):
+            if where == "first step" and step == 0 and hvd.rank() == 1:
+                net["head"](ones).sum().backward()
+                continue
+            if where != "first step" and step == 2 and hvd.rank() == 1 and part == passes - 1:
+                continue  # the other rank has one more
+            loss = net["trunk"](ones).sum() + net["head"](ones).sum()
+            (loss + net["late"](ones).sum() if hvd.rank() == 0 else loss).backward()
+        optimizer.step()
+    assert same(net["trunk"]) and same(net["late"])
+
+
 @ranks(2)
 def test_a_local_gradient_that_several_calls_of_backward_add_up_is_divided_once() -> None:
     net = torch.nn.ModuleDict({"trunk": torch.nn.Linear(3, 3), "head": torch.nn.Linear(3, 2)})

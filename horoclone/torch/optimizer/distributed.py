@@ -116,6 +116,10 @@ class DistributedMixin(WrappedOptimizer):
 
         Call it before backward. A parameter that other ranks have too must be made local on all of them.
         """
+        if self._barrier is not None:
+            raise RuntimeError(
+                "register_local() does not work with cross_barrier: make the optimizer without it"
+            )
         local = parameters_of(parameters)
         _check_local(local, type(self)._wrapped_class)
         self._reducer.add_local(local)

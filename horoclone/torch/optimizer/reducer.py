@@ -68,7 +68,8 @@ CHANGED = (
 DIFFERS = (
     "the gradient of {name!r} was changed between backward() and optimizer.step(), differently on each rank, so that "
     "the ranks would have gone on with different parameters. Some parameters are local: norms over all gradients "
-    "differ between ranks. Clip those of local parameters apart:\n"
+    "differ between ranks; so may the last bits of a norm with other numbers of threads (set OMP_NUM_THREADS "
+    "alike) or other kinds of processors, and whether a parameter is frozen. Clip those of local parameters apart:\n"
     "    local = set(...)  # what was given as local_parameters\n"
     "    torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p not in local], max_norm)\n"
     "    torch.nn.utils.clip_grad_norm_(local, max_norm)"
@@ -374,6 +375,12 @@ class Reducer:
                 if state.reduced:
                     state.note(content=not is_capturing())
 
+    def _spread_overflow_late(self) -> None:
+        """On a rank whose backward() did not wait: where the others do it, before what is late is sent."""
+        if not self._settled and (self.partial or self.some_local):
+            self._scale_local()
+            self._spread_overflow()
+
     @torch.no_grad()
     def _spread_overflow(self) -> None:
         """What is not finite in a gradient that this rank alone has, in its shards or local, shows on the others in one
@@ -382,7 +389,8 @@ class Reducer:
         values = [grad._values() if grad.is_sparse else grad for grad in own]
         if self.partial:
             values += [self._shard_of(bucket) for bucket in self.buckets if bucket.flat.is_floating_point()]
-        shared = [state.parameter.grad for state in self.states] + own
+        # What is not reduced yet is not to be touched.
+        shared = [state.parameter.grad for state in self.states if state.reduced] + own
         shown = [grad for grad in shared if grad is not None and grad.is_floating_point() and grad.numel()]
         like = values[0] if values else self.states[0].parameter if self.states else torch.empty(0)
         finite = [value.isfinite().all().to(like.device) for value in values]
@@ -564,15 +572,19 @@ class Reducer:
             find_new()
             if self._changed:
                 # Others read the first mark before they send more, unless they wait before the next forward only.
-                told = self._tell_change(prompt=True if self.may_wait else None)
+                in_buckets = all(state.bucket is not None for state in self.states)
+                told = self._tell_change(prompt=None if in_buckets and not self.may_wait else True)
                 if not told:
+                    self._spread_overflow_late()
                     self._tell_change(prompt=False)
             if learning and not self._agreed:
                 self._agree_on(self.states)
             elif len(self.states) > before:
                 self._agree_on(self.states[before:])
-            if self._send(prompt=True) and self._marked and not self._settled:
+            sent, shows = self._send(prompt=True), self.some_local or bool(self._scatter)
+            if not self._settled and (shows or (sent and self._marked)):
                 self._collect()  # where parameters have changed elsewhere, nobody sends the others
+            self._spread_overflow_late()
             self._send(prompt=False)
             self._collect()
             if self._terms.unused_as_none:
@@ -580,8 +592,6 @@ class Reducer:
             if learning:
                 self._form_buckets()
             self._scale_local()
-            if self.some_local and not self._settled:
-                self._spread_overflow()
             if too_early:
                 raise RuntimeError(too_early)
         finally:
