@@ -24,6 +24,7 @@ from horoclone.keras.copies import Copied, names_of, notice_marks, word_of
 from horoclone.keras.flavor import assign, to_numpy
 from horoclone.keras.reduction import Reduction
 from horoclone.process_sets import ProcessSet
+from horoclone.runtime import current
 from horoclone.tensorflow import reduced_gradients
 from horoclone.tensorflow.gradient_aggregation import GradientAggregation
 
@@ -45,6 +46,7 @@ class State:
             )
             self.aggregation.gives_sums = True
         self.numbers: dict[Hashable, int] = {}  # of its variables, the same on every rank
+        self._life: Any = None  # the runtime in which they were given
         self.computed: set[Hashable] = (
             set()
         )  # eagerly: variables whose gradients were reduced and are not applied yet
@@ -59,8 +61,13 @@ class State:
         return self.reduction.reduce(grads, variables, _key, self.numbers)
 
     def number(self, variables: Sequence[Any]) -> None:
-        """Gives new ones their numbers, those that come together in the order in which they were made."""
-        for variable in sorted(variables, key=_made_as):
+        """Gives new ones their numbers, in the order in which they come. It follows from the model; that in which they
+        were made differs where one rank loads the model and another builds it. Each generation of an elastic job begins
+        anew, as a rank that joins does."""
+        if self._life is not current.runtime:
+            self._life = current.runtime
+            self.numbers.clear()
+        for variable in variables:
             self.numbers.setdefault(_key(variable), len(self.numbers))
 
 
@@ -292,12 +299,6 @@ def _how_to_match(labels: list[tuple[Any, str]], values: list[Any]) -> int:
 
 def _key(variable: Any) -> Hashable:
     return variable.ref()
-
-
-def _made_as(variable: Any) -> int:
-    """TensorFlow's running number, with which a variable's identifier ends; 0 where it has none."""
-    number = str(getattr(variable, "_unique_id", "")).rpartition("_")[2]
-    return int(number) if number.isdigit() else 0
 
 
 def _has_reduced_by_himself(options: dict[str, Any]) -> bool:

@@ -177,6 +177,23 @@ def keeps_local_variables() -> None:
         assert ours.numpy() == -(hvd.size() - 1) / 2 and mine.numpy() == -hvd.rank()
 
 
+def meets_in_the_order_of_the_model() -> None:
+    """A rank that has loaded the model has made its variables in another order than one that has built it."""
+    import tensorflow as tf
+
+    import horoclone.tensorflow.keras as hvd
+
+    for kind in (the_keras().optimizers.SGD, the_keras().optimizers.legacy.SGD):
+        made = [tf.Variable([0.0, 0.0]), tf.Variable([0.0, 0.0])]
+        first, second = made if hvd.rank() == 0 else made[::-1]
+        optimizer = hvd.DistributedOptimizer(kind(1.0))
+        for _ in range(2):
+            grads = [tf.fill([2], size * (hvd.rank() + 1.0)) for size in (1.0, 10.0)]
+            optimizer.apply_gradients(zip(grads, (first, second), strict=True))
+        mean = (hvd.size() + 1) / 2
+        assert first.numpy().tolist() == [-2 * mean] * 2 and second.numpy().tolist() == [-20 * mean] * 2
+
+
 def saves_a_plain_optimizer(path: str, which: str) -> None:
     import horoclone.keras as hvd
 
@@ -320,7 +337,8 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(on: On, legacy: bool, out
     on("legacy", skips_together, legacy=legacy, outer=outer)
 
 
-@pytest.mark.parametrize("body", [reduces_only_once, sends_few_groups, keeps_local_variables, has_horovods_names],
+@pytest.mark.parametrize("body", [reduces_only_once, sends_few_groups, keeps_local_variables, has_horovods_names,
+                                  meets_in_the_order_of_the_model],
                          ids=lambda body: body.__name__)  # fmt: skip
 def test_of_tf_keras(on: On, body: Any) -> None:
     on("legacy", body)

@@ -133,6 +133,8 @@ def fitting(kind: str, program: Any) -> tuple[dict[str, Any], dict[str, Any], li
     if kind == "legacy" or any(key.startswith(("clip", "global_clip")) for key in options):
         # Keras clips rows before it adds those of one number, and its legacy SGD decays those alone that are there.
         steps = [("" if action == "sparse" else action, seed) for action, seed in steps]
+    if LEGACY and steps[0][0] == "another order":  # the first step of tf_keras gives the order
+        steps = [("", steps[0][1]), *steps[1:]]
     if "scaled" not in options:
         steps = [("" if action == "infinite" else action, seed) for action, seed in steps]
     elif several:
