@@ -62,6 +62,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Builds the optimizer and broadcasts, if the model is built."""
         self._sent = False
+        self._epochs = 0  # begun in this fit()
         steps = self.params.get("steps") if self.params else None
         everybody = allgather_object(steps)
         if len(set(everybody)) > 1:
@@ -79,9 +80,13 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self._send(model)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Raises ValueError, on every rank, when the ranks have different learning rates."""
+        """Raises ValueError, on every rank, when the ranks have different learning rates. Not in the first epoch of a
+        fit(), whose callbacks may set the rate only then."""
+        self._epochs += 1
+        if self._epochs == 1:
+            return
         rates_there = allgather_object(rates.learning_rate_if_known(getattr(self.model, "optimizer", None)))
-        if len(set(rates_there)) > 1:
+        if len(set(map(repr, rates_there))) > 1:  # as texts: NaN equals itself
             raise ValueError(
                 f"the ranks have different learning rates, {dict(enumerate(rates_there))}, so their weights drift "
                 "apart. Where a callback like ReduceLROnPlateau sets them by this rank's own metrics, put "

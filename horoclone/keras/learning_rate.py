@@ -17,6 +17,8 @@ def learning_rate_of(optimizer: Any) -> float:
 def learning_rate_if_known(optimizer: Any) -> float | None:
     """The rate of the next step; None where it cannot be read (no optimizer, a schedule of tf_keras)."""
     try:
+        if LEGACY and optimizer is not None:
+            _refuse_schedule(optimizer)
         return None if optimizer is None else learning_rate_of(optimizer)
     except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError):
         return None

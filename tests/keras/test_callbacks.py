@@ -144,6 +144,21 @@ def says_that_the_rates_differ() -> None:
     assert ended == [0, 1]
 
 
+def takes_rates_that_a_callback_makes_equal() -> None:
+    """Rank 0 has loaded its model, say: before the first batch the ranks' rates differ."""
+    import horoclone.keras as hvd
+    from horoclone.keras import learning_rate as rates
+
+    model = network(hvd.DistributedOptimizer(the_keras().optimizers.SGD(0.1 + hvd.rank())))
+    sets = the_keras().callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: rates.set_learning_rate(model.optimizer, 0.25)
+    )
+    model.fit(
+        **data(hvd.rank()), epochs=3, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), sets]
+    )
+    assert rates.learning_rate_if_known(model.optimizer) == 0.25
+
+
 def averages_metrics() -> None:
     """Also those of the validation; what Keras keeps as history, and later callbacks see, is the average."""
     import horoclone.keras as hvd
@@ -402,7 +417,8 @@ def says_that_nothing_was_sent() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("body", [starts_alike, builds_the_optimizer_before_the_first_step, keeps_local_variables,
-                                  says_which_variable_differs, says_that_the_rates_differ, averages_metrics, warms_up, follows_a_schedule,
+                                  says_which_variable_differs, says_that_the_rates_differ,
+                                  takes_rates_that_a_callback_makes_equal, averages_metrics, warms_up, follows_a_schedule,
                                   works_on_values], ids=lambda body: body.__name__)  # fmt: skip
 def test_callbacks(on: On, backend: str, body: Any) -> None:
     on(backend, body)
