@@ -58,8 +58,8 @@ class World:
         return current.runtime is self._native
 
     def has_a_successor(self) -> bool:
-        """Whether another generation has begun."""
-        return current.runtime is not None and not self.goes_on()
+        """Whether another generation has begun, or goes on without this process, which has left as planned."""
+        return current.has_left or (current.runtime is not None and not self.goes_on())
 
 
 def within(deadline: float, call: Callable[[], Any], name: str) -> Any:

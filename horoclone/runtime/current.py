@@ -44,6 +44,7 @@ lock = threading.RLock()
 formed_s = 0.0  # until the members of this life's generation were known, in an elastic job
 connected_s = 0.0  # until they were connected
 exit_hook: Callable[[], None] | None = None  # what others need of this process yet when it ends
+has_left = False  # whether this process has left its elastic job, as planned
 lost: set[int] = set()  # ranks whose loss an error of this life has told; only an elastic job asks
 
 

@@ -247,6 +247,7 @@ class ElasticMember:
         self._depart(reason, at_once=False)
 
     def _depart(self, reason: str, at_once: bool) -> None:
+        current.has_left = current.has_left or at_once
         if self._who is not None:
             link = MembershipClient(self._now(self._who), HELLO_S, shows=False)
             link.depart(reason, at_once)
@@ -391,6 +392,7 @@ def _timeout_s() -> float:
 
 
 def _end(answer: Evicted | Stop) -> NoReturn:
+    current.has_left = not answer.code
     if answer.code:
         say(answer.text)
     raise SystemExit(answer.code)

@@ -17,6 +17,7 @@ from world import Worlds, ranks
 
 import horoclone as hvd
 from horoclone.checkpoint import files
+from horoclone.runtime import current
 
 
 def a_state(value: float = 1.0) -> dict[str, Any]:
@@ -153,8 +154,8 @@ def test_a_rank_that_does_not_come_is_told_within_the_deadline(place):
 
 
 @ranks(2)
-@pytest.mark.parametrize("begins_again", [False, True])
-def test_a_save_that_shutdown_overtakes_is_told(place, begins_again):
+@pytest.mark.parametrize("then", ["nothing", "begins again", "leaves"])
+def test_a_save_that_shutdown_overtakes_is_told(place, then):
     waits = threading.Event()
     real = files.write_arrays
 
@@ -167,7 +168,14 @@ def test_a_save_that_shutdown_overtakes_is_told(place, begins_again):
         hvd.checkpoint.save(place, a_state(1))
         time.sleep(0.3)
         hvd.shutdown()
-        if begins_again:  # as an elastic job does: the loss was told by other means, and saving goes on
+        if then == "leaves":  # an elastic job, as planned: the others go on, and save again
+            current.has_left = True
+            waits.set()
+            assert hvd.checkpoint.wait() is None
+            return
+        if (
+            then == "begins again"
+        ):  # as an elastic job does: the loss was told by other means, and saving goes on
             hvd.init()
             waits.set()
             hvd.checkpoint.save(place, a_state(2), async_=False)
@@ -176,7 +184,7 @@ def test_a_save_that_shutdown_overtakes_is_told(place, begins_again):
         waits.set()
         assert "Call hvd.checkpoint.wait() before hvd.shutdown()" in fails(hvd.checkpoint.wait)
     finally:
-        files.write_arrays = real
+        files.write_arrays, current.has_left = real, False
 
 
 def killed_while_saving(place: str, call: str, victim: int) -> str:
