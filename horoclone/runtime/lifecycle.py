@@ -60,7 +60,8 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         if current.forked_from is not None:
             raise current.forked_error()
         if current.runtime is not None:
-            _check_again(comm, _checked_process_sets(process_sets, comm))
+            if not member.is_elastic():  # whose ranks and sets are others with each generation
+                _check_again(comm, process_sets)
             return
         if offspring.recognise():
             return
@@ -74,20 +75,34 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         member.hear_signal()
         deadline = time.monotonic() + start_timeout_s(os.environ)
         current.job = exchange.open_job(comm, os.environ, deadline, say, current.job)
-        _ranks = [int(rank) for rank in comm] if isinstance(comm, Sequence) else []
+        _ranks = _ranks_in(comm)
         _begin(_connect(current.job, deadline), wanted)
 
 
-def _check_again(comm: Any, wanted: list[ProcessSet]) -> None:
+def _ranks_in(comm: Any) -> list[int]:
+    """Those of init(comm=[...]); empty: it names none."""
+    return [int(rank) for rank in comm] if hasattr(comm, "__iter__") else []
+
+
+def _check_again(comm: Any, process_sets: Sequence[ProcessSet] | str | None) -> None:
     """Of an init() though the runtime is up. ValueError where it asks for something else than what there is."""
     runtime = current.native()
-    asked = [int(rank) for rank in comm] if isinstance(comm, Sequence) else []
+    asked = _ranks_in(comm)
     if asked and asked != (_ranks or list(range(runtime.size))):
         raise ValueError(
             f"init(comm={asked}): hvd.init() has been called already, and this process is rank {runtime.rank} of "
             f"{runtime.size}. Call hvd.shutdown() before, on every rank, or hvd.add_process_set() for a part of them."
         )
-    if strange := [str(one) for one in wanted if one.size() is None]:
+    if isinstance(process_sets, str):
+        if not current.dynamic:
+            raise ValueError(
+                f"init(process_sets={process_sets!r}): hvd.init() has been called already, without it. Call "
+                "hvd.shutdown() before, on every rank."
+            )
+        return
+    wanted = _checked_process_sets(process_sets, comm)
+    # A communicator's ranks are known once it is registered.
+    if strange := [str(one) for one in wanted if one.mpi_comm is None and one.size() is None]:
         raise ValueError(
             f"init(process_sets=...): hvd.init() has been called already, without {', '.join(strange)}. Call "
             "hvd.add_process_set(), which needs init(process_sets='dynamic') at first, or hvd.shutdown() before, on "

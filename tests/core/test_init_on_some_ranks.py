@@ -105,9 +105,11 @@ tried("same", hvd.init)
 tried("alike", hvd.init, comm=[0, 1, 2], process_sets=[hvd.ProcessSet([1, 0])])
 tried("ranks", hvd.init, comm=[0, 1])
 tried("sets", hvd.init, process_sets=[hvd.ProcessSet([1, 2])])
+tried("dynamic", hvd.init, process_sets="dynamic")
 tried("works", reduced)
 """)
     for rank, one in enumerate(told):
+        assert "has been called already, without it" in one["dynamic"], told
         assert one["same"].startswith("None") and one["alike"].startswith("None"), told
         assert (
             f"init(comm=[0, 1]): hvd.init() has been called already, and this process is rank {rank} of 3"
