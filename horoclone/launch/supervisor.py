@@ -28,6 +28,7 @@ from horoclone.membership.service import MembershipService
 from horoclone.membership.states import NO_MEMBER
 
 LAST_S = 2.0  # a host that goes is not used to the last moment
+ROOM_IS_KNOWN_S = 3.0  # after the last process has ended: Ray tells of its place up to a second later
 REPEAT_S = 30.0  # between two lines about the same trouble with the discovery of hosts
 MAX_RANKS = 1 << 15
 
@@ -276,13 +277,23 @@ class Supervisor:
 
     def next_s(self, now: float) -> float:
         """When step() has something to do that only time brings."""
-        return min([self._nobody_since + self._job.timeout_s, self.policy.next_s(now), *self._due.values()])
+        known_s = self._nobody_since + ROOM_IS_KNOWN_S
+        return min(
+            [
+                self._nobody_since + self._job.timeout_s,
+                known_s if known_s > now else math.inf,
+                self.policy.next_s(now),
+                *self._due.values(),
+            ]
+        )
 
     def is_over(self, now: float) -> bool:
         """Whether the job has ended, where no process is left."""
         if self._backend.is_ending() or self.finishing:
             return True
-        if self.policy.to_start(now, self._backend.room(now)):
+        if self.policy.to_start(now) and (
+            now < self._nobody_since + ROOM_IS_KNOWN_S or self.policy.to_start(now, self._backend.room(now))
+        ):
             return False
         if self._generation and not self._coordinator.live():
             self.reason = self.reason or "every worker has left"

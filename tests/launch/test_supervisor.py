@@ -12,7 +12,7 @@ from horoclone.launch.discovery import Fixed
 from horoclone.launch.elastic_options import Elastic
 from horoclone.launch.elastic_policy import LEFT_S, Cooldown, Plan
 from horoclone.launch.hosts import Host
-from horoclone.launch.supervisor import Supervisor, Worker
+from horoclone.launch.supervisor import ROOM_IS_KNOWN_S, Supervisor, Worker
 
 
 class Processes:
@@ -200,7 +200,10 @@ def test_when_all_have_left_and_no_node_has_room_the_job_is_over(make: Any) -> N
     one.free = {}
     one.supervisor.host_goes("a", 30.0, time.monotonic())
     one.end(worker, 0)
-    assert not one.has_failed and one.supervisor.is_over(time.monotonic())
+    one.step()
+    now = time.monotonic()
+    assert not one.supervisor.is_over(now), "what is free is not known at once"
+    assert not one.has_failed and one.supervisor.is_over(now + ROOM_IS_KNOWN_S)
     assert one.supervisor.reason == "every worker has left"
 
 
