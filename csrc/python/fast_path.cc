@@ -1,6 +1,6 @@
 // The fast path of an allreduce of plain tensors (plain_tensors.h), blocking or not, and of its end; and of the
-// blocking collectives of torch.distributed. It handles the correct and common case; otherwise, and for every error, it
-// returns None, and the caller takes the slow path, which reports what is wrong. It uses CPython's own calling
+// blocking collectives of torch.distributed. It handles the correct and common case; otherwise, and for every wrong
+// argument, it returns None, and the caller takes the slow path, which reports what is wrong. It uses CPython's own calling
 // convention (METH_FASTCALL), because pybind11's takes as long as the core's whole submission.
 #include "fast_path.h"
 

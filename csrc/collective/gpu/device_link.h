@@ -2,7 +2,7 @@
 // by both ends, a communicator of the two, made when the first message needs it. Collectives have streams and
 // communicators of their own, so that a message that waits for its peer holds none of them up.
 //
-// Thread: the thread that makes progress. Owner: the engine.
+// Thread: the thread that makes progress. Owner: GpuMessages.
 #pragma once
 
 #include <deque>

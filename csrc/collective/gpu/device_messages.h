@@ -1,7 +1,7 @@
 // One end of a message between two GPUs, as a state machine like any collective: by NCCL, launched when this
 // message's launch ticket comes up, or through host memory. The host waits for neither GPU.
 //
-// Thread: the thread that makes progress. Owner: Messages.
+// Thread: the thread that makes progress. Owner: a transfer of GpuMessages.
 #pragma once
 
 #include <functional>

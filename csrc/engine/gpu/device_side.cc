@@ -188,7 +188,7 @@ void DeviceSide::note_round(const Operation& op, size_t flag) {
 bool DeviceSide::may_leave() {
   if (has_ready()) return false;
   order_.tickets().withdraw_ahead();
-  return order_.tickets().kept_back() == 0;
+  return order_.tickets().kept_back().empty();
 }
 
 void DeviceSide::withdraw(Iteration* now) {
@@ -300,7 +300,7 @@ std::vector<Operation*> DeviceSide::take_back(const SharedSegment& shared_segmen
   if (is_leader()) {
     if (!buckets_.anybody_left(shared_segment)) return {};
     withdraw(now);
-    if (order_.tickets().kept_back()) {  // the others believe what they see, so these go first
+    if (!order_.tickets().kept_back().empty()) {  // the others believe what they see, so these go first
       now->moved = true;
       return {};
     }

@@ -31,7 +31,9 @@ class GpuContext final : public Backend {
         link_(link),
         intake_(intake),
         order_(context, link, intake),
-        messages_(context, link, *this, order_) {}
+        messages_(context, link, *this, order_) {
+    kept_back_ = &order_.tickets().kept_back();
+  }
 
   std::unique_ptr<SetBackend> make_set(ProcessSet& set) override;
   MessageBackend& messages() override { return messages_; }
@@ -75,7 +77,6 @@ class GpuContext final : public Backend {
     LaunchTickets& tickets = order_.tickets();
     return tickets.has_news() && tickets.take([this](const LaunchTicket& ticket) { return has_part_in(ticket); });
   }
-  size_t kept_back() const override { return order_.tickets().kept_back(); }
   bool pass_on() override { return order_.tickets().pass_on(link_.left()); }
   void stop_ahead() override { order_.stop_ahead(); }
   void drop_set(uint16_t process_set) override { order_.tickets().drop(process_set); }

@@ -6,7 +6,7 @@
 // frames straight from rank 0, which wake also who sleeps because it has nothing to do itself.
 // docs/decisions/gpu-launch-order.md has the argument.
 //
-// Thread: the thread that makes progress. Owner: the engine.
+// Thread: the thread that makes progress. Owner: GpuContext.
 #pragma once
 
 #include <vector>

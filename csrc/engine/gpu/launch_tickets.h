@@ -8,7 +8,7 @@
 // In shared memory persistent buckets are numbered, and anything else comes before the buckets that none of its ranks
 // has begun: a rank may wait for it before it fills them. docs/decisions/gpu-launch-order.md has the argument.
 //
-// Thread: the thread that makes progress. Owner: the engine.
+// Thread: the thread that makes progress. Owner: LaunchOrder.
 #pragma once
 
 #include <deque>
@@ -79,7 +79,7 @@ class LaunchTickets {
   // The others: takes what rank 0 has given; is_mine: whether this rank takes part. True: something came.
   bool take(const std::function<bool(const LaunchTicket&)>& is_mine);
 
-  size_t kept_back() const { return waiting_.size(); }
+  const std::deque<uint64_t>& kept_back() const { return waiting_; }
 
   const LaunchTicket* next() const { return at(0); }
   const LaunchTicket* at(size_t place) const { return place < tickets_.size() ? &tickets_[place] : nullptr; }

@@ -10,6 +10,8 @@
 #pragma once
 
 #include <atomic>
+#include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <string>
@@ -134,12 +136,14 @@ class Backend {
   virtual std::unique_ptr<SetBackend> make_set(ProcessSet& set) = 0;
   virtual MessageBackend& messages() = 0;
 
-  // Any thread. Some tensor was not in host memory.
+  // ---- any thread, down to json()
+
+  // Some tensor was not in host memory.
   bool in_use() const { return in_use_.load(std::memory_order_relaxed); }
   // What `s` carries besides. Null: there is nothing to offer, what comes has to come to host memory. captured: of a
   // declared bucket, whether its stream goes into a graph, upon which nothing is prepared; null: that is an error.
   virtual Result<std::unique_ptr<BackendWork>> prepare(const Submission& s, bool* captured) = 0;
-  // Of an operation that is done: makes `stream` wait for its result, also copies result i to `to`, behind that.
+  // Of an operation that is done, or is not known any more (null): makes `stream` wait for its result, also copies result i to `to`, behind that.
   virtual Status wait_on_stream(const Operation* op, int64_t handle, void* stream) const = 0;
   virtual Status copy_result(Operation* op, int64_t handle, size_t i, void* to, size_t bytes, void* stream) const = 0;
   // Memory that it can be told of; Unsupported, with the reason, where it cannot.
@@ -150,7 +154,9 @@ class Backend {
   // {"0": {"backend", "reason", "no_kernels"}}: how each set's tensors are reduced there.
   virtual std::string json() const = 0;
 
-  // A thread of the engine's own begins.
+  // ---- the thread that makes progress
+
+  // A thread of the engine's own begins: that thread.
   virtual void enter_thread() = 0;
   // An error that may come from a peer's end, which will be noticed: the job ends a moment later, unless somebody's
   // departure ends it first.
@@ -173,7 +179,7 @@ class Backend {
   virtual Status take_frame(FrameKind kind, int from, Reader* in) = 0;
   virtual bool take_tickets() = 0;  // in shared memory; whether some came
   // What rank 0 has given and found no room for. pass_on: whether all of it has gone.
-  virtual size_t kept_back() const = 0;
+  size_t kept_back() const { return kept_back_->size(); }  // every call asks: not virtual
   virtual bool pass_on() = 0;
   virtual void stop_ahead() = 0;  // this rank shuts down
   virtual void drop_set(uint16_t process_set) = 0;
@@ -188,7 +194,8 @@ class Backend {
 
  protected:
   std::atomic<bool> in_use_{false};
-  Status failure_;  // the thread that makes progress
+  const std::deque<uint64_t>* kept_back_ = nullptr;  // the tickets; set by whoever is made
+  Status failure_;                                   // the thread that makes progress
 };
 
 // GPUs: engine/gpu.
