@@ -151,11 +151,12 @@ class HorocloneGroup(GroupFacts):
         done = self._blocking.run(opts, op, source, target, reduces=reduces, root=root)
         if type(done) is bool:
             return done
-        outputs = [] if target is None else [target]
-        work = self._work(
-            done, outputs, (source, target), None, "barrier" if target is None else ops_name(op)
-        )
-        work.wait_no_longer()
+        finish = None
+        if op == ops.ALLGATHER:
+            data, filled = as_bytes(source), as_bytes(target)
+            finish = lambda runtime, handle: check_filled(runtime.result(handle), data, filled)  # noqa: E731
+        what, outputs = ("barrier", []) if target is None else (ops_name(op), [target])
+        self._work(done, outputs, (source, target), finish, what).wait_no_longer()
         return True
 
     # --- reductions ---
