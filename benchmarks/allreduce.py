@@ -58,7 +58,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     arguments.extras = not arguments.no_extras
     if arguments.short and arguments.full:
         refuse("--short or --full")
-    if arguments.short and "--rounds" not in (argv if argv is not None else sys.argv):
+    given = any(word.startswith("--round") for word in (argv if argv is not None else sys.argv))
+    if arguments.short and not given:
         arguments.rounds = 7
     if "oneccl" in arguments.contestants and arguments.mpi != "impi":
         refuse("oneccl takes part with --mpi impi only")

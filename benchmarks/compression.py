@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from report import print_rows
-from session import on_ranks, options, run
+from session import on_ranks, options, refuse, run
 
 TASKS = {"digits": "test accuracy", "text": "held-out loss"}
 COMPRESSORS = (
@@ -27,6 +27,8 @@ def main(argv: list[str] | None = None) -> int:
         __doc__, argv, ("--np", 2, "ranks"), ("--steps", 300, "optimizer steps of each training, at least 20"),
         ("--tasks", list(TASKS), "what is trained", TASKS), ("--compressors", list(COMPRESSORS), "how", COMPRESSORS),
     )  # fmt: skip
+    if arguments.steps < 20 or arguments.np < 2:
+        refuse("--steps is 20 or more, --np 2 or more")
     return run(arguments, lambda: measure(arguments), show)
 
 
