@@ -129,6 +129,7 @@ void ConnectedMesh::close() {
 // Every descriptor here is the child's own number for the parent's object: closing it leaves the parent's alone,
 // whereas shutdown or epoll_ctl would not.
 void ConnectedMesh::after_fork_child() {
+  doorbell_.forget();
   for (Peer& peer : peers_) {
     if (peer.mpi) peer.mpi->abandon();
     if (peer.tcp) peer.tcp->abandon();

@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <cerrno>
+#include <thread>
 
 #include "net/mesh.h"
 #include "net/socket.h"
@@ -47,7 +48,11 @@ class OwnDoorbell {
     if (asleep_->exchange(static_cast<uint32_t>(Sleep::kAwake), std::memory_order_seq_cst) == 0) return;
     const int saved = errno;
     const uint64_t one = 1;
-    [[maybe_unused]] ssize_t written = ::write(number_.load(), &one, sizeof(one));
+    ringing_.fetch_add(1, std::memory_order_seq_cst);
+    if (const int number = number_.load(std::memory_order_seq_cst); number >= 0) {
+      [[maybe_unused]] ssize_t written = ::write(number, &one, sizeof(one));
+    }
+    ringing_.fetch_sub(1, std::memory_order_seq_cst);
     errno = saved;
   }
   // Whether somebody has called ring() since the last sleep; forgets it.
@@ -62,11 +67,18 @@ class OwnDoorbell {
 
   // From now on ring() does nothing; the eventfd may still be rung by peers, until close().
   void disconnect() { number_.store(-1); }
-  void close() { fd_.reset(); }
+  // In a forked child, which has none of the threads that may have been in ring().
+  void forget() { ringing_.store(0); }
+  // After disconnect(). The number may be another file's at once: a thread that has read it is waited for.
+  void close() {
+    while (ringing_.load(std::memory_order_seq_cst) != 0) std::this_thread::yield();
+    fd_.reset();
+  }
 
  private:
   Fd fd_;
   std::atomic<int> number_{-1};  // of fd_, for ring() from any thread
+  std::atomic<int> ringing_{0};  // threads that may be about to write to it
   std::atomic<uint32_t> own_word_{0};
   std::atomic<uint32_t>* asleep_ = &own_word_;  // what Sleep says
   std::atomic<uint32_t> ring_pending_{0};       // outlives the moment between the last look for work and the sleep

@@ -143,7 +143,8 @@ class Backend {
   // What `s` carries besides. Null: there is nothing to offer, what comes has to come to host memory. captured: of a
   // declared bucket, whether its stream goes into a graph, upon which nothing is prepared; null: that is an error.
   virtual Result<std::unique_ptr<BackendWork>> prepare(const Submission& s, bool* captured) = 0;
-  // Of an operation that is done, or is not known any more (null): makes `stream` wait for its result, also copies result i to `to`, behind that.
+  // Of an operation that is done, or is not known any more (null): makes `stream` wait for its result, also copies
+  // result i to `to`, behind that.
   virtual Status wait_on_stream(const Operation* op, int64_t handle, void* stream) const = 0;
   virtual Status copy_result(Operation* op, int64_t handle, size_t i, void* to, size_t bytes, void* stream) const = 0;
   // Memory that it can be told of; Unsupported, with the reason, where it cannot.
