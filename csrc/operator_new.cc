@@ -27,7 +27,8 @@ std::size_t least_bytes() {
   static std::atomic<std::size_t> found{0};  // no lock of a static's: dlsym may allocate
   std::size_t least = found.load(std::memory_order_relaxed);
   if (least == 0) {
-    least = is_from("malloc", "libc.so") && is_from("_ZdlPvm", "libstdc++.so") ? kLeastBytes : 1;
+    // Not malloc: a program that is bound to its address, as Debian's python3 is, has a place of its own for it.
+    least = is_from("malloc_usable_size", "libc.so") && is_from("_ZdlPvm", "libstdc++.so") ? kLeastBytes : 1;
     found.store(least, std::memory_order_relaxed);
   }
   return least;
