@@ -16,7 +16,7 @@ from horoclone.handles import ROWS
 from horoclone.process_sets import ProcessSet, set_id
 from horoclone.torch.operations import functional
 from horoclone.torch.operations.handles import number_for, run, submit, submit_group, synchronize
-from horoclone.torch.operations.tensors import ON_GPU, is_compiling
+from horoclone.torch.operations.tensors import ON_GPU, is_compiling, not_a_tensor
 
 Tensors = Sequence[torch.Tensor]
 
@@ -34,6 +34,8 @@ def start(
     """Starts an operation and returns the handle of `output`, in which its result goes, or of the core's rows."""
     if is_compiling():
         return functional.start(op, [source], name, process_set, in_place=output is source, **terms)
+    if source is None:  # a request without any tensor is another call
+        raise not_a_tensor(source, name)
     target = None if output is ROWS else output
     return submit(op, name, set_id(process_set), source, target, output, counts_beside=counts_beside, **terms)
 
