@@ -277,7 +277,7 @@ class Supervisor:
 
     def next_s(self, now: float) -> float:
         """When step() has something to do that only time brings."""
-        known_s = self._nobody_since + ROOM_IS_KNOWN_S
+        known_s = self._nobody_since + ROOM_IS_KNOWN_S if self._generation else math.inf
         return min(
             [
                 self._nobody_since + self._job.timeout_s,
