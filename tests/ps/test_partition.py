@@ -6,6 +6,7 @@ import importlib.util
 import json
 import secrets
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,7 +34,11 @@ def benchmarks_hosts() -> Any:
     spec = importlib.util.spec_from_file_location("benchmarks_hosts", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(path.parent))  # for what it imports
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
     return module
 
 
