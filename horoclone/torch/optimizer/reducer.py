@@ -121,6 +121,7 @@ class Reducer:
             True  # else some had joined: they know of no buckets, and each gradient is reduced alone
         )
         self._settled = False  # backward() has waited in this step
+        self._overflow_told = False  # in this step
         self._calls = BackwardCalls(self._call_ended)
         self._first_call = 0  # number of the first backward call of this step
         self._calls_of_a_pass: float | None = None  # after which everything has come; None: not known
@@ -253,7 +254,7 @@ class Reducer:
             else:
                 self._forget_layout()
         self.outstanding = True
-        self.reduced = self.partial = self._settled = self._agreed = False
+        self.reduced = self.partial = self._settled = self._agreed = self._overflow_told = False
         self._first_call = self._calls.number
         self._awaited = 0
         for bucket in self.buckets:
@@ -368,23 +369,20 @@ class Reducer:
         self._send(prompt=True)
         self._collect()
         self._scale_local()
-        if self.partial or self.some_local:
-            self._spread_overflow()
+        self._spread_overflow()
         if not self._was_skipped():  # what is changed from now on is changed too early, through .data as well
             for state in self.states:
                 if state.reduced:
                     state.note(content=not is_capturing())
 
-    def _spread_overflow_late(self) -> None:
-        """On a rank whose backward() did not wait: where the others do it, before what is late is sent."""
-        if not self._settled and (self.partial or self.some_local):
-            self._scale_local()
-            self._spread_overflow()
-
     @torch.no_grad()
     def _spread_overflow(self) -> None:
         """What is not finite in a gradient that this rank alone has, in its shards or local, shows on the others in one
-        that they have, so that gradient scalers leave out a step on every rank or on none."""
+        that they have, so that gradient scalers leave out a step on every rank or on none. Once in a step, on all ranks
+        before what is late is sent: in backward(), or in synchronize() where that did not wait."""
+        if self._overflow_told or not (self.partial or self.some_local):
+            return
+        self._overflow_told = True
         own = [parameter.grad for parameter in self.local if parameter.grad is not None]
         values = [grad._values() if grad.is_sparse else grad for grad in own]
         if self.partial:
@@ -575,7 +573,7 @@ class Reducer:
                 in_buckets = all(state.bucket is not None for state in self.states)
                 told = self._tell_change(prompt=None if in_buckets and not self.may_wait else True)
                 if not told:
-                    self._spread_overflow_late()
+                    self._spread_overflow()
                     self._tell_change(prompt=False)
             if learning and not self._agreed:
                 self._agree_on(self.states)
@@ -584,7 +582,7 @@ class Reducer:
             sent, shows = self._send(prompt=True), self.some_local or bool(self._scatter)
             if not self._settled and (shows or (sent and self._marked)):
                 self._collect()  # where parameters have changed elsewhere, nobody sends the others
-            self._spread_overflow_late()
+            self._spread_overflow()
             self._send(prompt=False)
             self._collect()
             if self._terms.unused_as_none:
