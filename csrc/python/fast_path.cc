@@ -1,7 +1,7 @@
 // The fast path of an allreduce of plain tensors (plain_tensors.h), blocking or not, and of its end; and of the
 // blocking collectives of torch.distributed. It handles the correct and common case; otherwise, and for every wrong
-// argument, it returns None, and the caller takes the slow path, which reports what is wrong. It uses CPython's own calling
-// convention (METH_FASTCALL), because pybind11's takes as long as the core's whole submission.
+// argument, it returns None, and the caller takes the slow path, which reports what is wrong. It uses CPython's own
+// calling convention (METH_FASTCALL), because pybind11's takes as long as the core's whole submission.
 #include "fast_path.h"
 
 #include <algorithm>
@@ -166,8 +166,10 @@ Outcome wait_for(const FastPath* fast_path, const hc_request& request, const hc_
     }
     const bool failed = done && status;
     hc_status_destroy(status);
-    if (failed) done = 0;
-    if (failed) break;
+    if (failed) {
+      done = 0;
+      break;
+    }
     if (!done && PyErr_CheckSignals() != 0) {
       *object = break_off(fast_path, source, target, *number);
       return Outcome::kRaised;

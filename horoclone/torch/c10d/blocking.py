@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from horoclone import ops
 from horoclone.handles import declines
-from horoclone.torch.c10d.tensors import REDUCTIONS
+from horoclone.torch.c10d.tensors import BITWISE, REDUCTIONS
 from horoclone.torch.operations import handles
 from horoclone.torch.operations.spans import profiler
 
@@ -21,9 +19,7 @@ if TYPE_CHECKING:
 
 # torch's reduction -> ours, where no factor comes with it.
 _PLAIN = {
-    kind: ours
-    for kind, ours in REDUCTIONS.items()
-    if ours not in (ops.And, ops.Or, ops.Xor) and kind.name != "PREMUL_SUM"
+    kind: ours for kind, ours in REDUCTIONS.items() if ours not in BITWISE and kind.name != "PREMUL_SUM"
 }
 
 
@@ -37,8 +33,9 @@ class Blocking:
         if handles.tensor_exchange is not None:
             from horoclone._core import FastPath
 
-            kinds = (torch.Tensor, torch.nn.Parameter)
-            self._fast_path = FastPath(runtime, kinds, handles.tensor_exchange, None, self._unfinished)
+            self._fast_path = FastPath(
+                runtime, handles.table.kinds, handles.tensor_exchange, None, self._unfinished
+            )
             self._call = self._fast_path.collective
         self.set_limit(limit_s)
 
