@@ -60,6 +60,7 @@ class Servers:
 
     def _connect(self, worker: int) -> None:
         deadline = time.monotonic() + self.timeout_s
+        self._has_begun = False
         late = "server {} of {} has not come within {:g} s"
         self.layout = self._wait_for_layout(deadline)
         self._worker = worker
@@ -78,6 +79,7 @@ class Servers:
             self._reach(server)
         for partition in range(self.layout.partitions):
             self._find(partition, None, deadline)
+        self._has_begun = True
 
     def _wait_for_layout(self, deadline: float) -> Layout:
         """It is there once all servers have come, and a register that can be started again is some seconds old."""
@@ -243,7 +245,9 @@ class Servers:
         view = View.from_json(value)
         if view.epoch < known.epoch:  # somebody has written an old value again; the servers write the newest
             return known
-        if view.lost > known.lost:
+        # A loss that is written while this worker connects is told when it makes a table: only with this object can its
+        # owner call accept_loss().
+        if view.lost > known.lost and self._has_begun:
             raise errors.StateLost(self._what_is_lost([partition], None))
         self._views[partition] = view
         return view

@@ -335,3 +335,26 @@ def test_when_all_copies_are_dead_it_is_said_and_the_save_is_named(cluster: Clus
     table = Table(again, "gone", 2, ps.Sum())
     table.load(str(tmp_path))
     np.testing.assert_array_equal(table.pull([1, 2, 3]), np.ones((3, 2)))
+
+
+def test_a_worker_that_comes_before_the_loss_is_known_can_accept_it(cluster: Cluster) -> None:
+    first = cluster.worker()
+    cluster.wait_for_copies(first)
+    first.close()
+    for index in (0, 1):
+        cluster.kill(index)
+    made: list[Servers] = []
+    coming = threading.Thread(target=lambda: made.append(cluster.worker()))
+    coming.start()
+    time.sleep(0.5)  # it has read where the partitions were, and waits for servers
+    for index in (0, 1):
+        cluster.start(index)
+    coming.join(60)
+    [mine] = made
+    with pytest.raises(errors.StateLost, match="accept_loss"):
+        Table(mine, "come early", 2, ps.Sum())
+    mine.accept_loss()
+    table = Table(mine, "come early", 2, ps.Sum())
+    table.push([1], np.ones((1, 2)))
+    np.testing.assert_array_equal(table.pull([1]), np.ones((1, 2)))
+    mine.close()
