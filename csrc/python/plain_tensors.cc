@@ -54,6 +54,22 @@ bool is_dense(const DlTensor& t) {
   return true;
 }
 
+// Whether memory holds the numbers with the other sign, as under torch's imaginary part of a conjugated tensor: DLPack
+// does not tell. Among dense tensors only those of one element can be such a part, whose elements lie two apart.
+bool may_be_negated(const DlTensor& t) {
+  int64_t n = 1;
+  for (int32_t d = 0; d < t.dimensions; ++d) n *= t.shape[d];
+  return n == 1;
+}
+bool is_negated(PyObject* object) {
+  static PyObject* const name = PyUnicode_InternFromString("is_neg");
+  PyObject* answer = PyObject_CallMethodNoArgs(object, name);
+  if (!answer) PyErr_Clear();  // another framework's, which has no such tensors
+  const bool negated = answer == Py_True;
+  Py_XDECREF(answer);
+  return negated;
+}
+
 bool alike(const hc_tensor& a, const hc_tensor& b) {
   return a.dtype == b.dtype && a.rank == b.rank &&
          (a.rank == 0 || std::memcmp(a.shape, b.shape, static_cast<size_t>(a.rank) * sizeof(int64_t)) == 0);
@@ -74,6 +90,7 @@ bool PlainTensors::read_exchanged(PyObject* object, hc_tensor* out) const {
   out->dtype = dtype_of(t);
   if (out->dtype < 0 || t.device_type != kDlCpu || t.dimensions > kMaxDimensions || !t.data || !is_dense(t))
     return false;
+  if (may_be_negated(t) && is_negated(object)) return false;
   out->in = out->out = static_cast<char*>(t.data) + t.byte_offset;
   out->shape = t.shape;
   out->rank = t.dimensions;

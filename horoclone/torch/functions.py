@@ -17,6 +17,7 @@ from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.runtime import rank
 from horoclone.torch import operations
 from horoclone.torch.operations.gpu import HOST, memory_beside, place_of
+from horoclone.torch.operations.tensors import bytes_of
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 
@@ -80,7 +81,7 @@ def broadcast_optimizer_state(
     if not is_root:
         beside = _on_a_gpu(optimizer)
         tensors = [_memory(beside if on_gpu else None, shape, dtype) for shape, dtype, on_gpu in forms]
-    wires = [_bytes_of(t) for t in tensors]
+    wires = [bytes_of(t) for t in tensors]
     handles = [
         operations.broadcast_async_(wire, root_rank, f"optimizer_state.{i}", process_set)
         for i, wire in enumerate(wires)
@@ -157,15 +158,6 @@ def _with_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_with_tensors(item, tensors) for item in value)
     return value
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory as bytes (of a contiguous copy, where it is not): any dtype travels."""
-    return (
-        tensor.contiguous().reshape(-1).view(torch.uint8)
-        if tensor.numel()
-        else torch.empty(0, dtype=torch.uint8)
-    )
 
 
 def _check_groups(optimizer: torch.optim.Optimizer, state: Any, root_rank: int) -> None:

@@ -90,7 +90,7 @@ torch.c10d: anonymous_file bootstrap errors handles objects ops runtime runtime.
 torch.compression: compression ops torch.compressor torch.compressors
 torch.compressor: compression errors
 torch.compressors: runtime torch.compressor
-torch.elastic: elastic errors objects owned runtime torch.functions torch.optimizer
+torch.elastic: elastic errors objects owned runtime torch.functions torch.operations torch.optimizer
 torch.functions: arguments objects process_sets runtime torch.operations
 torch.local_sgd: ops process_sets runtime torch.compression torch.compressor torch.operations torch.optimizer
 torch.mpi_ops: common errors ops runtime runtime.exported torch.operations

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from horoclone import ops
-from horoclone.torch.operations.tensors import NUMBER_OF, ON_GPU, number_of
+from horoclone.torch.operations.tensors import NUMBER_OF, ON_GPU, bytes_of, number_of
 
 Tensors = Sequence[torch.Tensor]
 Finish = Callable[[Any, int], None]  # puts the core's result where the caller wants it
@@ -96,7 +96,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """As whole(), as uint8[bytes]."""
-    return whole(tensor).view(-1).view(torch.uint8)
+    return bytes_of(whole(tensor))
 
 
 def put_back(targets: Tensors, results: Tensors) -> Finish | None:

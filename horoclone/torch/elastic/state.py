@@ -24,6 +24,7 @@ from horoclone.torch.functions import (
     broadcast_parameters,
     load_into_groups,
 )
+from horoclone.torch.operations.tensors import bytes_of
 from horoclone.torch.optimizer.own_state import OwnState
 from horoclone.torch.optimizer.resharding import boxed, unboxed
 
@@ -260,7 +261,7 @@ def _reduce(tensor: torch.Tensor) -> Any:
     """For spares: a tensor as its bytes in host memory, which are sent as they are."""
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
         return NotImplemented
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    data = bytes_of(tensor.cpu()).numpy()
     return _from_bytes, (data, tensor.dtype, tuple(tensor.shape))
 
 

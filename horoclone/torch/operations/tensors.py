@@ -95,6 +95,13 @@ def _refusal(tensor: torch.Tensor, name: str | None, gpu: bool) -> Exception:
     return ValueError("Tensor is required to be contiguous.")
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of its elements as uint8[bytes]: its own, or a copy's where they do not lie in order without gaps."""
+    whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # Not view(-1), which keeps the stride of a single element.
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
+
+
 def not_a_tensor(value: object, name: str | None = None) -> NotATensor:
     """What to raise where a tensor was expected."""
     label = f"tensor {name!r}" if name else "the tensor"

@@ -16,6 +16,7 @@ from horoclone import arrays
 from horoclone.objects import opened, packed, sealed, unpacked
 from horoclone.process_sets import ProcessSet
 from horoclone.torch.operations.gpu import HOST, place_of
+from horoclone.torch.operations.tensors import bytes_of
 from horoclone.torch.optimizer.buckets import flat_of
 from horoclone.torch.optimizer.pieces import Piece
 
@@ -78,10 +79,7 @@ def boxed(value: Any) -> Any:
     """A tensor as a Box over its memory where that is the host's; anything else as it is."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return value
-    whole = value.detach().contiguous()
-    on_host = whole.cpu()
-    data = on_host.view(-1).view(torch.uint8).numpy() if on_host.numel() else np.empty(0, np.uint8)
-    return Box(data, value.dtype, tuple(value.shape), place_of(value) is not HOST)
+    return Box(bytes_of(value).cpu().numpy(), value.dtype, tuple(value.shape), place_of(value) is not HOST)
 
 
 def unboxed(value: Any, beside: torch.Tensor) -> Any:
