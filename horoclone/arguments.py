@@ -35,6 +35,12 @@ def wrong_type(call: str, argument: str, value: Any, accepted: str) -> TypeError
     return TypeError(f"{call}: {argument}={given(value)} cannot be used; {argument} takes {accepted}.")
 
 
+def refuse_mask(array: Any) -> None:
+    """ValueError for a masked array of NumPy, of which np.asarray() and TensorFlow take what lies under the mask."""
+    if hasattr(array, "mask") and hasattr(array, "filled"):
+        raise ValueError("a masked array cannot be passed: its mask would be lost. Pass array.filled(value)")
+
+
 def is_integer(value: Any) -> bool:
     """Whether it is one, and no bool."""
     try:

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from horoclone import ops
 from horoclone.arguments import given as described
+from horoclone.arguments import refuse_mask
 from horoclone.arrays.adapter import HOST, Copy, Place
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def _number_of(array: Array) -> int:
 
 def readable(array: ArrayLike) -> Array:
     """As a C-contiguous array in native byte order; a copy only where that needs one."""
+    refuse_mask(array)
     try:
         found = np.asarray(array)
     except TypeError as error:
@@ -70,9 +72,14 @@ def writable(array: Array) -> Array:
         raise _refusal(array) or ValueError(
             f"an in-place operation needs a NumPy array, not {described(array)}: np.asarray() makes one"
         )
+    refuse_mask(array)
     flags = array.flags
-    if not flags.c_contiguous or not array.dtype.isnative:
+    if not flags.c_contiguous:
         raise ValueError("Tensor is required to be contiguous.")
+    if not array.dtype.isnative:
+        raise ValueError(
+            f"an in-place operation needs an array in this machine's byte order, not {array.dtype.str}"
+        )
     if not flags.writeable:
         raise ValueError("an in-place operation needs a writable array, and this one is read-only")
     return array

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from horoclone import ops
-from horoclone.arguments import SPLITS, check, given, root, wrong_type
+from horoclone.arguments import SPLITS, check, given, refuse_mask, root, wrong_type
 from horoclone.common.basics import HorovodBasics
 from horoclone.errors import Unsupported
 from horoclone.ops import *  # noqa: F403 - the reductions
@@ -194,6 +194,7 @@ def _refuse_scalars(kind: str, tensors: Sequence[Any], eager_too: bool = False) 
 
 def to_tensor(call: str, value: Any) -> Any:
     """The value as a tensor; TensorFlow's own error otherwise, with the call and what it was given."""
+    refuse_mask(value)
     try:
         return tf.convert_to_tensor(value)
     except (TypeError, ValueError) as error:

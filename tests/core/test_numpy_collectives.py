@@ -171,13 +171,31 @@ def test_in_place_operations_write_into_the_array_and_refuse_what_they_cannot():
     pair = [np.full(3, hvd.rank() + 1), np.full((), hvd.rank() + 1.0)]
     result = hvd.grouped_allreduce_(pair, op=hvd.Sum)
     assert result[0] is pair[0] and result[1] is pair[1] and pair[0].tolist() == [3, 3, 3] and pair[1] == 3
-    for wrong in (np.zeros((4, 4))[:, 1], np.zeros(3, ">f4")):
-        with pytest.raises(ValueError, match=r"Tensor is required to be contiguous\."):
+    for wrong, text in (
+        (np.zeros((4, 4))[:, 1], r"Tensor is required to be contiguous\."),
+        (np.zeros(3, ">f4"), "byte order, not >f4"),
+        (np.ma.masked_array([1.0, 2.0], [True, False]), "its mask would be lost"),
+    ):
+        with pytest.raises(ValueError, match=text):
             hvd.allreduce_(wrong)
     with pytest.raises(ValueError, match="read-only"):
         hvd.broadcast_(np.frombuffer(b"1234", np.uint8), 0)
     with pytest.raises(ValueError, match="needs a NumPy array"):
         hvd.allreduce_([1, 2])
+
+
+@ranks(2)
+def test_a_mask_is_not_lost_in_silence():
+    hvd.allreduce(np.ones(2))
+    masked = np.ma.masked_array([1.0, 2.0], [True, False])
+    for call in (
+        hvd.allreduce, hvd.allgather, hvd.alltoall, hvd.reducescatter, lambda x: hvd.broadcast(x, 0),
+        lambda x: hvd.grouped_allreduce([x]), lambda x: hvd.gather(x, 0), lambda x: hvd.allreduce_async(x, name="a"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"array\.filled\(value\)"):
+            call(masked)
+    kept = hvd.broadcast_object(masked if hvd.rank() == 0 else None, 0)
+    assert kept.mask.tolist() == [True, False]
 
 
 @ranks(2)

@@ -215,6 +215,19 @@ def test_indexed_slices_are_gathered() -> None:
 
 
 @ranks(2)
+def test_a_mask_is_not_lost_in_silence() -> None:
+    masked = np.ma.masked_array([1.0, 2.0], [True, False])
+    for call in (
+        hvd.allreduce,
+        hvd.allgather,
+        lambda x: hvd.broadcast(x, 0),
+        lambda x: hvd.grouped_allreduce([x]),
+    ):
+        with pytest.raises(ValueError, match="its mask would be lost"):
+            call(masked)
+
+
+@ranks(2)
 def test_compression_and_older_arguments() -> None:
     x = tf.constant([1.5, -2.0, 0.25]) * (hvd.rank() + 1)
     for compression in (hvd.Compression.none, hvd.Compression.fp16, hvd.Compression.bf16):
