@@ -30,7 +30,7 @@ class Fault(NamedTuple):
 
 PYTHON = (
     Fault("horoclone/launch/hosts.py", "slots.get(host.name, 0) + host.slots", "host.slots", "tests/launch/test_hosts.py"),
-    Fault("horoclone/launch/discovery.py", "if process.returncode != 0:", "if process.returncode < 0:", "tests/launch/test_discovery.py"),
+    Fault("horoclone/launch/discovery.py", "if code != 0:", "if code < 0:", "tests/launch/test_discovery.py"),
     Fault("horoclone/launch/root_cause.py", "return sorted(late - ready)", "return sorted(late)", "tests/launch/test_hosts.py"),
     Fault("horoclone/launch/elastic_policy.py", "lower * 2.0 ** min(count, 32)", "lower * 2.0", "tests/launch/test_elastic_policy.py"),
     Fault("horoclone/bootstrap/wire.py", "if not (hmac.compare_digest(hello[-PROOF_BYTES:], expected) and hello.startswith(HELLO)):", "if not hello.startswith(HELLO):", "tests/bootstrap/test_replica.py"),
@@ -99,7 +99,7 @@ def try_cpp(test: str) -> str | None:
     folder, case = test.split(" ", 1)
     options = f"-DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O0 -DHC_PYTHON=ON -DPython_EXECUTABLE={sys.executable}"
     code, said = run(
-        [".ci/cpp", "check", "", str(os.cpu_count()), "build"],
+        [".ci/cpp", "check", "", os.environ.get("JOBS", str(os.cpu_count())), "build"],
         OPTIONS=options, TARGETS=f"hc_tests_{folder}", CCACHE_BASEDIR=str(COPY),
     )  # fmt: skip
     if code:
