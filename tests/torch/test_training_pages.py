@@ -150,7 +150,7 @@ def test_callers_of_profilers_and_trackers(tmp_path: Path) -> None:
 def test_ddp_and_a_compiled_function() -> None:
     import torch.distributed as dist
 
-    names = run(block_of("torch_ecosystem.md", "DistributedDataParallel(model)"), namespace())
+    names = run(block_of("pytorch_on_cpus.md", "DistributedDataParallel(model)"), namespace())
     for x, y in names["loader"]:
         F.cross_entropy(names["model"](x), y).backward()
     assert_alike(names["model"])
