@@ -1,14 +1,17 @@
-"""What a step's name says of the variables whose gradients are sent. Without it those of different variables, on ranks
-that lack different ones, would be added up where they are alike in shape and number. Standard library only.
+"""What a step's name says of the optimizer and of the variables whose gradients are sent. Without it those of different
+optimizers, or of different variables on ranks that lack different ones, would be added up where they are alike in shape
+and number. Standard library only.
 """
 
 from __future__ import annotations
 
+import itertools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import pairwise
+from typing import Any, ClassVar
 
-MAX_NUMBERS = 40  # characters that list variables
+MAX_NUMBERS = 40  # characters that list variables or optimizers
 
 
 def named_by(sent: Sequence[int], count: int) -> str:
@@ -19,6 +22,61 @@ def named_by(sent: Sequence[int], count: int) -> str:
     cuts = [0, *(i for i in range(1, len(sent)) if sent[i] != sent[i - 1] + 1), len(sent)]
     runs = [(sent[a], sent[b - 1]) for a, b in pairwise(cuts)]
     text = "_".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-    if len(text) > MAX_NUMBERS:
-        text = f"{text[:MAX_NUMBERS]}.{zlib.crc32(text.encode()):08x}"
-    return f".variables.{text}.of.{count}"
+    return f".variables.{_short(text)}.of.{count}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MAX_NUMBERS else f"{text[:MAX_NUMBERS]}.{zlib.crc32(text.encode()):08x}"
+
+
+class Turn:
+    """Tells an optimizer from others of its kind, alike on every rank: where ranks begin with different ones, their
+    gradients must not be added up because they are alike in shape.
+
+    When it first reduces something, it counts those that were made before it and have not begun. These counts say in
+    which order all until now have begun. The mere order in which they were made would differ where one rank makes some
+    more for itself later, or was in the job before.
+    """
+
+    _made = itertools.count()
+    _waiting: ClassVar[dict[Hashable, set[int]]] = {}  # made in this life, and not begun
+    _counts: ClassVar[dict[Hashable, list[int]]] = {}  # of those that have
+    _life: ClassVar[Any] = None  # None: before the first one
+
+    def __init__(self, kind: Hashable) -> None:
+        """kind: what is equal for optimizers that could be taken for each other."""
+        self._kind, self._number = kind, next(self._made)
+        self._begun_in: Any = None
+        self._name = ""
+
+    def announce(self, life: Any) -> None:
+        """From now on later ones count it: the script has made it, and it is no copy. life: the runtime, if any."""
+        self._see(life)
+        self._waiting.setdefault(self._kind, set()).add(self._number)
+
+    def withdraw(self) -> None:
+        """It was a copy."""
+        self._waiting.get(self._kind, set()).discard(self._number)
+
+    def name(self, life: Any, begins: bool = True) -> str:
+        """The end of a name: "" as long as optimizers begin in the order in which they were made. begins: False for
+        what it would be now."""
+        if self._begun_in is life:
+            return self._name
+        self._see(life)
+        waiting = self._waiting.get(self._kind, set())
+        counts = [*self._counts.get(self._kind, ()), sum(number < self._number for number in waiting)]
+        name = f".order.{_short('_'.join(map(str, counts)))}" if any(counts) else ""
+        if begins:
+            waiting.discard(self._number)
+            self._counts[self._kind] = counts
+            self._name, self._begun_in = name, life
+        return name
+
+    @classmethod
+    def _see(cls, life: Any) -> None:
+        if life is not None and life is not cls._life:
+            if cls._life is not None:
+                cls._waiting.clear()
+            cls._counts.clear()
+            cls._life = life

@@ -12,10 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from horoclone.errors import Unsupported
+from horoclone.gradient_names import Turn
 from horoclone.jax.compression import Compression, Compressor
 from horoclone.jax.operations import reduce_gradients
 from horoclone.ops import Average, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
+from horoclone.runtime import current
 
 
 class DistributedState(NamedTuple):
@@ -52,12 +54,17 @@ def DistributedOptimizer(
     if gradient_predivide_factor != 1.0 and reduce != Average:
         raise ValueError("gradient_predivide_factor is for op=Average only")
     wrapped = optax.with_extra_args_support(optimizer)
+    turn = Turn((name, None if process_set is global_process_set else tuple(process_set.ranks or ())))
+    turn.announce(current.runtime)
 
     def reduced(gradients: Any) -> Any:
         how: dict[str, Any] = {"op": reduce}
         if gradient_predivide_factor != 1.0:
             how = _predivided(gradient_predivide_factor, process_set)
-        return reduce_gradients(gradients, name=name, compression=compression, process_set=process_set, **how)
+        if not (own := turn.name(current.runtime)):
+            return reduce_gradients(gradients, name, compression, process_set=process_set, **how)
+        called = None if name is None else f"{name}{own}"  # by the paths in the tree, where it has no name
+        return reduce_gradients({own: gradients}, called, compression, process_set=process_set, **how)[own]
 
     def init(params: Any) -> DistributedState:
         gathered = None if passes == 1 else jax.tree_util.tree_map(_wide_zeros, params)

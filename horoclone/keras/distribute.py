@@ -8,6 +8,7 @@ from horoclone.keras.flavor import LEGACY
 from horoclone.keras.reduction import Reduction, checked, layers_of
 from horoclone.ops import Average
 from horoclone.process_sets import ProcessSet, global_process_set
+from horoclone.runtime import current
 
 if LEGACY:
     from horoclone.keras.legacy_optimizer import distribute
@@ -61,7 +62,9 @@ def make_distributed(
         named=name is not None,
         local_layers=layers_of(local_layers),
     )
-    return distribute(optimizer, reduction)
+    distributed = distribute(optimizer, reduction)
+    reduction.turn.announce(current.runtime)
+    return distributed
 
 
 def PartialDistributedOptimizer(

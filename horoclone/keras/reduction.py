@@ -15,10 +15,11 @@ from operator import itemgetter
 from typing import Any
 
 from horoclone.errors import Unsupported
-from horoclone.gradient_names import named_by
+from horoclone.gradient_names import Turn, named_by
 from horoclone.keras.flavor import backend
 from horoclone.ops import Adasum, Average, Max, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
+from horoclone.runtime import current
 
 Grads = Sequence[Any]
 
@@ -63,6 +64,11 @@ class Reduction:
         default=False, compare=False
     )  # perhaps for another model, with local variables of its own
     refusal: str = ""  # why these options cannot be used
+    turn: Turn = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        everybody = self.process_set is global_process_set
+        self.turn = Turn((self.name, None if everybody else tuple(self.process_set.ranks or ())))
 
     def copied(self) -> Reduction:
         """The same options for a copy of the optimizer."""
@@ -73,13 +79,14 @@ class Reduction:
         """Variables and layers stay in their process."""
         groups = self.groups if isinstance(self.groups, int) else 0
         refusal = _LOCAL if self.local_variables or self.local_layers else self.refusal
-        own = {"groups": groups, "local_variables": [], "local_layers": [], "refusal": refusal}
+        own = {"groups": groups, "local_variables": [], "local_layers": [], "refusal": refusal, "turn": None}
         everybody = self.process_set is global_process_set
         return {**self.__dict__, **own, "process_set": None if everybody else self.process_set}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.process_set = state["process_set"] or global_process_set
+        self.__post_init__()
 
     def active(self) -> bool:
         """Whether there is anybody to reduce with. NotInitialized before init(), Unsupported for a copy of which
@@ -172,9 +179,10 @@ class Reduction:
             lists = [rest[a:b] for a, b in pairwise(cuts)]
         else:
             lists = [rest]
+        name = f"{self.name}{self.turn.name(current.runtime)}"
         parts = [
             Part(
-                f"{self.name}.{n}{which}",
+                f"{name}.{n}{which}",
                 places,
                 self.op,
                 1.0 / self.predivide,
@@ -186,7 +194,7 @@ class Reduction:
             if places
         ]
         if scales:
-            parts.append(Part(f"{self.name}.scales{which}", scales, Max, 1.0, 1.0, None))
+            parts.append(Part(f"{name}.scales{which}", scales, Max, 1.0, 1.0, None))
         return parts
 
 

@@ -45,7 +45,7 @@ gradient_names:
 handles: arguments errors process_sets
 horoclone: optional
 horovod_alias: stand_ins
-jax: arguments arrays compression elastic errors objects ops optional owned process_sets requests runtime
+jax: arguments arrays compression elastic errors gradient_names objects ops optional owned process_sets requests runtime
     runtime.lifecycle
 keras: arguments arrays compression elastic errors gradient_names jax objects ops optional owned process_sets runtime
     runtime.exported stand_ins tensorflow torch torch.operations tracking
@@ -95,7 +95,7 @@ torch.functions: arguments objects process_sets runtime torch.operations
 torch.local_sgd: ops process_sets runtime torch.compression torch.compressor torch.operations torch.optimizer
 torch.mpi_ops: common errors ops runtime runtime.exported torch.operations
 torch.operations: arguments errors handles ops process_sets requests runtime torch.compression
-torch.optimizer: arguments arrays errors objects ops process_sets runtime stand_ins torch.compression
+torch.optimizer: arguments arrays errors gradient_names objects ops process_sets runtime stand_ins torch.compression
     torch.compressor torch.functions torch.operations
 torch.sync_batch_norm: errors ops process_sets torch.operations
 torch.torchft: torch.c10d

@@ -175,6 +175,26 @@ def test_gradients_of_different_parameters_never_meet(how: str) -> None:
     assert changes["b"].tolist() == [-1.5, -1.5]
 
 
+@pytest.mark.parametrize("how", ["jit", "eager"])
+@ranks(2, env={"HOROCLONE_DEADLOCK_TIME_SECONDS": "2"})
+def test_gradients_of_optimizers_of_one_form_never_meet(how: str) -> None:
+    """Ranks begin with different ones; the names of calls say so, given or not."""
+    p = {"a": jnp.zeros(2)}
+    for name in (None, "mine"):
+        made = [hvd.DistributedOptimizer(optax.sgd(1.0), name) for _ in range(2)]
+        for tx in made if hvd.rank() == 0 else made[::-1]:
+            update = jax.jit(tx.update) if how == "jit" else tx.update
+            with pytest.raises(
+                (RuntimeError, ValueError), match="each waits for a call that the other has not made"
+            ):
+                jax.block_until_ready(update({"a": jnp.ones(2)}, tx.init(p), p))
+    alike = [hvd.DistributedOptimizer(optax.sgd(1.0), "other") for _ in range(2)]
+    for tx in (alike[1], alike[0]):
+        update = jax.jit(tx.update) if how == "jit" else tx.update
+        changes, _ = update({"a": jnp.full(2, hvd.rank() + 1.0)}, tx.init(p), p)
+        assert changes["a"].tolist() == [-1.5, -1.5]
+
+
 @pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="the example needs scikit-learn")
 @pytest.mark.long(40)
 @ranks(2, init=False, limit_s=150)

@@ -332,7 +332,41 @@ def others_never_meet(kind: str) -> None:
     assert float(hvd.allreduce(1.0, op=hvd.Sum)) == hvd.size()
 
 
+def optimizers_never_meet(kind: str) -> None:
+    """Two optimizers of one form, in opposite orders; a third one that is made and left alone changes nothing."""
+    import horoclone.keras as hvd
+
+    (first, of_first), (second, of_second) = made(kind), made(kind)
+    order = [(first, of_first, 1.0), (second, of_second, 10.0)]
+    for optimizer, variables, g in order if hvd.rank() == 0 else order[::-1]:
+        with pytest.raises(Exception, match=r"'DistributedSGD.*'DistributedSGD"):
+            stepped(optimizer, (g, variables[0]), (g, variables[1]))
+    assert firsts(of_first + of_second) == [0.0] * 4
+    assert float(hvd.allreduce(1.0, op=hvd.Sum)) == hvd.size()
+
+
+def optimizers_of_one_form_are_told_apart_alike(kind: str) -> None:
+    """Whichever begins, and whatever one rank alone has made since, copied, or was given by a checkpoint."""
+    import horoclone.keras as hvd
+
+    (first, of_first), (second, of_second) = made(kind), made(kind)
+    if hvd.rank() == 1:
+        type(first).from_config(first.get_config())
+    for optimizer, variables in ((second, of_second), (first, of_first), (second, of_second)):
+        stepped(optimizer, (1.0, variables[0]), (10.0, variables[1]))
+    if hvd.rank() == 0:
+        made(kind)
+    stepped(first, (1.0, of_first[0]), (10.0, of_first[1]))
+    assert firsts(of_first + of_second) == [-3.0, -30.0, -3.0, -30.0]
+
+
 # --- tests -----------------------------------------------------------------------------------------------------------
+
+
+BODIES = [
+    halves_have_their_passes, a_gradient_in_one_pass_counts, others_never_meet, optimizers_never_meet,
+    optimizers_of_one_form_are_told_apart_alike,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("backend, kind", BACKENDS)
@@ -341,8 +375,7 @@ def test_every_program_gives_what_numpy_gives(on: On, backend: str, kind: str) -
     assert len(set(counts)) == 1 and counts[0] >= 1  # JAX compiles each operation
 
 
-@pytest.mark.parametrize("body", [halves_have_their_passes, a_gradient_in_one_pass_counts, others_never_meet],
-                         ids=lambda body: body.__name__)  # fmt: skip
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 @pytest.mark.parametrize("backend, kind", BACKENDS)
 def test_some_of_the_variables(on: On, backend: str, kind: str, body: Any) -> None:
     on(backend, body, kind=kind, env={"HOROCLONE_DEADLOCK_TIME_SECONDS": "2"})

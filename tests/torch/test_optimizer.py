@@ -509,6 +509,40 @@ def test_two_optimizers_in_flight_at_once() -> None:
     assert all(same_on_every_rank(model) for model in models)
 
 
+@pytest.mark.parametrize("options", [{}, {"op": hvd.Adasum}, {"shard_optimizer_state": True}], ids=str)
+@ranks(2)
+def test_optimizers_of_one_form_never_meet(options: dict[str, Any]) -> None:
+    """Ranks begin with different ones, whose parameters have the same names and shapes."""
+    models = [torch.nn.Linear(2, 1, bias=False) for _ in range(2)]
+    made = [hvd.DistributedOptimizer(torch.optim.SGD(m.parameters(), 0.1), **options) for m in models]
+    before = [copy.deepcopy(m.weight) for m in models]
+    for i in [0, 1] if hvd.rank() == 0 else [1, 0]:
+        with pytest.raises(
+            hvd.Mismatch, match=r"steps? of different optimizers.*'allreduce\.noname\.0'.*prefix="
+        ):
+            models[i](torch.ones(1, 2)).sum().backward()
+            made[i].step()
+        made[i].zero_grad()
+    assert all(torch.equal(m.weight, w) for m, w in zip(models, before, strict=True))
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
+
+
+@ranks(2)
+def test_optimizers_of_one_form_are_told_apart_alike_on_every_rank() -> None:
+    """Whichever begins; copies and what one rank makes later do not count."""
+    models = [torch.nn.Linear(2, 1, bias=False) for _ in range(3)]
+    made = [hvd.DistributedOptimizer(torch.optim.SGD(m.parameters(), 0.1)) for m in models[:2]]
+    kept = [copy.deepcopy(made[0]) for _ in range(hvd.rank())]
+    made.append(hvd.DistributedOptimizer(torch.optim.SGD(models[2].parameters(), 0.1)))
+    for i in (1, 0, 2, 0, 1, 2):
+        made[i].zero_grad()
+        if hvd.rank():
+            kept.append(hvd.DistributedOptimizer(torch.optim.SGD([copy.deepcopy(models[i].weight)], 0.1)))
+        (models[i](torch.ones(1, 2)) * (1 + hvd.rank()) * 10**i).sum().backward()
+        made[i].step()
+        assert torch.allclose(models[i].weight.grad, torch.full((1, 2), 1.5 * 10**i))
+
+
 @ranks(2, init=False)
 def test_training_goes_on_after_shutdown_and_init() -> None:
     hvd.init()

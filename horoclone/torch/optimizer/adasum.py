@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from horoclone.errors import HorovodInternalError, Mismatch
+from horoclone.gradient_names import Turn
 from horoclone.ops import Adasum, Max
 from horoclone.process_sets import ProcessSet
 from horoclone.runtime import native, size
@@ -32,7 +33,8 @@ from horoclone.torch.optimizer.wrapping import WrappedOptimizer, checked_passes,
 class Deltas:
     """The reduction: remembers where parameters were, and moves them by the Adasum of everybody's differences."""
 
-    def __init__(self, compression: Any, process_set: ProcessSet) -> None:
+    def __init__(self, compression: Any, process_set: ProcessSet, turn: Turn) -> None:
+        self._turn = turn
         self._compression = compression
         self._set = process_set
         self._runtime: Any = None
@@ -72,7 +74,7 @@ class Deltas:
     def _lay_out(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         states = [GradState(parameter, name) for name, parameter in named]
         try:
-            agreed = agree_on_parameters(states, self._set)
+            agreed = agree_on_parameters(states, self._set, self._turn)
         except ValueError as error:
             if not self._was_told:
                 raise

@@ -6,17 +6,27 @@ Every function here is collective over the process set. Thread: the one that cal
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from horoclone.errors import Mismatch
+from horoclone.gradient_names import Turn
 from horoclone.ops import Max
 from horoclone.process_sets import ProcessSet
+from horoclone.runtime import native
 from horoclone.torch import operations
 from horoclone.torch.operations.tensors import DTYPE_OF, NUMBER_OF
 from horoclone.torch.optimizer.buckets import GradState, bits_of
 
+OTHER_OPTIMIZER = (
+    "the ranks are in a step of different optimizers, whose {count} parameters have the same names ({name!r}, ...) and "
+    "shapes; their gradients would have been added up. Make the optimizers, and their first steps, in the same order "
+    "on every rank, or give them names that differ: hvd.DistributedOptimizer(..., named_parameters="
+    'model.named_parameters(prefix="generator"))'
+)
 _formed = 0  # bucket layouts formed by this process: makes bucket names unique among its optimizers
 
 
@@ -41,7 +51,7 @@ class Parameters(NamedTuple):
 def agree_on_parameters(
     states: Sequence[GradState],
     process_set: ProcessSet,
-    optimizer: int = 0,
+    turn: Turn | None = None,
     complete: Callable[[GradState], bool] | None = None,
     changed: bool = False,
     local: bool = False,
@@ -49,10 +59,10 @@ def agree_on_parameters(
 ) -> Parameters | None:
     """Checks that the ranks mean the same parameters; ValueError names the first difference.
 
-    optimizer: number of this one in its process. complete: given at the end of backward, and not in a step. Then the
-    result is None where other ranks are with another optimizer, whose backward pass comes first there. changed: here,
-    since they agreed last; the same on all as well. local: this rank has parameters whose gradients stay here.
-    operation: how names of operations begin.
+    turn: of its optimizer; Mismatch where other ranks are in a step of another one with the same names. complete: given
+    at the end of backward, and not in a step. Then the result is None where other ranks are with another optimizer,
+    whose backward pass comes first there. changed: here, since they agreed last; the same on all as well. local: this
+    rank has parameters whose gradients stay here. operation: how names of operations begin.
     """
     ordered = by_name(states)
     form = [(s.name, tuple(s.parameter.shape), str(s.parameter.dtype), s.strides()) for s in ordered]
@@ -62,6 +72,8 @@ def agree_on_parameters(
     mine = process_set.rank() or 0
     here[mine] = 1
     while True:
+        own = turn.name(native(), begins=complete is None) if turn else ""
+        optimizer = zlib.crc32(own.encode())
         said = torch.tensor(
             [digest, -digest, optimizer, -optimizer, int(complete is not None), int(local), *here]
         )
@@ -77,6 +89,8 @@ def agree_on_parameters(
 
         forms = allgather_object(form, f"{operation}.differences", process_set)
         raise ValueError(_difference(forms, process_set.ranks or []))
+    if last != -first:
+        raise Mismatch(OTHER_OPTIMIZER.format(count=len(ordered), name=ordered[0].name))
     flags = [(_flag(s), _dtype_number(s), int(complete is None or not complete(s))) for s in ordered]
     table = torch.tensor(flags, dtype=torch.uint8).reshape(-1, 3)
     operations.allreduce_(table, name=f"{operation}.sparse", op=Max, process_set=process_set)

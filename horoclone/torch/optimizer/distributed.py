@@ -414,14 +414,14 @@ def DistributedOptimizer(
                 "shard_optimizer_state does not work with op=hvd.Adasum: every rank makes a whole step"
             )
         wrapped = wrap(optimizer, AdasumMixin, named_parameters, *how)
-        return wrapped._begin(Deltas(compression, process_set), local, sparse_as_dense)
+        return wrapped._begin(Deltas(compression, process_set, wrapped._turn), local, sparse_as_dense)
     wrapped = wrap(optimizer, DistributedMixin, named_parameters, *how)
     wrapped._process_set = process_set
     wrapped._announced, wrapped._should_synchronize = False, True
     terms = Terms(
         op, gradient_predivide_factor, compression, sparse_as_dense, unused_as_none, scale_local_gradients, process_set
     )  # fmt: skip
-    wrapped._reducer = Reducer(passes, terms)
+    wrapped._reducer = Reducer(passes, terms, wrapped._turn)
     wrapped._reducer.add_local(local)
     wrapped._reducer.groups = groups
     return _begun(wrapped, shard_optimizer_state, modules)

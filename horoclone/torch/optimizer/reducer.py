@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from horoclone.errors import HorovodInternalError, Mismatch, Unsupported
+from horoclone.gradient_names import Turn
 from horoclone.ops import ALLGATHER, REDUCESCATTER, Average, Max, Sum
 from horoclone.process_sets import global_process_set, id_of
 from horoclone.runtime import is_initialized, native
@@ -81,15 +82,13 @@ UNREDUCED = (
 NOT_EVERYWHERE = "it was not computed by every rank in the first step"
 IN_SHARDS = "with shard_optimizer_state each rank has the result of its own share only until then"
 
-_made = 0  # reducers of this process
-_live: weakref.WeakSet[Reducer] = weakref.WeakSet()
-
 
 class Reducer:
     """The gradients of one optimizer."""
 
-    def __init__(self, passes: int, terms: Terms) -> None:
+    def __init__(self, passes: int, terms: Terms, turn: Turn) -> None:
         self.passes = passes
+        self._turn = turn
         self.outstanding = False  # a hook has fired since the last synchronize()
         self.may_wait = True  # unless gradients are not to be whole before the next forward
         self.lends = True  # parameter.grad becomes the memory of the buckets
@@ -135,10 +134,6 @@ class Reducer:
         )
         # Guards the counts of one step (left, waiting, _awaited, outstanding) when several threads run backward.
         self._lock = threading.Lock()
-        global _made
-        _made += 1
-        self._number = _made
-        _live.add(self)
 
     # --- registration ----------------------------------------------------------------------------------------------
 
@@ -880,7 +875,7 @@ class Reducer:
             agreed = agree_on_parameters(
                 states,
                 self._terms.process_set,
-                self._ordinal(),
+                self._turn,
                 (lambda state: state.passes == self.passes) if early else None,
                 self._changed,
                 bool(self.local),
@@ -905,15 +900,6 @@ class Reducer:
                 state.becomes_sparse = True
         self._agreed = True
         return True
-
-    def _ordinal(self) -> int:
-        """Which one it is of those that are about to agree on the same names. Only these can be taken for each other,
-        and processes of an elastic job have made different numbers of optimizers."""
-        names = [state.name for state in self.states]
-        return sum(
-            other._number < self._number and not other._learned and [s.name for s in other.states] == names
-            for other in list(_live)
-        )
 
     def _form_buckets(self) -> None:
         """The order of one rank, on which all agree, cut into buckets."""

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from horoclone.errors import NotInitialized, Unsupported
-from horoclone.runtime import is_initialized
+from horoclone.gradient_names import Turn
+from horoclone.process_sets import global_process_set
+from horoclone.runtime import current, is_initialized
 from horoclone.stand_ins import shown_module
 
 
@@ -27,6 +29,7 @@ class WrappedOptimizer:
     _maker: Callable[..., Any]  # DistributedOptimizer, and its options: copies are made with them
     _options: dict[str, Any]
     backward_passes_per_step: int
+    _turn: Turn  # among optimizers of parameters with the same names
 
     def _name_of(self, parameter: torch.Tensor) -> str:
         name = self._parameter_names.get(parameter)
@@ -70,7 +73,7 @@ class WrappedOptimizer:
         return _copied, (self._maker, plain, state, names, options)
 
 
-_OWN_ATTRIBUTES = frozenset({"_parameter_names", "_maker", "_options", "backward_passes_per_step"})
+_OWN_ATTRIBUTES = frozenset({"_parameter_names", "_maker", "_options", "backward_passes_per_step", "_turn"})
 
 
 class NotStarted(WrappedOptimizer):
@@ -94,8 +97,11 @@ def _copied(
     else:
         optimizer.__dict__.update(state)
     if is_initialized():
-        return make(optimizer, names, **options)
-    return wrap(optimizer, NotStarted, names, options["backward_passes_per_step"], make, options)
+        copy = make(optimizer, names, **options)
+    else:
+        copy = wrap(optimizer, NotStarted, names, options["backward_passes_per_step"], make, options)
+    copy._turn.withdraw()
+    return copy
 
 
 def wrap(
@@ -123,6 +129,10 @@ def wrap(
     wrapped._parameter_names = _named(optimizer.param_groups, named_parameters)
     wrapped.backward_passes_per_step = passes
     wrapped._maker, wrapped._options = make, options
+    own = (wrapped._name_of(p) for group in optimizer.param_groups for p in group["params"])
+    everybody, members = options["process_set"] is global_process_set, options["process_set"].ranks or ()
+    wrapped._turn = Turn((tuple(sorted(own)), None if everybody else tuple(members)))
+    wrapped._turn.announce(current.runtime)
     return wrapped
 
 
