@@ -282,7 +282,7 @@ bool overlap(const hc_tensor& a, int64_t a_bytes, const hc_tensor& b, int64_t b_
 }
 
 // Shows the tensors of a collective to the core as the slow path does (c10d/group.py): an allreduce as they are, what
-// is moved as bytes, what is scattered as a row for each rank. False: not plain. shape: two entries, behind `out`.
+// is moved as one row, what is scattered as a row for each rank. False: not plain. shape: two entries, behind `out`.
 bool describe(const FastPath* fast_path, int32_t op, PyObject* source, PyObject* target, int64_t* shape,
               hc_tensor* out) {
   PlainTensors tensors(fast_path->exchange);
@@ -300,9 +300,9 @@ bool describe(const FastPath* fast_path, int32_t op, PyObject* source, PyObject*
   if (op == HC_ALLREDUCE) return source == target;
   if (op == HC_BROADCAST || op == HC_ALLGATHER) {
     if (op == HC_BROADCAST ? source != target : wanted_bytes != size * given_bytes) return false;
-    if (op == HC_ALLGATHER && overlap(*out, given_bytes, to, wanted_bytes)) return false;
-    shape[0] = given_bytes;
-    *out = {out->in, to.out, shape, 1, HC_UINT8};
+    if (op == HC_ALLGATHER && (out->dtype != to.dtype || overlap(*out, given_bytes, to, wanted_bytes))) return false;
+    shape[0] = given;
+    *out = {out->in, to.out, shape, 1, out->dtype};
     return true;
   }
   if (op != HC_REDUCESCATTER || out->dtype != to.dtype || given != size * wanted ||
@@ -314,20 +314,21 @@ bool describe(const FastPath* fast_path, int32_t op, PyObject* source, PyObject*
   return true;
 }
 
-// After an allgather: the core leaves the target alone where a rank gave another number of bytes. ValueError then, as
-// c10d/tensors.py has it.
-bool is_filled(const FastPath* fast_path, hc_handle number, int64_t own_bytes) {
+// After an allgather: the core leaves the target alone where a rank gave another number of elements. ValueError then,
+// as c10d/tensors.py has it.
+bool is_filled(const FastPath* fast_path, hc_handle number, int64_t own) {
   hc_result result{};
   hc_block* memory = nullptr;
   hc_status* status = hc_take_result(fast_path->rt, number, 0, &result, &memory);
-  const bool filled = !status && !memory && result.first_dimension == own_bytes * hc_get(fast_path->rt, HC_SIZE);
+  const bool filled = !status && !memory && result.first_dimension == own * hc_get(fast_path->rt, HC_SIZE);
   hc_status_destroy(status);
   hc_block_destroy(memory);
   if (!filled)
-    PyErr_Format(PyExc_ValueError,
-                 "all_gather_into_tensor: the ranks' inputs have different sizes, %lld bytes together; this rank's has "
-                 "%lld. Use all_gather where sizes differ.",
-                 static_cast<long long>(result.first_dimension), static_cast<long long>(own_bytes));
+    PyErr_Format(
+        PyExc_ValueError,
+        "all_gather_into_tensor: the ranks' inputs have different sizes, %lld elements together; this rank's has "
+        "%lld. Use all_gather where sizes differ.",
+        static_cast<long long>(result.first_dimension), static_cast<long long>(own));
   return filled;
 }
 

@@ -25,6 +25,9 @@ from horoclone.torch.c10d.rendezvous import connect, of_this_life, start_limit_s
 from horoclone.torch.c10d.sparse import sparse_among, start_sparse_sum
 from horoclone.torch.c10d.tensors import (
     as_bytes,
+    as_row,
+    as_rows,
+    check_dtypes,
     check_filled,
     copy_apart,
     listed,
@@ -153,7 +156,7 @@ class HorocloneGroup(GroupFacts):
             return done
         finish = None
         if op == ops.ALLGATHER:
-            data, filled = as_bytes(source), as_bytes(target)
+            data, filled = as_row(source), as_row(target)
             finish = lambda runtime, handle: check_filled(runtime.result(handle), data, filled)  # noqa: E731
         what, outputs = ("barrier", []) if target is None else (ops_name(op), [target])
         self._work(done, outputs, (source, target), finish, what).wait_no_longer()
@@ -222,7 +225,8 @@ class HorocloneGroup(GroupFacts):
     def _reduce_parts(self, outputs: Tensors, sources: Tensors, opts: Any) -> Work:
         """Pairs (output, source of size chunks); several pairs are laid out so that one operation does them all."""
         _, reduce, factor = reduction(opts)
-        for output in outputs:
+        for output, source in zip(outputs, sources, strict=True):
+            check_dtypes("reduce_scatter", output, source)
             number_at(reducible(whole(output), reduce))
         rows = [whole(source).view(self._size, -1) for source in sources]
         flat = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
@@ -291,7 +295,7 @@ class HorocloneGroup(GroupFacts):
             root = opts.rootRank if hasattr(opts, "rootRank") else int(opts or 0)
         if self._is_done(opts, ops.BROADCAST, tensor, tensor, root=root):
             return None
-        data = as_bytes(tensor)
+        data = as_row(tensor)
         finish = put_back([tensor], [data])
         return self._submit(
             ops.BROADCAST, data, data, root=root, outputs=[tensor], kept=tensor, finish=finish
@@ -304,11 +308,11 @@ class HorocloneGroup(GroupFacts):
         (source,) = listed(sources)
         if len(parts) != self._size:
             raise ValueError(f"all_gather: {len(parts)} outputs for {self._size} ranks")
-        return self._gather_bytes(as_bytes(source), list(parts), source)
+        return self._gather_apart(as_row(source), list(parts), source)
 
-    def _gather_bytes(self, data: torch.Tensor, outputs: Tensors, kept: Any) -> Work:
+    def _gather_apart(self, data: torch.Tensor, outputs: Tensors, kept: Any) -> Work:
         for output in outputs:
-            as_bytes(output)
+            as_row(output)
 
         def finish(runtime: Runtime, handle: int) -> None:
             copy_apart(rows_of(runtime, handle, 0, data, place_of(data)), outputs)
@@ -324,11 +328,12 @@ class HorocloneGroup(GroupFacts):
                 f"all_gather_into_tensor: the output has {output.numel()} elements, not {self._size} times the input's "
                 f"{source.numel()}"
             )
-        data, target = as_bytes(source), as_bytes(output)
+        check_dtypes("all_gather_into_tensor", output, source)
+        data, target = as_row(source), as_row(output)
         back = put_back([output], [target])
         own = target.chunk(self._size)[self._rank] if target.numel() else target
         if overlap(data, target) and data.data_ptr() != own.data_ptr():
-            return self._gather_bytes(data, [output], source)
+            return self._gather_apart(data, [output], source)
 
         def finish(runtime: Runtime, handle: int) -> None:
             check_filled(runtime.result(handle), data, target)
@@ -341,7 +346,7 @@ class HorocloneGroup(GroupFacts):
 
     def all_gather_single_coalesced(self, outputs: Tensors, sources: Tensors, opts: Any = None) -> Work:
         """Does several all_gather_into_tensor as one operation."""
-        parts = [as_bytes(source) for source in sources]
+        parts = as_rows(sources)
         data = torch.cat(parts)
 
         def finish(runtime: Runtime, handle: int) -> None:
@@ -361,18 +366,18 @@ class HorocloneGroup(GroupFacts):
                 f"all_gather_coalesced: {len(output_lists)} lists of outputs for {self._size} ranks"
             )
         outputs = [output for of_rank in output_lists for output in of_rank]
-        return self._gather_bytes(torch.cat([as_bytes(s) for s in sources]), outputs, sources)
+        return self._gather_apart(torch.cat(as_rows(sources)), outputs, sources)
 
     def gather(self, outputs: Any, sources: Any, opts: Any = None) -> Work:
         """Collects everybody's tensor on rank opts.rootRank in its list of outputs; sizes may differ."""
         (source,) = listed(sources)
-        data, parts = as_bytes(source), []
+        data, parts = as_row(source), []
         if self._rank == opts.rootRank:
             parts = list(outputs[0] if isinstance(outputs[0], (list, tuple)) else outputs)
             if len(parts) != self._size:
                 raise ValueError(f"gather: {len(parts)} outputs for {self._size} ranks")
             for part in parts:
-                as_bytes(part)
+                as_row(part)
 
         def finish(runtime: Runtime, handle: int) -> None:
             if parts:
@@ -385,9 +390,9 @@ class HorocloneGroup(GroupFacts):
     def scatter(self, outputs: Any, sources: Any, opts: Any = None) -> Work:
         """Gives each rank its entry of the list that rank opts.rootRank has; sizes may differ."""
         (output,) = listed(outputs)
-        data, splits, wanted = None, None, as_bytes(output).numel()
+        data, splits, wanted = None, None, as_row(output).numel()
         if self._rank == opts.rootRank:
-            parts = [as_bytes(p) for p in (sources[0] if isinstance(sources[0], (list, tuple)) else sources)]
+            parts = as_rows(sources[0] if isinstance(sources[0], (list, tuple)) else sources)
             if len(parts) != self._size or parts[self._rank].numel() != wanted:
                 raise ValueError(
                     f"scatter: needs {self._size} tensors, that of rank {self._rank} with {output.numel()} elements"
@@ -409,7 +414,7 @@ class HorocloneGroup(GroupFacts):
         sizes = []
         for tensor, splits, what in ((source, input_splits, "input"), (output, output_splits, "output")):
             rows = tensor.shape[0] if tensor.dim() else 0
-            row = as_bytes(tensor).numel() // rows if rows else 0
+            row = as_row(tensor).numel() // rows if rows else 0
             if not splits:
                 if rows % self._size:
                     raise ValueError(f"all_to_all_single: {rows} {what} rows for {self._size} ranks")
@@ -417,7 +422,7 @@ class HorocloneGroup(GroupFacts):
             if len(splits) != self._size or sum(splits) != rows:
                 raise ValueError(f"all_to_all_single: {what} splits {list(splits)} for {rows} rows")
             sizes.append([int(count) * row for count in splits])
-        return self._exchange(as_bytes(source), sizes[0], [output], sizes[1], source)
+        return self._exchange(as_row(source), sizes[0], [output], sizes[1], source)
 
     all_to_all_single = alltoall_base
 
@@ -425,8 +430,8 @@ class HorocloneGroup(GroupFacts):
         """Sets outputs[r] to what rank r has in sources[this rank]."""
         if len(outputs) != self._size or len(sources) != self._size:
             raise ValueError(f"all_to_all: needs {self._size} inputs and as many outputs")
-        parts = [as_bytes(source) for source in sources]
-        expected = [as_bytes(output).numel() for output in outputs]
+        parts = as_rows(sources)
+        expected = [part.numel() for part in as_rows(outputs)]
         return self._exchange(torch.cat(parts), [p.numel() for p in parts], outputs, expected)
 
     def _exchange(
@@ -434,7 +439,7 @@ class HorocloneGroup(GroupFacts):
         expected: Sequence[int] | None = None, kept: Any = None,
     ) -> Work:  # fmt: skip
         for output in outputs:
-            as_bytes(output)
+            as_row(output)
 
         def finish(runtime: Runtime, handle: int) -> None:
             rows = rows_of(
@@ -443,7 +448,7 @@ class HorocloneGroup(GroupFacts):
             result = runtime.result(handle)
             if expected is not None and list(result.rows_from) != list(expected):
                 raise ValueError(
-                    f"all_to_all: the ranks sent {list(result.rows_from)} bytes, the outputs have {list(expected)}"
+                    f"all_to_all: the ranks sent {list(result.rows_from)} elements, the outputs have {list(expected)}"
                 )
             copy_apart(rows, outputs)
 

@@ -99,6 +99,26 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return bytes_of(whole(tensor))
 
 
+def as_row(tensor: torch.Tensor) -> torch.Tensor:
+    """As whole(), in one dimension; as bytes where the core does not know the dtype. Ranks whose dtypes differ are told
+    so by the core."""
+    return whole(tensor).view(-1) if tensor.dtype in NUMBER_OF else as_bytes(tensor)
+
+
+def as_rows(tensors: Tensors) -> list[torch.Tensor]:
+    """as_row() of each; bytes where their dtypes differ, so that one operation can move them together."""
+    form = as_row if len({tensor.dtype for tensor in tensors}) == 1 else as_bytes
+    return [form(tensor) for tensor in tensors]
+
+
+def check_dtypes(call: str, output: torch.Tensor, source: torch.Tensor) -> None:
+    """ValueError where they differ: the output would get the input's bits as numbers of another kind."""
+    if output.dtype is not source.dtype:
+        raise ValueError(
+            f"{call}: the output is {output.dtype}, the input {source.dtype}; they must be of one dtype"
+        )
+
+
 def put_back(targets: Tensors, results: Tensors) -> Finish | None:
     """What moves results to targets of which whole() made copies; None where it made none."""
     pairs = [(t, r) for t, r in zip(targets, results, strict=True) if t.data_ptr() != r.data_ptr()]
@@ -127,6 +147,8 @@ def copy_apart(flat: torch.Tensor, outputs: Tensors) -> None:
     flat = flat.reshape(-1)
     copies = [whole(o) for o in outputs]
     targets = [as_bytes(o) if flat.dtype is torch.uint8 else o.view(-1) for o in copies]
+    if wrong := [o.dtype for o in targets if o.dtype is not flat.dtype]:
+        raise ValueError(f"the ranks sent {flat.dtype}, and an output is {wrong[0]}")
     if sum(t.numel() for t in targets) != flat.numel():
         raise ValueError(
             f"the ranks sent {flat.numel()} elements, the outputs have {[math.prod(o.shape) for o in outputs]}"
@@ -138,9 +160,9 @@ def copy_apart(flat: torch.Tensor, outputs: Tensors) -> None:
 
 
 def check_filled(result: Any, source: torch.Tensor, target: torch.Tensor) -> None:
-    """After an allgather of bytes into `target`: the core leaves it alone where a rank gave another number of them."""
+    """After an allgather into `target`: the core leaves it alone where a rank gave another number of elements."""
     if result.nbytes or result.device >= 0 or result.first_dimension != target.numel():
         raise ValueError(
-            f"all_gather_into_tensor: the ranks' inputs have different sizes, {result.first_dimension} bytes together; "
-            f"this rank's has {source.numel()}. Use all_gather where sizes differ."
+            "all_gather_into_tensor: the ranks' inputs have different sizes, "
+            f"{result.first_dimension} elements together; this rank's has {source.numel()}. Use all_gather where sizes differ."
         )
