@@ -164,5 +164,6 @@ def check_filled(result: Any, source: torch.Tensor, target: torch.Tensor) -> Non
     if result.nbytes or result.device >= 0 or result.first_dimension != target.numel():
         raise ValueError(
             "all_gather_into_tensor: the ranks' inputs have different sizes, "
-            f"{result.first_dimension} elements together; this rank's has {source.numel()}. Use all_gather where sizes differ."
+            f"{result.first_dimension} elements together; this rank's has {source.numel()}. Use all_gather where "
+            "sizes differ."
         )
