@@ -3,6 +3,7 @@ what to add. Parameters are never left different on the ranks."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 from collections.abc import Callable
@@ -297,6 +298,40 @@ def test_an_overflow_in_a_local_gradient_leaves_the_step_out_on_every_rank(optio
         scaler.update()
         assert scaler.get_scale() == (8.0 if step < 2 else 4.0)
     assert same(net["trunk"])
+
+
+@pytest.mark.parametrize("adds", [[0, 1], [1]], ids=["all ranks add", "one rank adds"])
+@pytest.mark.parametrize("script", ["as alone", "with the lines", "all overflow"])
+@ranks(2, env={"HOROCLONE_DEADLOCK_TIME_SECONDS": "5"})
+def test_an_overflow_in_a_further_backward_into_a_local_gradient(script: str, adds: list[int]) -> None:
+    net = torch.nn.ModuleDict({"trunk": torch.nn.Linear(3, 3), "head": torch.nn.Linear(3, 2 + hvd.rank())})
+    optimizer = wrapped(net, local_parameters=net["head"])
+    hvd.broadcast_parameters(net["trunk"].state_dict(), root_rank=0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        hidden = net["trunk"](torch.ones(1, 3))
+        infinite = step == 2 and hvd.rank() == 1
+        shared = hidden.sum() * (float("inf") if script == "all overflow" and infinite else 1.0)
+        scaler.scale(shared + net["head"](hidden.detach()).sum()).backward()
+        if hvd.rank() in adds:
+            scaler.scale(net["head"](hidden.detach()).sum() * (float("inf") if infinite else 1.0)).backward()
+        if script == "as alone" or (script == "all overflow" and step != 2):
+            with pytest.raises(
+                RuntimeError, match="(?s)further call of backward.*on every rank.*synchronize"
+            ):
+                scaler.step(optimizer)
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        else:
+            if script == "with the lines":
+                optimizer.synchronize()
+            with optimizer.skip_synchronize() if script == "with the lines" else contextlib.nullcontext():
+                scaler.step(optimizer)
+            scaler.update()
+            assert scaler.get_scale() == (8.0 if step < 2 else 4.0)
+            scaler = torch.amp.GradScaler("cpu", init_scale=scaler.get_scale())
+        assert same(net["trunk"])
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
 
 
 @pytest.mark.parametrize("where", ["first step", "no backward", "fewer passes"])

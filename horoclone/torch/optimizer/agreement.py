@@ -106,8 +106,11 @@ def agree_on_parameters(
 
 
 @torch.no_grad()
-def first_that_differs(states: Sequence[GradState], process_set: ProcessSet) -> GradState | None:
-    """Of gradients that have been reduced: the first whose content is not the same on all ranks."""
+def first_that_differs(
+    states: Sequence[GradState], process_set: ProcessSet, flag: bool = False
+) -> tuple[GradState | None, bool]:
+    """Of gradients that have been reduced: the first whose content is not the same on all ranks; and whether some rank
+    has set the flag."""
     ordered = by_name(states)
     grads = [(i, state.parameter.grad) for i, state in enumerate(ordered)]
     there = [(i, bits_of(grad)) for i, grad in grads if grad is not None]
@@ -116,12 +119,11 @@ def first_that_differs(states: Sequence[GradState], process_set: ProcessSet) -> 
         device = there[0][1].device
         sums = torch.stack([bits.to(device) for _, bits in there]).bitwise_and((1 << 62) - 1)
         content[[i for i, _ in there]] = sums.cpu()
-    said = torch.cat([content, -content])
+    said = torch.cat([content, -content, torch.tensor([flag])])
     operations.allreduce_(said, name="horoclone.optimizer.alike", op=Max, process_set=process_set)
-    most, least = said.chunk(2)
-    return next(
-        (state for state, same in zip(ordered, (most == -least).tolist(), strict=True) if not same), None
-    )
+    most, least = said[:-1].chunk(2)
+    differ = (state for state, same in zip(ordered, (most == -least).tolist(), strict=True) if not same)
+    return next(differ, None), bool(said[-1])
 
 
 def agree_on_order(

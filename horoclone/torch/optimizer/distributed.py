@@ -22,7 +22,7 @@ from horoclone.torch import operations
 from horoclone.torch.compression import Compression, checked_compression
 from horoclone.torch.optimizer.adasum import AdasumMixin, Deltas
 from horoclone.torch.optimizer.cross_barrier import NO_TIME_FOR, CrossBarrier, checked_modules
-from horoclone.torch.optimizer.reducer import Reducer
+from horoclone.torch.optimizer.reducer import ADDED_LATE, Reducer
 from horoclone.torch.optimizer.sharded_state import gather_state
 from horoclone.torch.optimizer.sharding import Sharding, checked_mode
 from horoclone.torch.optimizer.single import Terms
@@ -68,6 +68,7 @@ class DistributedMixin(WrappedOptimizer):
                 )
             self._barrier.finish()
             return
+        self._reducer.tell_overflow_again()
         self._synchronize()
         self._announced = True
 
@@ -137,7 +138,8 @@ class DistributedMixin(WrappedOptimizer):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Reduces the gradients (unless done already or inside skip_synchronize); then the wrapped class's step."""
         closure = args[0] if args else kwargs.get("closure")
-        self._refuse_scaler()
+        if self._is_left_out_by_scaler():
+            return None
         if self._barrier is not None:
             if closure is not None or not self._should_synchronize:
                 raise RuntimeError(NO_TIME_FOR.format("computed by a closure or taken as they are"))
@@ -162,12 +164,20 @@ class DistributedMixin(WrappedOptimizer):
     def _step_supports_amp_scaling(self, value: bool) -> None:
         self.__dict__["_step_supports_amp_scaling"] = value
 
-    def _refuse_scaler(self) -> None:
+    def _is_left_out_by_scaler(self) -> bool:
+        """RuntimeError where ranks might not leave out the same steps."""
         if "found_inf" not in self.__dict__ or not (self._barrier or self._reducer.is_pending()):
-            return
+            return False
+        late = self._reducer.has_added_late()
+        if late and self._reducer.drop_overflow():  # as on all ranks
+            return True
         for key in ("found_inf", "grad_scale"):  # the scaler takes them back only where all goes well
             del self.__dict__[key]
         self._synchronize()
+        if late:
+            self._reducer.reduced = False
+            self._reducer.check_alike(added_late=True)
+            raise RuntimeError(ADDED_LATE)
         if (
             self._barrier is not None
         ):  # its look at them has written to memory in use: they are of no use any more

@@ -75,6 +75,13 @@ DIFFERS = (
     "    torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p not in local], max_norm)\n"
     "    torch.nn.utils.clip_grad_norm_(local, max_norm)"
 )
+ADDED_LATE = (
+    "a gradient scaler has looked at local gradients to which, on some rank, a further call of backward() had added: "
+    "the other ranks know of no overflow in it, and would not leave out the same steps. Tell them, on every rank:\n"
+    "    optimizer.synchronize()\n"
+    "    with optimizer.skip_synchronize():\n"
+    "        scaler.step(optimizer)"
+)
 UNREDUCED = (
     "this rank has computed fewer gradients in this step than in the first one or than backward_passes_per_step says, "
     "or backward() does not wait"
@@ -121,6 +128,7 @@ class Reducer:
         )
         self._settled = False  # backward() has waited in this step
         self._overflow_told = False  # in this step
+        self._added_late = False  # to a local gradient, after that
         self._calls = BackwardCalls(self._call_ended)
         self._first_call = 0  # number of the first backward call of this step
         self._calls_of_a_pass: float | None = None  # after which everything has come; None: not known
@@ -211,6 +219,7 @@ class Reducer:
                 self._begin()
             self._calls.note()
             if state is None:  # local
+                self._added_late |= self._settled
                 return
             state.fired = True
             if not self._learned:
@@ -249,7 +258,8 @@ class Reducer:
             else:
                 self._forget_layout()
         self.outstanding = True
-        self.reduced = self.partial = self._settled = self._agreed = self._overflow_told = False
+        self.reduced = self.partial = self._settled = self._agreed = False
+        self._overflow_told = self._added_late = False
         self._first_call = self._calls.number
         self._awaited = 0
         for bucket in self.buckets:
@@ -414,19 +424,29 @@ class Reducer:
 
     def is_pending(self) -> bool:
         """Whether gradients of this step are not reduced yet, as far as this rank has any."""
-        return self.outstanding and (not self._settled or not self._was_skipped())
+        return self.outstanding and (not self._settled or self._added_late or not self._was_skipped())
 
     def _was_skipped(self) -> bool:
         """Whether nothing is missing but the step itself: gradients that are cleared now were to be dropped."""
         return self._settled and not any(state.fired and not state.reduced for state in self.states)
 
-    def drop_overflow(self) -> None:
+    def drop_overflow(self) -> bool:
         """Ends a step that is left out, by a gradient scaler say, because reduced gradients are not finite: the same on
-        every rank."""
+        every rank. Whether it is so."""
         grads = [state.parameter.grad for state in self.states] if self._was_skipped() else []
         values = [grad._values() if grad.is_sparse else grad for grad in grads if grad is not None]
-        if not all(bool(value.isfinite().all()) for value in values):
+        left_out = not all(bool(value.isfinite().all()) for value in values)
+        if left_out:
             self._end()
+        return left_out
+
+    def has_added_late(self) -> bool:
+        """Whether nothing keeps the ranks from the step but what a further backward has added to a local gradient."""
+        return self._added_late and self._was_skipped()
+
+    def tell_overflow_again(self) -> None:
+        """In a synchronize() that every rank calls."""
+        self._overflow_told = self._added_late = False
 
     def give_up_changed(self, find_new: Callable[[], None]) -> str | None:
         """The name of a gradient that was changed too early; then the reductions are completed, to be forgotten."""
@@ -705,11 +725,13 @@ class Reducer:
                     parameter.grad.div_(size)
                     self._scaled.add(parameter)
 
-    def check_alike(self) -> None:
+    def check_alike(self, added_late: bool = False) -> None:
         """Before the update, where some rank has local gradients: RuntimeError where what was done to the others
-        differs between the ranks. Collective."""
+        differs between the ranks, or a rank says that it has added to its own too late. Collective."""
         if self.some_local and not self.partial and not is_capturing():
-            state = first_that_differs(self.states, self._terms.process_set)
+            state, late = first_that_differs(self.states, self._terms.process_set, added_late)
+            if late:
+                raise RuntimeError(ADDED_LATE)
             if state is not None:
                 raise RuntimeError(DIFFERS.format(name=state.name))
 
