@@ -18,6 +18,7 @@ from horoclone.elastic.state import ObjectState, State
 from horoclone.elastic.variables import VariablesState, converting
 from horoclone.errors import StateLost
 from horoclone.jax.failures import horovod_error_of
+from horoclone.jax.random_keys import is_key, with_keys, without_keys
 from horoclone.owned import Owned
 
 __all__ = [
@@ -59,7 +60,7 @@ class JaxState(VariablesState):
         return [leaf for name in self._trees for leaf in jax.tree_util.tree_leaves(getattr(self, name))]
 
     def _read(self, variables: Sequence[Any]) -> list[Any]:
-        return [np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf) for leaf in variables]
+        return [np.asarray(leaf) for leaf in without_keys(list(variables))]
 
     def _write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
         new = [_like(leaf, value) for leaf, value in zip(variables, values, strict=True)]
@@ -74,14 +75,10 @@ def _has_arrays(value: Any) -> bool:
     return any(isinstance(leaf, jax.Array) for leaf in jax.tree_util.tree_leaves(value))
 
 
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def _like(leaf: Any, value: Any) -> Any:
     """The value as what the leaf is: an array of JAX, one of NumPy, or a number."""
-    if _is_key(leaf):
-        return jax.random.wrap_key_data(jax.numpy.array(value), impl=jax.random.key_impl(leaf))
+    if is_key(leaf):
+        return with_keys(leaf, jax.numpy.array(value))
     if isinstance(leaf, jax.Array):
         return jax.numpy.array(value)  # a copy: the buffer of the saved array must not become JAX's
     return value.item() if isinstance(leaf, (bool, int, float, complex)) else np.array(value)

@@ -24,6 +24,7 @@ from horoclone.jax import native
 from horoclone.jax.call import NAMES, Call, is_tracing, name_for, paths_and_leaves
 from horoclone.jax.compression import Compression, Compressor
 from horoclone.jax.primitives import bind
+from horoclone.jax.random_keys import with_keys, without_keys
 from horoclone.process_sets import ProcessSet, global_process_set, set_id
 
 _MOVABLE = {
@@ -206,10 +207,14 @@ def broadcast(
 ) -> Any:
     """Returns every array as rank root_rank (a world rank, also in a process set) has it, all in one call.
 
+    Random keys (jax.random.key) among them become the root's.
+
     Differentiable: the root gets the average of the cotangents, as in Horovod, the others zeros.
     """
     _check("broadcast", process_set, name=name)
-    return _call(tree, ops.BROADCAST, name, process_set, root=root("broadcast", root_rank))
+    bare = without_keys(tree)
+    found = _call(bare, ops.BROADCAST, name, process_set, root=root("broadcast", root_rank))
+    return with_keys(tree, found)
 
 
 def allgather(tree: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:

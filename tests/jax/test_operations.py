@@ -139,6 +139,21 @@ def bits(rank: int, rows: int, dtype: Any) -> np.ndarray[Any, Any]:
 
 
 @ranks(2)
+def test_random_keys_become_the_roots() -> None:
+    me = hvd.rank()
+    tree = {
+        "key": jax.random.key(me),
+        "keys": jax.random.split(jax.random.key(me, impl="rbg"), 3),
+        "w": jnp.ones(2) * me,
+    }
+    for found in (hvd.broadcast_parameters(tree, 1), jax.jit(lambda t: hvd.broadcast(t, 1))(tree)):
+        assert found["key"].dtype == tree["key"].dtype and found["w"].tolist() == [1.0, 1.0]
+        assert jax.random.bits(found["key"]) == jax.random.bits(jax.random.key(1))
+        expected = jax.random.key_data(jax.random.split(jax.random.key(1, impl="rbg"), 3))
+        assert (jax.random.key_data(found["keys"]) == expected).all()
+
+
+@ranks(2)
 def test_what_is_only_moved_keeps_its_bits_and_is_not_reduced() -> None:
     me = hvd.rank()
     with jax.enable_x64(True):
