@@ -132,18 +132,33 @@ def test_ranks_that_list_parameters_in_another_order_mean_the_same_ones() -> Non
     optimizer = hvd.DistributedOptimizer(plain, mine, quorum=1.0)
     for number in range(3):
         one_step(model, optimizer, number)
-    model.double() if hvd.rank() == 0 else None  # on one rank only: rounds keep their dtype
-    data = torch.ones(1, 8, dtype=model[0].weight.dtype)
-    optimizer.zero_grad()
-    model(data).sum().backward()
-    optimizer.step()
-    model.float()
     model[0].bias.requires_grad_(False)  # frozen: it has no share in any round
     frozen = model[0].bias.clone()
     one_step(model, optimizer, 4)
     optimizer.join()
-    rows = hvd.allgather(flat(model)[None])  # a step in float64 rounds in another way
-    assert torch.allclose(rows[0], rows[1], atol=1e-6) and torch.equal(frozen, model[0].bias)
+    assert same_on_all(flat(model)) and torch.equal(frozen, model[0].bias)
+
+
+@ranks(2)
+def test_another_dtype_on_one_rank_is_named_and_on_all_ranks_it_is_used() -> None:
+    """In float64 a step rounds in another way than in float32."""
+    model = network()
+    for both in (True, False):
+        optimizer = made(model, quorum=1.0)
+        for number in range(3):
+            one_step(model, optimizer, number)
+        if both or hvd.rank() == 1:
+            model.double()
+        optimizer.zero_grad()
+        model(torch.ones(1, 8, dtype=model[0].bias.dtype)).sum().backward()
+        if both:
+            optimizer.step()
+            optimizer.join()
+        else:
+            with pytest.raises(hvd.Mismatch, match="rank 1 has changed dtypes, that of '0.bias' first"):
+                optimizer.step()
+        model.float()
+        assert same_on_all(flat(model))
 
 
 @ranks(2)
@@ -160,6 +175,30 @@ def test_ranks_with_different_parameters_and_what_begins_to_train_later_are_name
     model(torch.ones(1, 8)).sum().backward()
     with pytest.raises(ValueError, match="'2.weight' was not trained when the optimizer was made"):
         optimizer.step()
+    model[2].requires_grad_(False)
+    for number in range(3):
+        one_step(model, optimizer, number)
+    optimizer.join()
+    assert optimizer.rounds == 3 and same_on_all(flat(model))
+
+
+@ranks(2)
+def test_several_optimizers_with_a_quorum_do_not_hear_each_other() -> None:
+    """Alike, of another form, and one after the other."""
+    for _ in range(2):
+        models = [network(), network(), torch.nn.Sequential(torch.nn.Linear(8, 4))]
+        reference = network()
+        optimizers = [made(model, quorum=1.0) for model in models]
+        plain = made(reference)
+        for number in range(4):
+            for i in range(3):
+                one_step(models[i], optimizers[i], number + i)
+            one_step(reference, plain, number + 1)
+        for optimizer in optimizers:
+            optimizer.join()
+        assert [optimizer.rounds for optimizer in optimizers] == [4, 4, 4]
+        assert torch.equal(flat(models[1]), flat(reference))
+        assert all(same_on_all(flat(model)) for model in models)
 
 
 @ranks(2)

@@ -12,25 +12,32 @@ import logging
 import math
 import threading
 import warnings
+import zlib
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from horoclone.errors import HorovodInternalError
+from horoclone.errors import HorovodInternalError, Mismatch
 from horoclone.ops import Sum
 from horoclone.process_sets import global_process_set
+from horoclone.runtime import native
 from horoclone.torch import operations
 from horoclone.torch.operations import messages
 from horoclone.torch.optimizer.agreement import agree_on_parameters
 from horoclone.torch.optimizer.buckets import GradState
 from horoclone.torch.optimizer.wrapping import WrappedOptimizer
 
-# Tags of messages: a rank to rank 0, and rank 0 to a rank.
-ARRIVALS, BEGINNINGS = 0x71_0001, 0x71_0002
+ARRIVALS, BEGINNINGS = 0, 1  # messages of a rank to rank 0, and of rank 0 to a rank
+FIRST_TAG = 0x71_0000  # of the first optimizer's; each has two
 READY, LATE, ENDED = range(3)  # has contributed; has come without a contribution; has no more data
 OVER = -1  # instead of a round's number
+ONE_CHANGED = (
+    "quorum=: rank {rank} has changed dtypes, that of {name!r} first, and some other rank has not, so that their steps "
+    "would round in different ways. Change them on every rank after the same round, or make the optimizer anew after "
+    "join()"
+)
 LATE_ROUNDS = 100  # so many rounds in a row without a contribution, and rank 0 warns of the rank
 WAIT_S = 1.0  # between two looks at whether the agent lives
 
@@ -97,12 +104,28 @@ class _Tally:
                 log.warning("rank %d was too late in each of the last %d rounds (quorum=)", rank, LATE_ROUNDS)
 
 
+_made: tuple[Any, int] = (None, 0)  # in which life of the runtime, and how many
+
+
+def _number_in(life: Any) -> int:
+    """Of a new optimizer. What ranks have sent to one that has failed must not be taken for another's."""
+    global _made
+    number = _made[1] if _made[0] is life else 0
+    _made = (life, number + 1)
+    return number
+
+
 class _Agent:
     """One rank's side of all rounds."""
 
     def __init__(self, parameters: list[tuple[str, torch.Tensor]], quorum: int, max_lag: int) -> None:
         """parameters: with their names, in an order that is the same on all ranks."""
         size, self._rank = global_process_set.size() or 1, global_process_set.rank() or 0
+        number = _number_in(native())
+        self._name, self._tags = (
+            f"quorum.{number}",
+            [FIRST_TAG + 2 * number + kind for kind in (ARRIVALS, BEGINNINGS)],
+        )
         self._size = size
         self._tally = _Tally(size, quorum, max_lag) if self._rank == 0 else None
         # Contributions have the dtypes and layouts of this moment, whatever the model becomes.
@@ -111,6 +134,7 @@ class _Agent:
         self._new: Callable[[], list[torch.Tensor]] = lambda: [torch.zeros_like(t) for t in like]
         self._lock = threading.Condition()
         self._given, self._count = self._new(), 0  # what the next round takes from here
+        self._dtypes = self._dtypes_at_first = [p.dtype for _, p in parameters]  # at the last contribution
         self._results: deque[list[torch.Tensor]] = deque()
         self.rounds = 0  # finished, of which the trainer may not have applied all
         self._error: BaseException | None = None
@@ -121,8 +145,9 @@ class _Agent:
 
     # --- the trainer's thread ---
 
-    def give(self, gradients: list[torch.Tensor]) -> None:
+    def give(self, gradients: list[torch.Tensor], dtypes: list[torch.dtype]) -> None:
         with self._lock:
+            self._dtypes = dtypes
             for mine, more in zip(self._given, gradients, strict=True):
                 mine.add_(more)
             self._count += 1
@@ -131,7 +156,7 @@ class _Agent:
         """To rank 0, in order."""
         while self._sent and operations.poll(self._sent[0]):
             operations.synchronize(self._sent.popleft())
-        self._sent.append(messages.isend(torch.tensor([self._rank, what]), 0, ARRIVALS))
+        self._sent.append(messages.isend(torch.tensor([self._rank, what]), 0, self._tags[ARRIVALS]))
 
     def take(self, wanted: int) -> list[list[torch.Tensor]]:
         """The results that there are, once round `wanted` is finished or all is over."""
@@ -152,7 +177,7 @@ class _Agent:
 
     def _run(self) -> None:
         try:
-            agree_on_parameters(self._states, global_process_set, operation="quorum")
+            agree_on_parameters(self._states, global_process_set, operation=self._name)
             while (number := self._next()) != OVER:
                 self._round(number)
         except (HorovodInternalError, ValueError) as error:
@@ -163,27 +188,31 @@ class _Agent:
 
     def _next(self) -> int:
         if self._tally is None:
-            return int(messages.recv(src=0, tag=BEGINNINGS)[0])
+            return int(messages.recv(src=0, tag=self._tags[BEGINNINGS])[0])
         while not (self._tally.is_over() or self._tally.may_begin()):
-            rank, what = messages.recv(tag=ARRIVALS).tolist()
+            rank, what = messages.recv(tag=self._tags[ARRIVALS]).tolist()
             self._tally.note(rank, what)
         number = OVER if self._tally.is_over() else self._tally.rounds
         word = torch.tensor([number])
-        for handle in [messages.isend(word, rank, BEGINNINGS) for rank in range(1, self._size)]:
+        for handle in [messages.isend(word, rank, self._tags[BEGINNINGS]) for rank in range(1, self._size)]:
             operations.synchronize(handle)
         return number
 
     def _round(self, number: int) -> None:
         with self._lock:
-            given, counts = self._given, torch.zeros(self._size)
-            counts[self._rank] = self._count
+            given, said = self._given, torch.zeros(3, self._size)
+            said[:, self._rank] = torch.tensor([self._count, *self._change()])
             self._given, self._count = self._new(), 0
         handles = [
-            operations.allreduce_async_(tensor, None, f"quorum.{i}", Sum)
-            for i, tensor in enumerate((*given, counts))
+            operations.allreduce_async_(tensor, None, f"{self._name}.{i}", Sum)
+            for i, tensor in enumerate((*given, said))
         ]
         for handle in handles:
             operations.synchronize(handle)
+        counts, dtypes, changed = said
+        if len(dtypes.unique()) > 1:
+            rank, at = int(changed.argmax()), int(changed.max()) - 1
+            raise Mismatch(ONE_CHANGED.format(rank=rank, name=self._states[at].name))
         for tensor in given:
             tensor.div_(max(counts.sum().item(), 1.0))
         if self._tally is not None:
@@ -192,6 +221,13 @@ class _Agent:
             self._results.append(given)
             self.rounds = number + 1
             self._lock.notify_all()
+
+    def _change(self) -> tuple[int, int]:
+        """What its parameters' dtypes have become, as a number that float32 holds, and which is the first that is
+        another one; 0 and 0 where none is."""
+        pairs = zip(self._dtypes, self._dtypes_at_first, strict=True)
+        first = next((i + 1 for i, (dtype, before) in enumerate(pairs) if dtype is not before), 0)
+        return (zlib.crc32(repr(self._dtypes).encode()) % (1 << 24) if first else 0), first
 
 
 class QuorumMixin(WrappedOptimizer):
@@ -214,6 +250,7 @@ class QuorumMixin(WrappedOptimizer):
         trained = [p for p in self._parameters() if p.requires_grad]
         self._trained = sorted(((self._name_of(p), p) for p in trained), key=lambda named: named[0])
         self._shapes = [p.shape for _, p in self._trained]
+        self._turn.withdraw()  # its names are its own
         self._agent = _Agent(self._trained, count, max_lag)
         return self
 
@@ -256,7 +293,9 @@ class QuorumMixin(WrappedOptimizer):
             agent.say(LATE)
             self._apply(agent.take(self._applied))
             return None
-        agent.give([self._gradient_of(name, p) for name, p in self._trained])
+        agent.give(
+            [self._gradient_of(name, p) for name, p in self._trained], [p.dtype for _, p in self._trained]
+        )
         agent.say(READY)
         self._apply(agent.take(agent.rounds if late else self._applied + 1))
         return None
