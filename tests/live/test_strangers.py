@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import time
 import urllib.error
@@ -70,6 +71,28 @@ def test_idle_connections_lock_nobody_out_and_take_few_descriptors(job: Any) -> 
         for one in sockets:
             one.close()
     assert "Traceback" not in job.started.stderr
+
+
+def test_a_request_is_read_before_who_came_later_displaces_it(job: Any) -> None:
+    """All of them wait at the port when the launcher comes to look."""
+    parts = urlsplit(job.dashboard_url)
+    place = (parts.hostname, parts.port)
+    sockets = []
+    os.kill(job.pid, signal.SIGSTOP)
+    try:
+        for number in range(110):
+            one = socket.create_connection(place, timeout=20)
+            sockets.append(one)
+            if number in (0, 20, 50):
+                one.sendall(f"GET {parts.path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n".encode())
+    finally:
+        os.kill(job.pid, signal.SIGCONT)
+    try:
+        for number in (0, 20, 50):
+            assert sockets[number].recv(65536).startswith(b"HTTP/1.1 200"), number
+    finally:
+        for one in sockets:
+            one.close()
 
 
 def test_a_request_that_does_not_come_is_given_up(job: Any) -> None:

@@ -1,7 +1,7 @@
 """One connection to the dashboard: uvicorn's, with limits for who does not know the token.
 
-The number of connections is fixed; who comes displaces the oldest that has not shown the token, and a request has to be
-whole within some seconds. Thread: the server's, which runs uvicorn's loop.
+The number of connections is fixed; in a crowd who comes displaces the oldest that has not shown the token, and a
+request has to be whole within some seconds. Thread: the server's, which runs uvicorn's loop.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from horoclone import connection_limits
 
 MOST = 64  # connections at a time
+CROWD = MOST // 2  # from here on the oldest make room
+PATIENCE_S = 0.5  # nobody has to before, as long as there is room: a request may be on its way
 REQUEST_S = 10.0  # for a request to arrive, from the connection or the last answer on
 
 
@@ -26,6 +28,7 @@ class Connection(H11Protocol):
         self.is_known = False
         self.app_state = {**self.app_state, "connection": self}
         self._limit: asyncio.TimerHandle | None = None
+        self._began = self.loop.time()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -33,13 +36,16 @@ class Connection(H11Protocol):
         self._expect_request()
         peer = transport.get_extra_info("socket")
         is_short = peer is not None and connection_limits.are_descriptors_short(peer.fileno())
-        if len(self._ours()) <= MOST and not is_short:
+        if len(self._ours()) <= CROWD and not is_short:
             return
-        unauthenticated = [one for one in self._ours() if not one.is_known]
-        if unauthenticated:
+        oldest = next(one for one in self._ours() if not one.is_known)
+        is_full = is_short or len(self._ours()) > MOST
+        if oldest is self:  # all others have shown the token: uvicorn answers 503
+            self.limit_concurrency = 0 if is_full else None
+        elif is_full or self.loop.time() - oldest._began >= PATIENCE_S:
             self.loop.call_exception_handler({"message": connection_limits.too_many(MOST)})
-            unauthenticated[0].transport.abort()
-            self._ours().remove(unauthenticated[0])
+            oldest.transport.abort()
+            self._ours().remove(oldest)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self in self._ours():

@@ -20,12 +20,14 @@ import uvicorn
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
 
-from horoclone.live.dashboard.connection import MOST, Connection, quiet
+from horoclone.live.dashboard.connection import Connection, quiet
 from horoclone.live.dashboard.content import Content
 
 EVERY_S, UNSEEN_EVERY_S = 1.0, 5.0  # between two looks, with a browser and without: then for the charts only
 MAX_POINTS = 900  # of the charts: 15 minutes
 MAX_EVENTS = 200
+ACCEPTED = 16  # connections in one turn of the loop: each is read before the next ones could displace it
+WAITING = 128  # that the kernel keeps for later turns
 _CLOSE_S = 2.0  # for the thread to end; it is a daemon and holds nobody up for longer
 _FILES = {
     "": ("index.html", "text/html"),
@@ -79,8 +81,7 @@ class Dashboard:
             log_level="critical",  # an address in a log would carry the token
             access_log=False,
             server_header=False,
-            limit_concurrency=MOST + 1,  # all of them show the token: 503
-            backlog=128,  # connections that the loop accepts without looking at them
+            backlog=ACCEPTED,
             timeout_graceful_shutdown=1,
         )
         self._server = uvicorn.Server(config)
@@ -119,7 +120,11 @@ class Dashboard:
         self._loop.set_exception_handler(quiet(self._say))
         self._runs.set()
         looking = asyncio.create_task(self._keep_looking())
-        await self._server.serve(sockets=[self._socket])
+        serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        while not self._server.started and not serving.done():
+            await asyncio.sleep(0.01)
+        self._socket.listen(WAITING)  # asyncio has one number for both
+        await serving
         looking.cancel()
 
     async def _keep_looking(self) -> None:
