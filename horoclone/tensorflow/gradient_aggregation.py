@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from horoclone.process_sets import ProcessSet, global_process_set, id_of
@@ -18,8 +19,8 @@ Reduce = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 
 
 class GradientAggregation:
-    """The sums of one optimizer, one for each variable, and how many passes are in them (`counter`; variables that are
-    given in calls of their own, as those of a GAN's two halves, have one of their own).
+    """The sums of one optimizer, one for each variable, and how many passes are in each: a call may be for some of the
+    variables (a GAN's two halves), and each half has its passes.
 
     reduce: takes gradients and variables, gives the reduced gradients (None where there was none). average: the sums
     are divided by `passes`. sparse: tf.IndexedSlices are made dense; ValueError where it is False. Works eagerly, in
@@ -34,10 +35,10 @@ class GradientAggregation:
         self.backward_passes_per_step = passes
         self.average_aggregated_gradients = average
         self.sparse_as_dense = sparse
-        self.counter: Any = None  # of the variables that were given last
         self._reduce = reduce
         self._sums: dict[Hashable, Any] = {}
-        self._counters: dict[Hashable, Any] = {}  # variables that were first given together have one
+        self._counts: dict[Hashable, tuple[Any, int]] = {}  # tf.Variable of several, and which one
+        self._last: Hashable = None  # one of the variables that were given last
         self._gathered: set[Hashable] = set()  # eagerly: variables that had a gradient in this step
 
     @mpi_ops._as_it_is
@@ -54,11 +55,11 @@ class GradientAggregation:
             self._gathered |= {keys[i] for i in now}
         there = [i for i, key in enumerate(keys) if gradients[i] is not None or key in self._gathered]
         self._make_variables([gradients[i] for i in now], [keys[i] for i in now], keys)
-        counter = self.counter = self._counters[keys[0]]
+        counts, self._last = self._counts_of(keys), keys[0]
         sums = [self._sums[keys[i]] for i in there]
         with tf.control_dependencies([self._sums[keys[i]].assign_add(gradients[i]) for i in now]):
-            count = counter.assign_add(1)
-            count = count if tf.is_tensor(count) else count.read_value()
+            after = [_value(counter.assign_add(mine)) * mine for counter, mine in counts]
+            count = tf.reduce_max([tf.reduce_max(one) for one in after])
 
         def finish() -> list[Any]:
             totals = [self._averaged(total.read_value()) for total in sums]
@@ -68,7 +69,7 @@ class GradientAggregation:
                 reduced = self._reduce(reduced, vars)
             with tf.control_dependencies(totals):
                 cleared = [total.assign(tf.zeros_like(total)) for total in sums]
-                cleared.append(counter.assign(0))
+                cleared += [counter.assign(counter.read_value() * (1 - mine)) for counter, mine in counts]
             self._gathered -= set(keys)
             with tf.control_dependencies([c for c in cleared if c is not None]):
                 return [tf.identity(reduced[i]) for i in there]
@@ -104,10 +105,17 @@ class GradientAggregation:
                 return tf.constant(False)
 
         pairs = args[0] if args else ()
-        counter = next((self._counters.get(key_of(v)) for _, v in pairs), self.counter)
+        counter, at = self._counts.get(next((key_of(v) for _, v in pairs), self._last), (None, 0))
         with tf.control_dependencies(_as_dependencies([g for g, _ in pairs])):
-            due = tf.constant(True) if counter is None else tf.equal(counter.read_value(), 0)
+            due = tf.constant(True) if counter is None else tf.equal(counter.read_value()[at], 0)
         return tf.cond(due, apply, skip)
+
+    def _counts_of(self, keys: Sequence[Hashable]) -> list[tuple[Any, np.ndarray]]:
+        """Each tf.Variable that counts passes of some of these, with ones in their places."""
+        found: dict[int, tuple[Any, np.ndarray]] = {}
+        for counter, at in (self._counts[key] for key in keys):
+            found.setdefault(id(counter), (counter, np.zeros(counter.shape, np.int32)))[1][at] = 1
+        return list(found.values())
 
     def _dense(self, gradient: Any) -> Any:
         if not isinstance(gradient, tf.IndexedSlices):
@@ -124,13 +132,12 @@ class GradientAggregation:
     def _make_variables(
         self, gradients: Sequence[Any], keys: Sequence[Hashable], together: Sequence[Hashable]
     ) -> None:
-        """The sums and the counter, where a variable is met for the first time. together: all that were given."""
+        """The sums and the counts, where a variable is met for the first time. together: all that were given."""
         with tf.init_scope():
-            counter = next((self._counters[key] for key in together if key in self._counters), None)
-            if counter is None:
-                counter = _local_variable(tf.constant(0), "aggregation_counter")
-            for key in together:
-                self._counters.setdefault(key, counter)
+            new = [key for key in dict.fromkeys(together) if key not in self._counts]
+            if new:
+                counter = _local_variable(tf.zeros(len(new), tf.int32), "aggregation_counter")
+                self._counts.update((key, (counter, at)) for at, key in enumerate(new))
             for gradient, key in zip(gradients, keys, strict=True):
                 if key in self._sums:
                     continue
@@ -145,6 +152,10 @@ def _local_variable(value: Any, name: str) -> Any:
         value, trainable=False, name=name, use_resource=True,
         collections=[tf.compat.v1.GraphKeys.LOCAL_VARIABLES],
     )  # fmt: skip
+
+
+def _value(assigned: Any) -> Any:
+    return assigned if tf.is_tensor(assigned) else assigned.read_value()
 
 
 def _as_dependencies(results: Sequence[Any]) -> list[Any]:

@@ -308,6 +308,21 @@ def halves_have_their_passes(kind: str) -> None:
     assert firsts([a, b]) == [-6.0, -60.0]
 
 
+def halves_have_their_passes_after_joint_ones(kind: str) -> None:
+    """Given together at first, in turns after that, then together again."""
+    optimizer, (a, b) = made(kind, backward_passes_per_step=2)
+    for _ in range(2):
+        stepped(optimizer, (1.0, a), (10.0, b))
+    assert firsts([a, b]) == [-3.0, -30.0]
+    for _ in range(4):
+        stepped(optimizer, (1.0, a))
+        stepped(optimizer, (10.0, b))
+    assert firsts([a, b]) == [-9.0, -90.0]
+    stepped(optimizer, (1.0, a))
+    stepped(optimizer, (1.0, a), (10.0, b))  # whose turn has come takes the other along
+    assert firsts([a, b]) == [-12.0, -105.0]
+
+
 def a_gradient_in_one_pass_counts(kind: str) -> None:
     optimizer, (a, b) = made(kind, backward_passes_per_step=2)
     for first, second in (
@@ -364,7 +379,7 @@ def optimizers_of_one_form_are_told_apart_alike(kind: str) -> None:
 
 
 BODIES = [
-    halves_have_their_passes, a_gradient_in_one_pass_counts, others_never_meet, optimizers_never_meet,
+    halves_have_their_passes, halves_have_their_passes_after_joint_ones, a_gradient_in_one_pass_counts, others_never_meet, optimizers_never_meet,
     optimizers_of_one_form_are_told_apart_alike,
 ]  # fmt: skip
 
