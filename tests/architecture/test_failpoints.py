@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from horoclone import errors, failpoints
+from horoclone.launch import doctor
 
 ROOT = Path(__file__).resolve().parents[2]
 REACH = 'import sys; from horoclone import failpoints; [failpoints.reach("init.wait") for _ in range(3)]; print("past")'
@@ -174,8 +174,10 @@ def test_a_script_can_import_everything_and_init_raises(launch, module: str) -> 
         ("init.wait=kill", "note", "jobs fail"),
     ],
 )
-def test_the_doctor_names_the_variable(launch, text: str, status: str, said: str) -> None:
-    command = [sys.executable, "-m", "horoclone.launch.tool", "doctor", "--json"]
-    done = launch(command, env={failpoints.VARIABLE: text}, check=False)
-    found = [one for one in json.loads(done.stdout)["findings"] if one["topic"] == "failpoints"]
-    assert [one["status"] for one in found] == [status] and said in found[0]["text"]
+def test_the_doctor_names_the_variable(monkeypatch, text: str, status: str, said: str) -> None:
+    """That it is among the doctor's findings, tests/launch/test_command.py shows."""
+    monkeypatch.setenv(failpoints.VARIABLE, text)
+    monkeypatch.setattr(failpoints, "_refused", "")
+    failpoints._read(os.environ)
+    (found,) = doctor._failpoints()
+    assert found.status == status and said in found.text
