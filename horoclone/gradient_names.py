@@ -1,6 +1,6 @@
 """What a step's name says of the optimizer and of the variables whose gradients are sent. Without it those of different
 optimizers, or of different variables on ranks that lack different ones, would be added up where they are alike in shape
-and number. Standard library only.
+and number.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ import zlib
 from collections.abc import Hashable, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
+
+from horoclone.runtime import current
+from horoclone.runtime.lifecycle import member
 
 MAX_NUMBERS = 40  # characters that list variables or optimizers
 
@@ -35,7 +38,8 @@ class Turn:
 
     When it first reduces something, it counts those that were made before it and have not begun. These counts say in
     which order all until now have begun. The mere order in which they were made would differ where one rank makes some
-    more for itself later, or was in the job before.
+    more for itself later. From the second generation of an elastic job on nobody is told apart: what a newcomer has
+    made by then cannot be compared with what others have.
     """
 
     _made = itertools.count()
@@ -49,18 +53,21 @@ class Turn:
         self._begun_in: Any = None
         self._name = ""
 
-    def announce(self, life: Any) -> None:
-        """From now on later ones count it: the script has made it, and it is no copy. life: the runtime, if any."""
-        self._see(life)
+    def announce(self) -> None:
+        """From now on later ones count it: the script has made it, and it is no copy."""
+        self._see(current.runtime)
         self._waiting.setdefault(self._kind, set()).add(self._number)
 
     def withdraw(self) -> None:
         """It was a copy."""
         self._waiting.get(self._kind, set()).discard(self._number)
 
-    def name(self, life: Any, begins: bool = True) -> str:
+    def name(self, begins: bool = True) -> str:
         """The end of a name: "" as long as optimizers begin in the order in which they were made. begins: False for
         what it would be now."""
+        life = current.runtime
+        if member.number() > 1:
+            return ""
         if self._begun_in is life:
             return self._name
         self._see(life)

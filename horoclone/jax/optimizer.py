@@ -17,7 +17,6 @@ from horoclone.jax.compression import Compression, Compressor
 from horoclone.jax.operations import reduce_gradients
 from horoclone.ops import Average, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
-from horoclone.runtime import current
 
 
 class DistributedState(NamedTuple):
@@ -55,13 +54,13 @@ def DistributedOptimizer(
         raise ValueError("gradient_predivide_factor is for op=Average only")
     wrapped = optax.with_extra_args_support(optimizer)
     turn = Turn((name, None if process_set is global_process_set else tuple(process_set.ranks or ())))
-    turn.announce(current.runtime)
+    turn.announce()
 
     def reduced(gradients: Any) -> Any:
         how: dict[str, Any] = {"op": reduce}
         if gradient_predivide_factor != 1.0:
             how = _predivided(gradient_predivide_factor, process_set)
-        if not (own := turn.name(current.runtime)):
+        if not (own := turn.name()):
             return reduce_gradients(gradients, name, compression, process_set=process_set, **how)
         called = None if name is None else f"{name}{own}"  # by the paths in the tree, where it has no name
         return reduce_gradients({own: gradients}, called, compression, process_set=process_set, **how)[own]

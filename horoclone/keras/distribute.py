@@ -8,7 +8,6 @@ from horoclone.keras.flavor import LEGACY
 from horoclone.keras.reduction import Reduction, checked, layers_of
 from horoclone.ops import Average
 from horoclone.process_sets import ProcessSet, global_process_set
-from horoclone.runtime import current
 
 if LEGACY:
     from horoclone.keras.legacy_optimizer import distribute
@@ -63,7 +62,7 @@ def make_distributed(
         local_layers=layers_of(local_layers),
     )
     distributed = distribute(optimizer, reduction)
-    reduction.turn.announce(current.runtime)
+    reduction.turn.announce()
     return distributed
 
 

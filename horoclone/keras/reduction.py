@@ -19,7 +19,6 @@ from horoclone.gradient_names import Turn, named_by
 from horoclone.keras.flavor import backend
 from horoclone.ops import Adasum, Average, Max, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
-from horoclone.runtime import current
 
 Grads = Sequence[Any]
 
@@ -179,7 +178,7 @@ class Reduction:
             lists = [rest[a:b] for a, b in pairwise(cuts)]
         else:
             lists = [rest]
-        name = f"{self.name}{self.turn.name(current.runtime)}"
+        name = f"{self.name}{self.turn.name()}"
         parts = [
             Part(
                 f"{name}.{n}{which}",

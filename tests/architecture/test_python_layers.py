@@ -41,7 +41,7 @@ data:
 elastic: arrays errors failpoints objects optional owned runtime runtime.lifecycle
 errors:
 failpoints: errors
-gradient_names:
+gradient_names: runtime runtime.lifecycle
 handles: arguments errors process_sets
 horoclone: optional
 horovod_alias: stand_ins

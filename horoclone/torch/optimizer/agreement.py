@@ -16,7 +16,6 @@ from horoclone.errors import Mismatch
 from horoclone.gradient_names import Turn
 from horoclone.ops import Max
 from horoclone.process_sets import ProcessSet
-from horoclone.runtime import native
 from horoclone.torch import operations
 from horoclone.torch.operations.tensors import DTYPE_OF, NUMBER_OF
 from horoclone.torch.optimizer.buckets import GradState, bits_of
@@ -72,7 +71,7 @@ def agree_on_parameters(
     mine = process_set.rank() or 0
     here[mine] = 1
     while True:
-        own = turn.name(native(), begins=complete is None) if turn else ""
+        own = turn.name(begins=complete is None) if turn else ""
         optimizer = zlib.crc32(own.encode())
         said = torch.tensor(
             [digest, -digest, optimizer, -optimizer, int(complete is not None), int(local), *here]

@@ -16,7 +16,7 @@ import torch
 from horoclone.errors import NotInitialized, Unsupported
 from horoclone.gradient_names import Turn
 from horoclone.process_sets import global_process_set
-from horoclone.runtime import current, is_initialized
+from horoclone.runtime import is_initialized
 from horoclone.stand_ins import shown_module
 
 
@@ -132,7 +132,7 @@ def wrap(
     own = (wrapped._name_of(p) for group in optimizer.param_groups for p in group["params"])
     everybody, members = options["process_set"] is global_process_set, options["process_set"].ranks or ()
     wrapped._turn = Turn((tuple(sorted(own)), None if everybody else tuple(members)))
-    wrapped._turn.announce(current.runtime)
+    wrapped._turn.announce()
     return wrapped
 
 
