@@ -312,40 +312,6 @@ def test_poll_turns_true_without_anybody_waiting():
     assert hvd.synchronize(gathered).tolist() == [0, 1]
 
 
-@ranks(2)
-def test_a_name_that_is_pending_is_refused_and_the_first_completes():
-    if hvd.rank() == 0:
-        first = hvd.allreduce_async(np.ones(3), name="twice", op=hvd.Sum)
-        with pytest.raises(ValueError, match="twice"):
-            hvd.allreduce_async(np.ones(3), name="twice", op=hvd.Sum)
-        hvd.barrier()
-    else:
-        hvd.barrier()
-        first = hvd.allreduce_async(np.ones(3), name="twice", op=hvd.Sum)
-    assert hvd.synchronize(first).tolist() == [2, 2, 2]
-
-
-@pytest.mark.parametrize("what", ["shape", "dtype", "operation", "reduction", "root"])
-@ranks(2)
-def test_a_mismatch_is_an_error_on_every_rank_and_the_runtime_goes_on(what):
-    odd = hvd.rank() == 1
-    with pytest.raises(hvd.Mismatch, match="different") as caught:
-        if what == "shape":
-            hvd.allreduce(np.ones(4 if odd else 3), name="different")
-        elif what == "dtype":
-            hvd.allreduce(np.ones(3, np.float32 if odd else np.float64), name="different")
-        elif what == "reduction":
-            hvd.allreduce(np.ones(3), name="different", op=hvd.Max if odd else hvd.Sum)
-        elif what == "root":
-            hvd.broadcast(np.ones(3), 1 if odd else 0, name="different")
-        elif odd:
-            hvd.broadcast(np.ones(3), 0, name="different")
-        else:
-            hvd.allreduce(np.ones(3), name="different")
-    assert "rank 0" in str(caught.value) and "rank 1" in str(caught.value)
-    assert hvd.allreduce(np.ones(2), op=hvd.Sum).tolist() == [2, 2]
-
-
 @ranks(3)
 def test_a_barrier_waits_for_everybody():
     started = time.monotonic()

@@ -173,36 +173,12 @@ def two(launch):
     return run
 
 
-def test_an_exception_on_one_rank_reaches_the_others_within_a_second(two):
+def test_a_rank_that_leaves_early_fails_the_others_soon(two):
     done = two(
         """
 hvd.init()
 if hvd.rank() == 1:
-    time.sleep(0.5)
-    print("raised at", time.time(), flush=True)
-    raise ValueError("bad batch 17")
-try:
-    hvd.allreduce(np.ones(4), name="w")
-except hvd.HorovodInternalError as error:
-    print("heard at", time.time(), type(error).__name__, error, flush=True)
-""",
-        check=False,
-    )
-    assert done.returncode != 0
-    assert "rank 1 raised ValueError: bad batch 17" in done.stdout, done.output
-    raised = float(re.search(r"raised at ([\d.]+)", done.stdout)[1])
-    heard = float(re.search(r"heard at ([\d.]+)", done.stdout)[1])
-    assert heard - raised < 1.0
-    assert done.stderr.count("[1] ValueError: bad batch 17") == 1, done.output
-
-
-@pytest.mark.parametrize("code", [0, 3])
-def test_a_rank_that_leaves_early_fails_the_others_soon(two, code):
-    done = two(
-        f"""
-hvd.init()
-if hvd.rank() == 1:
-    sys.exit({code})
+    sys.exit(3)
 started = time.monotonic()
 try:
     hvd.allreduce(np.ones(4), name="w")
@@ -213,7 +189,7 @@ except hvd.HorovodInternalError as error:
     )
     assert "rank 1" in done.stdout, done.output
     assert float(re.search(r"after ([\d.e-]+)", done.stdout)[1]) < 2.0
-    assert (done.returncode == 0) == (code == 0), done.output
+    assert done.returncode == 3, done.output
 
 
 def test_an_exit_with_pending_work_does_not_hang(two):

@@ -23,7 +23,7 @@ def both(function: Any, *args: Any) -> list[Any]:
     return [function(*args), jax.jit(function)(*args)]
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_gradients_are_horovods() -> None:
     me, n = hvd.rank(), hvd.size()
     x = jnp.arange(2.0 * n) + 1

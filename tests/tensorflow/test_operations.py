@@ -61,7 +61,7 @@ def tolerance_of(dtype: str, op: int) -> float:
     return {"float16": 2e-3, "bfloat16": 1.6e-2, "float32": 3e-7, "float64": 1e-15}[dtype]
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_a_graph_of_all_reductions_and_dtypes_at_once() -> None:
     inputs = {dtype: tf.constant(values(hvd.rank(), (3, 5), dtype)) for dtype in EVERY_DTYPE}
 
@@ -80,7 +80,7 @@ def test_a_graph_of_all_reductions_and_dtypes_at_once() -> None:
             same(got, expected, (dtype, name), tolerance_of(dtype, OPS[name]))
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_scale_factors_work_in_full_precision() -> None:
     mine = tf.constant([1.0, 2.0, -3.0], tf.float64)
     got = hvd.allreduce(mine, op=hvd.Sum, prescale_factor=1 / 3, postscale_factor=0.7)
@@ -90,7 +90,7 @@ def test_scale_factors_work_in_full_precision() -> None:
     assert np.array_equal(whole.numpy(), [4 * hvd.size(), -4 * hvd.size()])
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_groups_of_mixed_dtypes_and_shapes() -> None:
     kinds = [("float32", (3, 2)), ("int64", (5,)), ("float16", ()), ("bfloat16", (0, 4)), ("float64", (7,))]
     mine = [tf.constant(values(hvd.rank(), shape, dtype)) for dtype, shape in kinds]
@@ -113,7 +113,7 @@ def test_groups_of_mixed_dtypes_and_shapes() -> None:
     same(shares[1], np.full((1,), n, np.int32), "share")
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_static_shapes_keep_what_is_known() -> None:
     shapes: dict[str, Any] = {}
 
@@ -156,7 +156,7 @@ def gradient_of(make: Any, *inputs: np.ndarray, graph: bool) -> list[np.ndarray]
     return [g.numpy() for g in (tf.function(run) if graph else run)()]
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_gradients() -> None:
     n, me = hvd.size(), hvd.rank()
     weights = sum(range(1, n + 1))  # what the ranks' factors add up to
@@ -190,7 +190,7 @@ def test_gradients() -> None:
         gradient_of(lambda t: hvd.allreduce(t, op=hvd.Max), x, graph=False)
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_indexed_slices_are_gathered() -> None:
     n, me = hvd.size(), hvd.rank()
     slices = tf.IndexedSlices(tf.fill((2, 3), float(me + 1)), tf.constant([0, me]), tf.constant([n, 3]))
@@ -245,7 +245,7 @@ def test_compression_and_older_arguments() -> None:
     assert np.array_equal(hvd.allreduce(variable, op=hvd.Sum).numpy(), [4.5, -6.0, 0.75])
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_join_gives_neutral_elements_and_the_last_rank() -> None:
     n, me = hvd.size(), hvd.rank()
     for step in range(2 * me):  # rank 0 joins first, the last rank last

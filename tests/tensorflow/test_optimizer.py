@@ -43,7 +43,7 @@ def trained(session_steps: int, wrap: Any, start: np.ndarray = START) -> list[np
     return history
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_gradients_are_averaged_before_they_are_applied() -> None:
     n, w = hvd.size(), START.copy()
     for got in trained(3, hvd.DistributedOptimizer):

@@ -49,7 +49,7 @@ def distributed(weights: list[Any], graph: bool, local: Any = None, **options: A
     return (tf.function(run) if graph else run)()
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_gradients_are_averaged_whatever_the_options() -> None:
     n = hvd.size()
     mean = [sum(parts) / n for parts in zip(*(own_gradients(r) for r in range(n)), strict=True)]
@@ -227,7 +227,7 @@ def test_objects() -> None:
     assert hvd.allgather_object("x" * hvd.rank()) == ["", "x"]
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_sync_batch_normalization_is_that_of_the_whole_batch() -> None:
     n, me = hvd.size(), hvd.rank()
     chance = np.random.default_rng(3)

@@ -130,7 +130,7 @@ def assert_close(model: torch.nn.Module, expected: Arrays, tolerance: float = 1e
 
 
 @pytest.mark.parametrize("which", sorted(STEPS))
-@ranks(2, 3)
+@ranks(3)
 def test_equals_the_model(which: str) -> None:
     model = linear()
     optimizer = wrapped(model, which)

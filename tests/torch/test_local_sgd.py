@@ -42,7 +42,7 @@ def same_on_all(tensor: torch.Tensor) -> bool:
     return bool((hvd.allgather(tensor[None], name="seen") == tensor).all())
 
 
-@ranks(2, 4)
+@ranks(4)
 def test_local_sgd_in_every_step_is_averaging_bit_by_bit() -> None:
     ours, theirs = network(), network()
     first, second = adam(ours), adam(theirs)
@@ -55,7 +55,7 @@ def test_local_sgd_in_every_step_is_averaging_bit_by_bit() -> None:
     assert torch.equal(flat(ours), flat(theirs)) and same_on_all(flat(ours))
 
 
-@ranks(2, 4)
+@ranks(4)
 def test_diloco_in_every_step_with_plain_descent_is_averaging() -> None:
     """Bit by bit where differences are exact: parameters and movements are multiples of 2^-10."""
     ours, theirs = network(), network()

@@ -108,7 +108,7 @@ MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize("which", sorted(MAKERS))
-@ranks(1, 2, 4)
+@ranks(1, 3)
 def test_equals_a_single_process_with_the_large_batch(which: str) -> None:
     model, reference, _ = train(MAKERS[which])
     close(model, reference)
@@ -133,7 +133,7 @@ def test_every_way_to_clear_gradients() -> None:
         close(model, reference)
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_accumulation_over_several_backward_passes() -> None:
     model, reference, optimizer = train(MAKERS["sgd"], steps=4, passes=3)
     close(model, reference)

@@ -80,7 +80,7 @@ def check_local(build: Callable[[Routed], Any], factor: float) -> None:
     assert same_on_every_rank(model.trunk.parameters())
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_local_parameters_are_not_reduced_and_are_divided_by_the_size() -> None:
     check_local(lambda model: sgd(model, local_parameters=model.head), 1 / hvd.size())
     check_local(
@@ -128,7 +128,7 @@ def test_a_step_on_local_gradients_alone() -> None:
 # --- unused parameters ---------------------------------------------------------------------------------------------
 
 
-@ranks(1, 2, 4)
+@ranks(1, 3)
 def test_gradients_that_no_rank_has_stay_none_on_request() -> None:
     model = layers(4)
     optimizer = sgd(model, unused_as_none=True)
@@ -151,7 +151,7 @@ def test_gradients_that_no_rank_has_stay_none_on_request() -> None:
 # --- orders and threads --------------------------------------------------------------------------------------------
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_hooks_that_fire_in_another_order_on_every_rank_and_step() -> None:
     model = layers(5)
     reference = copy.deepcopy(model)

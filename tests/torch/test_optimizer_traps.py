@@ -74,12 +74,12 @@ def check_steps(model: Model, forward: Any, steps: int = 4, passes: int = 1, **o
     return optimizer
 
 
-@ranks(1, 2, 4)
+@ranks(1, 3)
 def test_unused_parameters_get_zeros() -> None:
     check_steps(layers(), lambda model, x: model[0](x).square().mean())
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_parameters_used_on_some_ranks_only() -> None:
     model = layers(3)
     optimizer = wrapped(model)
@@ -216,7 +216,7 @@ class Words(torch.nn.Module):
         return self.head(self.table(words)).square().mean()
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_sparse_gradients_by_gathering_and_as_dense() -> None:
     results = []
     for sparse, options in ((False, {}), (True, {}), (True, {"sparse_as_dense": True})):
@@ -287,7 +287,7 @@ def raises(kind: type[BaseException], words: str, call: Any) -> None:
         raise AssertionError(f"{kind.__name__} was not raised")
 
 
-@ranks(1, 2)
+@ranks(2)
 def test_too_many_backward_passes() -> None:
     model = layers(1)
     optimizer = wrapped(model)
@@ -309,7 +309,7 @@ def test_too_many_backward_passes() -> None:
     assert same_on_every_rank(model)
 
 
-@ranks(1, 2)
+@ranks(2)
 def test_zero_grad_between_backward_and_step() -> None:
     model = layers(1)
     optimizer = wrapped(model, backward_passes_per_step=2)

@@ -125,7 +125,7 @@ def check(name: str, group: hvd.ProcessSet, named: bool, linear: Sequence[bool])
     assert torch.allclose(second, seconds[place]), (name, linear, second, seconds[place])
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_they_are_those_of_one_process() -> None:
     for name in CASES:
         for named in (True, False):
@@ -181,7 +181,7 @@ def penalties(layer: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, ..
     return torch.autograd.grad(grad.pow(2).sum() + grad.pow(3).sum(), [x, layer.weight, layer.bias])
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_a_penalty_on_the_gradient_through_sync_batch_norm() -> None:
     for rows in ((4, 4, 4), (5, 1, 2), (6, 0, 0)):
         for shape in ((3,), (3, 2, 2)):

@@ -68,7 +68,7 @@ def talk(number: int) -> None:
             )
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_operations_of_several_threads_in_any_order() -> None:
     in_threads([lambda number=number: talk(number) for number in range(THREADS)])
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
