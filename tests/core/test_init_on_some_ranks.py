@@ -25,16 +25,24 @@ def tried(what, call, *arguments, **named):
         said = f"{type(error).__name__} {error}"
     os.write(1, f"said {rank} {what}: {' '.join(said.split())} (after {time.monotonic() - began:.0f} s)\\n".encode())
 
+def done():
+    open(f"{os.environ['FOLDER']}/{rank}", "w").close()
+
+def stay_until_done(*others):
+    while not all(os.path.exists(f"{os.environ['FOLDER']}/{other}") for other in others):
+        time.sleep(0.05)
+
 """
 
 
 @pytest.fixture
-def said(launch):
+def said(launch, tmp_path):
     """What three ranks say: [rank][what]."""
 
     def run(body: str) -> list[dict[str, str]]:
         start = [sys.executable, "-m", "horoclone.launch", "-np", "3", sys.executable, "-c", PROGRAM + body]
-        done = launch(start, env={"HOROCLONE_START_TIMEOUT": "6"}, timeout_s=100)
+        env = {"HOROCLONE_START_TIMEOUT": "6", "FOLDER": str(tmp_path)}
+        done = launch(start, env=env, timeout_s=100)
         told: list[dict[str, str]] = [{}, {}, {}]
         for line in done.stdout.splitlines():
             if "said " in line:
@@ -49,9 +57,10 @@ def said(launch):
 def test_a_rank_that_lives_and_does_not_call_init_is_named(said):
     told = said("""
 if rank == 1:
-    time.sleep(12)
+    stay_until_done(0, 2)
 else:
     tried("init", hvd.init)
+    done()
 """)
     gave_up = [one["init"] for one in (told[0], told[2]) if one["init"].startswith("Timeout ")]
     assert gave_up and all("missing: rank 1" in text for text in gave_up), (
@@ -128,9 +137,10 @@ if rank == 1:
     hvd.shutdown()
     tried("after", reduced)
     tried("again", hvd.init)
+    done()
 else:
     tried("goes on", hvd.allreduce, np.ones(1), name="x")
-    time.sleep(10)
+    stay_until_done(1)
 """)
     for rank in (0, 2):
         assert "rank 1 (" in told[rank]["goes on"] and "has shut down" in told[rank]["goes on"], told
