@@ -5,8 +5,9 @@ Refuses what the core cannot take, with the reason. Knows nothing of operations 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -18,6 +19,7 @@ from horoclone.requests import ON_GPU as ON_GPU
 if TYPE_CHECKING:
     from horoclone._core import Result
 
+F = TypeVar("F", bound=Callable[..., Any])
 NUMBER_OF: dict[torch.dtype, int] = {
     getattr(torch, name): number for name, number in ops.MOVABLE.items() if hasattr(torch, name)
 }
@@ -31,6 +33,26 @@ NOWHERE = _nowhere.data_ptr()
 
 # True only while torch.compile traces: its tracer takes it for a constant.
 is_compiling: Callable[[], bool] = getattr(torch.compiler, "is_dynamo_compiling", lambda: False)
+
+
+# What compiles the frames that this thread enters; None: nothing.
+_compiler_of_frames: Callable[[], Any] = getattr(
+    torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: True
+)
+
+
+def uncompiled(function: F) -> F:
+    """A decorator for what must run as it is where a whole training step is compiled: Dynamo follows the calls of
+    backward's hooks and of step(), and would make programs of the operations in them."""
+    apart: Any = torch._disable_dynamo(function)  # imports Dynamo when it is called first, not now
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling() or _compiler_of_frames() is not None:
+            return apart(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return cast(F, call)
 
 
 def number_of(tensor: torch.Tensor, name: str | None, gpu: bool = False) -> int:

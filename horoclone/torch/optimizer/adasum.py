@@ -23,6 +23,7 @@ from horoclone.process_sets import ProcessSet
 from horoclone.runtime import native, size
 from horoclone.torch import operations
 from horoclone.torch.operations.grouped import grouped_allreduce_async_
+from horoclone.torch.operations.tensors import uncompiled
 from horoclone.torch.optimizer.agreement import agree_on_order, agree_on_parameters
 from horoclone.torch.optimizer.backward_calls import BackwardCalls
 from horoclone.torch.optimizer.buckets import BUCKET_BYTES, GradState, flat_of, form_of, is_dense
@@ -176,6 +177,7 @@ class AdasumMixin(WrappedOptimizer):
                     self._watched[parameter] = None
                     parameter.register_post_accumulate_grad_hook(hook)
 
+    @uncompiled
     def _count(self, parameter: torch.Tensor) -> None:
         """Several calls within one backward are one pass (reentrant checkpoints make several)."""
         self._calls.note()
@@ -216,6 +218,7 @@ class AdasumMixin(WrappedOptimizer):
 
     # --- the optimizer's own methods ---------------------------------------------------------------------------------
 
+    @uncompiled
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped class's step on this rank's gradients, then the Adasum of what it has changed on every rank.
 
@@ -265,6 +268,7 @@ class AdasumMixin(WrappedOptimizer):
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()
 
+    @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients. AssertionError between backward() and step()."""
         if self._passes:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from horoclone.torch.operations.tensors import uncompiled
+
 
 class BackwardCalls:
     """Of one optimizer. A reentrant checkpoint makes calls of its own, which are parts of the user's."""
@@ -26,6 +28,7 @@ class BackwardCalls:
             self._watched.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._over(task))
 
+    @uncompiled
     def _over(self, task: int) -> None:
         self._watched.discard(task)
         around = torch._C._current_autograd_node()

@@ -20,6 +20,7 @@ from horoclone.ops import Adasum, Average, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.torch import operations
 from horoclone.torch.compression import Compression, checked_compression
+from horoclone.torch.operations.tensors import uncompiled
 from horoclone.torch.optimizer.adasum import AdasumMixin, Deltas
 from horoclone.torch.optimizer.cross_barrier import NO_TIME_FOR, CrossBarrier, checked_modules
 from horoclone.torch.optimizer.reducer import ADDED_LATE, Reducer
@@ -54,6 +55,7 @@ class DistributedMixin(WrappedOptimizer):
 
     # --- gradients ----------------------------------------------------------------------------------------------------
 
+    @uncompiled
     def synchronize(self) -> None:
         """Waits until the gradients of this step are reduced; afterwards they may be clipped or read.
 
@@ -135,6 +137,7 @@ class DistributedMixin(WrappedOptimizer):
 
     # --- the optimizer's own methods ----------------------------------------------------------------------------------
 
+    @uncompiled
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Reduces the gradients (unless done already or inside skip_synchronize); then the wrapped class's step."""
         closure = args[0] if args else kwargs.get("closure")
@@ -204,7 +207,7 @@ class DistributedMixin(WrappedOptimizer):
                     "optimizer.step() called without optimizer.skip_synchronize() context after "
                     "optimizer.synchronize(). This can cause training slowdown. You may want to consider using "
                     "optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code.",
-                    stacklevel=3,
+                    stacklevel=4,
                 )
             if closure is None or self._reducer.outstanding:
                 self._synchronize(whole=False)
@@ -272,6 +275,7 @@ class DistributedMixin(WrappedOptimizer):
         sharding.share_parameters()
         return result if closure is None else loss
 
+    @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients. AssertionError between backward() and step() or synchronize()."""
         if self._reducer.outstanding:

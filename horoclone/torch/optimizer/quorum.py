@@ -25,6 +25,7 @@ from horoclone.process_sets import global_process_set
 from horoclone.runtime import native
 from horoclone.torch import operations
 from horoclone.torch.operations import messages
+from horoclone.torch.operations.tensors import uncompiled
 from horoclone.torch.optimizer.agreement import agree_on_parameters
 from horoclone.torch.optimizer.buckets import GradState
 from horoclone.torch.optimizer.wrapping import WrappedOptimizer
@@ -278,6 +279,7 @@ class QuorumMixin(WrappedOptimizer):
         """How many rounds this rank's parameters have in them: at equal rounds they are equal on all ranks."""
         return self._applied
 
+    @uncompiled
     def step(self, closure: Any = None) -> Any:
         """Contributes the gradients, then applies every round that this rank has not applied yet.
 

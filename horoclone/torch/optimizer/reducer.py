@@ -26,7 +26,7 @@ from horoclone.torch.compression import Compression
 from horoclone.torch.operations import requests, spans
 from horoclone.torch.operations.barriers import joins
 from horoclone.torch.operations.gpu import HOST, follow, is_capturing, offer_memory, place_of
-from horoclone.torch.operations.tensors import from_result
+from horoclone.torch.operations.tensors import from_result, uncompiled
 from horoclone.torch.optimizer.agreement import (
     agree_on_order,
     agree_on_parameters,
@@ -209,6 +209,7 @@ class Reducer:
 
     # --- hooks -----------------------------------------------------------------------------------------------------
 
+    @uncompiled
     def _fired(self, parameter: torch.Tensor) -> None:
         with self._lock:
             if not self.outstanding:
