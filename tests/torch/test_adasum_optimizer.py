@@ -314,6 +314,38 @@ def test_local_frozen_unused_sparse_and_channels_last_parameters() -> None:
 
 
 @ranks(2)
+def test_a_parameter_added_between_backward_and_step() -> None:
+    """On one rank: told at once, and nothing has moved. On all: it takes part from this step on."""
+    for ranks_that_add in ([0, 1], [0]):
+        model, more = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+        hvd.broadcast_parameters({**model.state_dict(), "more": more.weight}, root_rank=0)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), op=hvd.Adasum
+        )
+        for step in range(4):
+            optimizer.zero_grad()
+            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + hvd.rank()))
+            (model(x).square().mean() + more(x).square().mean()).backward()
+            before = model.weight.detach().clone()
+            if step != 2:
+                optimizer.step()
+                continue
+            if hvd.rank() in ranks_that_add:
+                optimizer.add_param_group({"params": [more.weight]})
+            if len(ranks_that_add) == 1:
+                with pytest.raises(
+                    hvd.Mismatch, match="'allreduce.noname.2' is .* on rank 0 and no such parameter"
+                ):
+                    optimizer.step()
+                assert torch.equal(model.weight, before)
+                break
+            optimizer.step()
+        weights = hvd.allgather(torch.cat([model.weight, more.weight])[None].detach())
+        assert torch.equal(weights[0], weights[1]) or len(ranks_that_add) == 1
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
+
+
+@ranks(2)
 def test_closures_schedules_and_hooks() -> None:
     model = linear()
     optimizer = wrapped(model)

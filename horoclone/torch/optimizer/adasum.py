@@ -40,6 +40,7 @@ class Deltas:
         self._set = process_set
         self._runtime: Any = None
         self._known: list[torch.Tensor] = []  # in the order of param_groups
+        self._named: Sequence[tuple[str, torch.Tensor]] = []
         self._layout = 0  # number of the agreed layout, in the names of the operations
         self._parts: list[list[torch.Tensor]] = []  # one operation each, the same ones on every rank
         self._starts: dict[torch.Tensor, torch.Tensor] = {}
@@ -66,7 +67,10 @@ class Deltas:
         changed = len(parameters) != len(self._known) or any(
             a is not b for a, b in zip(parameters, self._known, strict=True)
         )
+        self._named = named
         if changed or native() is not self._runtime:
+            if self._known and native() is self._runtime:
+                self._tell_change()
             self._lay_out(named)
             self._known, self._runtime = parameters, native()
         if parameters:
@@ -100,33 +104,57 @@ class Deltas:
         """After the local step. Raises the first error, after everything has ended; parameters are then as before."""
         if not self._known:
             return
+        reduced, errors, changed = self._exchange(map(self._moved, self._parts), changed=False)
+        if not errors and not changed:
+            for part, deltas in zip(self._parts, reduced, strict=True):
+                torch._foreach_add_([self._starts[p] for p in part], deltas)
+        torch._foreach_copy_(self._known, [self._starts[p] for p in self._known])
+        if errors:
+            raise errors[0]
+        if changed:
+            self.forget()
+            self._lay_out(self._named)
+
+    def _moved(self, part: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The parameters of a part, which become what the step has added to them."""
+        torch._foreach_sub_(part, [self._starts[p] for p in part])
+        return part
+
+    @torch.no_grad()
+    def _tell_change(self) -> None:
+        """The others may go by the layout that there was: makes its reductions, with nothing but a mark in them."""
+        nothing = ([torch.zeros_like(self._starts[p]) for p in part] for part in self._parts)
+        _, errors, _ = self._exchange(nothing, changed=True)
+        self.forget()
+        if errors:
+            raise errors[0]
+
+    def _exchange(
+        self, parts: Iterable[list[torch.Tensor]], changed: bool
+    ) -> tuple[list[list[torch.Tensor]], list[Exception], bool]:
+        """What the parts are reduced to, and whether some rank has other parameters by now. One part's arithmetic
+        overlaps with the messages of the others."""
         errors: list[Exception] = []
-        running: list[tuple[int, list[torch.Tensor], list[tuple[torch.Tensor, Any]]]] = []
-        for index, part in enumerate(
-            self._parts
-        ):  # one part's arithmetic overlaps with the messages of the others
-            torch._foreach_sub_(part, [self._starts[p] for p in part])
+        running: list[tuple[int, list[tuple[torch.Tensor, Any]]]] = []
+        mark = torch.full((1,), float(changed), device=self._parts[0][0].device)
+        for index, part in enumerate(parts):
             wires = [self._on_the_wire(p) for p in part]
             flat = [flat_of(wire) for wire, _ in wires]
             try:
                 name = f"deltas.{self._layout}.{index}"
-                handle = grouped_allreduce_async_(flat, name=name, op=Adasum, process_set=self._set)
-                running.append((handle, part, wires))
+                tensors = flat if index else [*flat, mark]
+                handle = grouped_allreduce_async_(tensors, name=name, op=Adasum, process_set=self._set)
+                running.append((handle, wires))
             except (HorovodInternalError, ValueError) as error:
                 errors.append(error)
         reduced: list[list[torch.Tensor]] = []
-        for handle, _, wires in running:
+        for handle, wires in running:
             try:
                 operations.synchronize(handle)
                 reduced.append([self._compression.decompress(wire, ctx) for wire, ctx in wires])
             except (HorovodInternalError, ValueError) as error:
                 errors.append(error)
-        if not errors:
-            for (_, part, _), deltas in zip(running, reduced, strict=True):
-                torch._foreach_add_([self._starts[p] for p in part], deltas)
-        torch._foreach_copy_(self._known, [self._starts[p] for p in self._known])
-        if errors:
-            raise errors[0]
+        return reduced, errors, not errors and bool(mark.item())
 
     def _on_the_wire(self, parameter: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """A tensor without gaps, and what decompress needs. Without compression: the parameter's own memory."""
