@@ -232,7 +232,10 @@ class Server:
     def _drop_oldest_stranger(self, limit: int) -> None:
         unauthenticated = [one for one in self._connections.values() if not one.proved]
         if len(unauthenticated) > limit:
-            self._drop(min(unauthenticated, key=lambda one: one.opened_s))
+            oldest = min(unauthenticated, key=lambda one: one.opened_s)
+            self._attend(oldest, selectors.EVENT_READ)  # its proof may have come, and not been read yet
+            if not oldest.proved:
+                self._drop(oldest)
 
     def _drop(self, connection: Connection) -> None:
         if connection.closing:

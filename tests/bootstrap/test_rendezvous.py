@@ -367,6 +367,32 @@ def test_slow_strangers_are_bounded_in_number_and_time(tcp):
     still_works(tcp)
 
 
+def test_a_proof_that_has_come_is_read_before_later_strangers_displace_it(tcp, monkeypatch):
+    waits, goes_on = threading.Event(), threading.Event()
+    expire = tcp._expire
+
+    def held(now):
+        waits.set()
+        goes_on.wait(60)
+        expire(now)
+
+    one = stranger(tcp)
+    greeting = one.recv(wire.GREETING_BYTES, socket.MSG_WAITALL)
+    monkeypatch.setattr(tcp, "_expire", held)
+    tcp.wake()
+    assert waits.wait(20)
+    crowd = [stranger(tcp) for _ in range(2 * rendezvous.MAX_HALF_OPEN)]
+    nonce = secrets.token_bytes(wire.NONCE_BYTES)
+    proof = wire.proof(tcp.secret, b"client", "job", greeting[4:], nonce)
+    one.sendall(wire.HELLO + nonce + proof)
+    goes_on.set()
+    expected = wire.proof(tcp.secret, b"server", "job", greeting[4:], nonce)
+    assert one.recv(wire.PROOF_BYTES, socket.MSG_WAITALL) == expected
+    for other in (one, *crowd):
+        other.close()
+    still_works(tcp)
+
+
 def test_ranks_get_in_while_strangers_flood(tcp):
     stop = threading.Event()
 
