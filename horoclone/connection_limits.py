@@ -1,6 +1,7 @@
 """Who is connected to a server that anybody can reach: at most a fixed number, and nobody for long without a proof.
 
-Who comes sends away who has come first, so that idle connections keep nobody out. Descriptors are kept for the job.
+Who comes sends away who has come first and waits for nothing, so that idle connections keep nobody out, and a request
+that has come is answered. Descriptors are kept for the job.
 """
 
 from __future__ import annotations
@@ -8,16 +9,20 @@ from __future__ import annotations
 import contextlib
 import errno
 import resource
+import select
 import socket
 import socketserver
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 KEPT_DESCRIPTORS = 128  # none of them may have the last ones of a process; at most a quarter of all
 _LEAVES_S = 1.0  # for a thread to see that its connection was closed
+_MAX_HEAD = 1 << 16  # bytes; of more the handler says that it is too long
+BACKLOG = 512  # that the kernel keeps: where it has no place for one more, that one tries again seconds later
 
 
 def are_descriptors_short(newest: int) -> bool:
@@ -34,7 +39,8 @@ def too_many(most: int) -> str:
 class UnauthenticatedConnections:
     """Connections that have proved nothing yet. Any thread; the sockets are the caller's, who closes them.
 
-    most: at a time. limit_s: for expire(); how long one may stay. tell: takes a line when there are too many, once.
+    most: at a time, and as many that were sent away and whose threads have not seen it yet: who accepts does not wait
+    for each of them. limit_s: for expire(); how long one may stay. tell: takes a line when there are too many, once.
     """
 
     def __init__(self, most: int, limit_s: float, tell: Callable[[str], None] | None = None) -> None:
@@ -49,9 +55,9 @@ class UnauthenticatedConnections:
             if are_descriptors_short(peer.fileno()):
                 self._send_oldest_away()
                 return False
-            if len(self._since) >= self._most:
+            if not self._has_room():
                 self._send_oldest_away()
-                if not self._news.wait_for(lambda: len(self._since) < self._most, _LEAVES_S):
+                if not self._news.wait_for(self._has_room, _LEAVES_S):
                     return False
             self._since[peer] = time.monotonic()
             return True
@@ -69,19 +75,26 @@ class UnauthenticatedConnections:
                 if time.monotonic() - since >= self._limit_s:
                     self._send_away(peer)
 
-    def make_room(self) -> None:
-        """No descriptor was left for the next one."""
-        with self._news:
-            self._send_oldest_away()
+    def _has_room(self) -> bool:
+        staying = len(self._since) - len(self._sent_away)
+        return staying < self._most and len(self._since) < 2 * self._most
 
     def _send_oldest_away(self) -> None:
-        for peer in self._since:
-            if peer not in self._sent_away:
-                self._send_away(peer)
-                break
+        goes = self._oldest()
+        if goes is not None:
+            self._send_away(goes)
         if self._tell is not None:
             self._tell(too_many(self._most))
             self._tell = None
+
+    def _oldest(self) -> socket.socket | None:
+        """The first that has said nothing more than was read; else the first."""
+        staying = [one for one in self._since if one not in self._sent_away]
+        look = select.poll()
+        for one in staying:
+            look.register(one, select.POLLIN | select.POLLRDHUP)
+        unread = {number for number, events in look.poll(0) if events == select.POLLIN}
+        return next((one for one in staying if one.fileno() not in unread), staying[0] if staying else None)
 
     def _send_away(self, peer: socket.socket) -> None:
         self._sent_away.add(peer)
@@ -89,18 +102,32 @@ class UnauthenticatedConnections:
             peer.shutdown(socket.SHUT_RDWR)  # its thread reads the end
 
 
+class _Visit(NamedTuple):
+    peer: socket.socket
+    address: Any
+    since: float
+
+
 class BoundedThreads(socketserver.ThreadingMixIn):
-    """For a server of the standard library with a thread for each connection: put it before that server's class."""
+    """For an HTTP server of the standard library: put it before that server's class.
+
+    The thread of serve_forever() accepts, and keeps whoever has not sent the whole head of a request; in a crowd the
+    oldest of them go. A request gets a thread of its own, and nobody displaces it.
+    """
 
     daemon_threads = True
-    max_connections = 64
-    connection_limit_s = 20.0  # for a whole connection, however slowly its bytes come
+    request_queue_size = BACKLOG
+    max_connections = 64  # without a request; and as many requests that are answered
+    connection_limit_s = 20.0  # for a request to come, and for its answer, however slowly bytes move
     tell: Callable[[str], None] | None = None  # see UnauthenticatedConnections
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.unauthenticated = UnauthenticatedConnections(
-            self.max_connections, self.connection_limit_s, self.tell
-        )
+        self._look = select.epoll()
+        self._silent: dict[int, _Visit] = {}  # by descriptor, the first is the oldest
+        self._whole: deque[_Visit] = deque()  # requests that wait for a thread
+        self._answered: dict[socket.socket, float] = {}  # since when; their threads remove them
+        self._stops, self._has_ended = False, threading.Event()
+        self._has_told = False
         super().__init__(*args, **kwargs)
 
     def server_bind(self) -> None:
@@ -108,28 +135,97 @@ class BoundedThreads(socketserver.ThreadingMixIn):
         socketserver.TCPServer.server_bind(self)  # type: ignore[arg-type]
         self.server_name, self.server_port = "", self.server_address[1]  # type: ignore[attr-defined]
 
-    def get_request(self) -> tuple[socket.socket, Any]:
-        """Accepts; where the process has no descriptor left, it does not try again at once."""
+    def serve_forever(self, poll_interval: float = 0.5) -> None:
+        listener: socket.socket = self.socket  # type: ignore[attr-defined]
+        listener.setblocking(False)
+        self._look.register(listener, select.EPOLLIN)
         try:
-            return super().get_request()  # type: ignore[misc,no-any-return]
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                self.unauthenticated.make_room()
-                time.sleep(0.1)
-            raise
+            while not self._stops:
+                found = {number for number, _ in self._look.poll(0.05 if self._whole else poll_interval)}
+                for number in found & self._silent.keys():
+                    self._read(self._silent[number])
+                while self._whole and len(self._answered) < self.max_connections:
+                    self._answer(self._whole.popleft())
+                if listener.fileno() in found and len(self._whole) < self.max_connections:
+                    self._accept(listener)
+                self._expire()
+        finally:
+            self._has_ended.set()
 
-    def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Called with each connection before it has a thread."""
-        return self.unauthenticated.admit(request)
+    def shutdown(self) -> None:
+        self._stops = True
+        self._has_ended.wait()
+
+    def server_close(self) -> None:
+        super().server_close()
+        for visit in (*self._silent.values(), *self._whole):
+            visit.peer.close()
+        self._look.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        """A few: what they have sent is looked at before the next ones could displace them."""
+        for _ in range(max(1, self.max_connections // 4)):
+            try:
+                peer, address = listener.accept()
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE) and not self._displace():
+                    time.sleep(0.1)  # it would be tried again at once
+                return
+            is_short = are_descriptors_short(peer.fileno())
+            if (is_short or len(self._silent) >= self.max_connections) and not self._displace():
+                peer.close()
+                continue
+            peer.setblocking(False)
+            self._silent[peer.fileno()] = _Visit(peer, address, time.monotonic())
+            self._look.register(peer, select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET)
+
+    def _read(self, visit: _Visit) -> None:
+        try:
+            head = visit.peer.recv(_MAX_HEAD, socket.MSG_PEEK)
+        except BlockingIOError:
+            return
+        except OSError:
+            head = b""
+        if not head:
+            self._close_silent(visit)
+        elif b"\r\n\r\n" in head or b"\n\n" in head or len(head) == _MAX_HEAD:
+            self._look.unregister(visit.peer)
+            self._whole.append(self._silent.pop(visit.peer.fileno()))
+
+    def _answer(self, visit: _Visit) -> None:
+        visit.peer.setblocking(True)
+        self._answered[visit.peer] = time.monotonic()
+        self.process_request(visit.peer, visit.address)
+
+    def _displace(self) -> bool:
+        """Whether there was anybody."""
+        if self.tell is not None and not self._has_told:
+            self._has_told = True
+            self.tell(too_many(self.max_connections))
+        if self._silent:
+            self._close_silent(next(iter(self._silent.values())))
+            return True
+        return False
+
+    def _close_silent(self, visit: _Visit) -> None:
+        del self._silent[visit.peer.fileno()]
+        with contextlib.suppress(OSError):
+            visit.peer.recv(_MAX_HEAD)  # bytes that nobody has taken would make the end a reset
+        visit.peer.close()
+
+    def _expire(self) -> None:
+        before = time.monotonic() - self.connection_limit_s
+        while self._silent and (oldest := next(iter(self._silent.values()))).since < before:
+            self._close_silent(oldest)
+        for peer, since in list(self._answered.items()):
+            if since < before:
+                with contextlib.suppress(OSError):
+                    peer.shutdown(socket.SHUT_RDWR)  # its thread reads the end
 
     def shutdown_request(self, request: Any) -> None:
-        """Called with each connection in the end."""
-        self.unauthenticated.gone(request)
+        """Called with each connection that had a thread, in the end."""
+        self._answered.pop(request, None)
         super().shutdown_request(request)  # type: ignore[misc]
-
-    def service_actions(self) -> None:
-        """Called twice a second by serve_forever()."""
-        self.unauthenticated.expire()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A connection that ends, or that is closed for another, is no event."""

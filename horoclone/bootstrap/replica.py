@@ -20,7 +20,7 @@ from typing import NamedTuple
 from horoclone import errors
 from horoclone.bootstrap import seal, wire
 from horoclone.bootstrap.client import HELLO_S, SLICE_S, Client
-from horoclone.connection_limits import UnauthenticatedConnections
+from horoclone.connection_limits import BACKLOG, UnauthenticatedConnections
 
 KEY = "replica"  # [generation u64][addresses, comma-separated]
 MAX_SPARES = 64  # and as many unauthenticated connections, of which the oldest goes when another comes
@@ -68,7 +68,9 @@ class Feeder:
         self._closed = False
         self._packing = threading.Lock()
         self._listeners = [
-            socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+            socket.create_server(
+                (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=BACKLOG
+            )
             for host in bindings
         ]
         self.addresses: list[str] = []

@@ -64,7 +64,7 @@ def listening_socket(flag: str, address: str, port: int) -> socket.socket:
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(place)
-        made.listen(64)
+        made.listen(512)
     except OSError as error:
         made.close()
         raise _cannot_listen(flag, address, port, error) from None

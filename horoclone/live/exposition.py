@@ -161,8 +161,6 @@ def _operations(ranks: Sequence[RankMetrics]) -> Iterator[Metric]:
 class _Server(connection_limits.BoundedThreads, WSGIServer):
     """Anybody may scrape it, so it takes a bounded number of connections, and none for long."""
 
-    request_queue_size = 64
-
     @classmethod
     def at(cls, address: str, port: int, tell: Callable[[str], None]) -> _Server:
         family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]

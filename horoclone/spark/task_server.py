@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from horoclone.bootstrap import wire
-from horoclone.connection_limits import UnauthenticatedConnections
+from horoclone.connection_limits import BACKLOG, UnauthenticatedConnections
 from horoclone.launch.hosts import Host
 from horoclone.launch.link import HostEvents, Link
 from horoclone.launch.usage import LaunchError
@@ -191,7 +191,7 @@ class TaskServer:
             pass
 
     def _listen(self, host: str) -> socket.socket:
-        listener = socket.create_server((host, 0), backlog=512)
+        listener = socket.create_server((host, 0), backlog=BACKLOG)
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
         return listener

@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from horoclone import connection_limits
-from horoclone.connection_limits import BoundedThreads
+from horoclone.connection_limits import BoundedThreads, UnauthenticatedConnections
 
 
 def descriptors() -> int:
@@ -30,7 +30,11 @@ def is_closed(one: socket.socket) -> bool:
 
 
 class Answers(BaseHTTPRequestHandler):
+    slow_ones_end = threading.Event()
+
     def do_GET(self) -> None:
+        if self.path == "/slow":
+            self.slow_ones_end.wait(20)
         self.send_response(200)
         self.end_headers()
 
@@ -41,12 +45,24 @@ class Answers(BaseHTTPRequestHandler):
 class Small(BoundedThreads, HTTPServer):
     max_connections = 4
     connection_limit_s = 1.0
-    request_queue_size = 64
+
+
+class Patient(Small):
+    connection_limit_s = 60.0
 
 
 @pytest.fixture
 def small() -> Iterator[Small]:
-    server = Small(("127.0.0.1", 0), Answers)
+    yield from serving(Small)
+
+
+@pytest.fixture
+def patient() -> Iterator[Small]:
+    yield from serving(Patient)
+
+
+def serving(kind: type[Small]) -> Iterator[Small]:
+    server = kind(("127.0.0.1", 0), Answers)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield server
@@ -71,6 +87,65 @@ def test_who_comes_sends_away_who_came_first(small: Small) -> None:
     assert is_closed(idle[0]) and is_closed(idle[20])
     assert descriptors() - before - len(idle) <= small.max_connections
     for one in idle:
+        one.close()
+
+
+def ask(server: HTTPServer, path: str) -> socket.socket:
+    one = connect(server)
+    one.sendall(f"GET {path} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
+    return one
+
+
+def test_who_comes_displaces_no_request_that_is_answered(patient: Small) -> None:
+    Answers.slow_ones_end.clear()
+    slow = ask(patient, "/slow")
+    idle = [connect(patient) for _ in range(40)]
+    assert is_closed(idle[0]) and is_closed(idle[30])
+    Answers.slow_ones_end.set()
+    assert slow.recv(100).startswith(b"HTTP/1.0 200")
+    for one in (slow, *idle):
+        one.close()
+
+
+def test_who_comes_displaces_no_request_that_waits_for_a_thread(patient: Small) -> None:
+    Answers.slow_ones_end.clear()
+    slow = [ask(patient, "/slow") for _ in range(patient.max_connections + 3)]
+    idle = [connect(patient) for _ in range(40)]
+    assert is_closed(idle[0]) and is_closed(idle[30])
+    Answers.slow_ones_end.set()
+    for one in slow:
+        assert one.recv(100).startswith(b"HTTP/1.0 200")
+    for one in (*slow, *idle):
+        one.close()
+
+
+def test_requests_that_were_at_the_port_before_a_crowd_are_answered() -> None:
+    server = Patient(("127.0.0.1", 0), Answers)
+    crowd = [ask(server, "/x") if number % 20 == 0 else connect(server) for number in range(200)]
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    for one in crowd[::20]:
+        one.settimeout(20)
+        assert one.recv(100).startswith(b"HTTP/1.0 200")
+    server.shutdown()
+    thread.join()
+    server.server_close()
+    for one in crowd:
+        one.close()
+
+
+def test_who_has_said_something_new_goes_after_those_who_are_silent() -> None:
+    pairs = [socket.socketpair() for _ in range(4)]
+    ours, theirs = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    strangers = UnauthenticatedConnections(2, 60.0)
+    theirs[0].send(b"x")
+    assert all(strangers.admit(one) for one in ours)  # nobody has to have left for that
+    assert is_closed(theirs[1]) and is_closed(theirs[2])
+    assert ours[0].recv(1) == b"x"
+    theirs[0].setblocking(False)
+    with pytest.raises(BlockingIOError):
+        theirs[0].recv(1)
+    for one in (*ours, *theirs):
         one.close()
 
 

@@ -38,7 +38,7 @@ class Connection(H11Protocol):
         is_short = peer is not None and connection_limits.are_descriptors_short(peer.fileno())
         if len(self._ours()) <= CROWD and not is_short:
             return
-        oldest = next(one for one in self._ours() if not one.is_known)
+        oldest = min((one for one in self._ours() if not one.is_known), key=Connection._is_being_answered)
         is_full = is_short or len(self._ours()) > MOST
         if oldest is self:  # all others have shown the token: uvicorn answers 503
             self.limit_concurrency = 0 if is_full else None
@@ -67,8 +67,11 @@ class Connection(H11Protocol):
             self._limit.cancel()
         self._limit = self.loop.call_later(REQUEST_S, self._give_up)
 
+    def _is_being_answered(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
     def _give_up(self) -> None:
-        if self.cycle is None or self.cycle.response_complete:
+        if not self._is_being_answered():
             self.transport.abort()
 
 

@@ -20,6 +20,7 @@ import uvicorn
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
 
+from horoclone.connection_limits import BACKLOG
 from horoclone.live.dashboard.connection import Connection, quiet
 from horoclone.live.dashboard.content import Content
 
@@ -27,7 +28,6 @@ EVERY_S, UNSEEN_EVERY_S = 1.0, 5.0  # between two looks, with a browser and with
 MAX_POINTS = 900  # of the charts: 15 minutes
 MAX_EVENTS = 200
 ACCEPTED = 16  # connections in one turn of the loop: each is read before the next ones could displace it
-WAITING = 128  # that the kernel keeps for later turns
 _CLOSE_S = 2.0  # for the thread to end; it is a daemon and holds nobody up for longer
 _FILES = {
     "": ("index.html", "text/html"),
@@ -123,7 +123,7 @@ class Dashboard:
         serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         while not self._server.started and not serving.done():
             await asyncio.sleep(0.01)
-        self._socket.listen(WAITING)  # asyncio has one number for both
+        self._socket.listen(BACKLOG)  # asyncio has one number for both
         await serving
         looking.cancel()
 
