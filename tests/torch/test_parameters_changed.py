@@ -50,10 +50,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "topk": {"compression": hvd.Compression.topk(ratio=0.5)},
     "powersgd": {"compression": hvd.Compression.powersgd(rank=1)},
     "largest": {"op": hvd.Max},
+    "smallest": {"op": hvd.Min},
+    "product": {"op": hvd.Product},
     "adasum": {"op": hvd.Adasum},
     "own compressor": {"compression": Plain},
     "sparse": {},
     "cross_barrier": {},
+    "cross_barrier, largest": {"op": hvd.Max},
+    "cross_barrier, smallest": {"op": hvd.Min},
+    "cross_barrier, product": {"op": hvd.Product},
 }
 
 
@@ -66,8 +71,9 @@ class Training:
         parameters = [*trained.parameters(), *(self.rows.parameters() if self.rows else ())]
         sgd = torch.optim.SGD(parameters, 0.01, momentum=0.0 if self.rows else 0.5)
         named = [*self.net.named_parameters(), *([("rows", self.rows.weight)] if self.rows else [])]
-        options = {"cross_barrier": self.net} if option == "cross_barrier" else OPTIONS[option]
-        self.clips = option not in ("cross_barrier", "sparse")
+        barrier = "cross_barrier" in option
+        options = {**OPTIONS[option], **({"cross_barrier": self.net} if barrier else {})}
+        self.clips = not barrier and option != "sparse"
         self.optimizer = hvd.DistributedOptimizer(sgd, named, **options)
 
     def step(self, clips: bool = True) -> None:

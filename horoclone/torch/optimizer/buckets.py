@@ -275,7 +275,7 @@ class Bucket:
         count = -(-(mark_at + 1) // (align * shards)) * align * shards
         self.flat = _allocate(runtime, count, dtype, self.states[0].parameter)
         self.gradients = self.flat[:mark_at]  # with zeros where there are gaps between them
-        self.mark = self.flat[mark_at : mark_at + 1]  # not 0: some rank has other parameters now
+        self.mark = self.flat[mark_at : mark_at + 1]  # another one where some rank has other parameters now
         self.place = place_of(self.flat)  # of the bucket; when it is submitted, with the stream that fills it
         self.address = self.flat.data_ptr()
         self._alias: torch.Tensor | None = None

@@ -18,7 +18,7 @@ import torch
 
 from horoclone.errors import HorovodInternalError, Mismatch, Unsupported
 from horoclone.gradient_names import Turn
-from horoclone.ops import ALLGATHER, REDUCESCATTER, Average, Max, Sum
+from horoclone.ops import ALLGATHER, REDUCESCATTER, Average, Max, Min, Product
 from horoclone.process_sets import global_process_set, id_of
 from horoclone.runtime import is_initialized, native
 from horoclone.torch import operations
@@ -799,9 +799,7 @@ class Reducer:
         for bucket in buckets:
             bucket.flat.zero_()
             if not self._marks_apart:
-                bucket.mark.fill_(
-                    self._terms.process_set.size() or 1
-                )  # an average of integers is not 0 either
+                bucket.mark.fill_(self._mark_of()[1])
             self._start(bucket)
         errors: list[Exception] = []
         run_compressors(buckets, errors)
@@ -856,7 +854,12 @@ class Reducer:
 
     def is_marked(self, bucket: Bucket) -> bool:
         """Whether this bucket's reduction, which is over, has brought a mark."""
-        return self._marked and not self._marks_apart and bool(bucket.mark.item())
+        return self._marked and not self._marks_apart and bucket.mark.item() != self._mark_of()[0]
+
+    def _mark_of(self) -> tuple[int, int]:
+        """The mark where nothing has changed, and one that is seen in the result, whatever else the others have."""
+        size = self._terms.process_set.size() or 1  # an average of integers is not 0 either
+        return {Min: (0, -1), Product: (1, 2)}.get(self._terms.op, (0, size))
 
     def hear_change(self) -> None:
         """Collective, for a mark was set: agrees anew, which raises Mismatch."""
@@ -959,9 +962,9 @@ class Reducer:
         # On a GPU marks would wait for the stream, or for the other ranks' processors.
         self._marked = self._all_here and all(place_of(state.parameter) is HOST for state in self.states)
         in_buckets = all(state.bucket is not None for state in self.states)
-        self._marks_apart = self._marked and not (
-            in_buckets and self._declared is not None and self._terms.op in (Average, Sum)
-        )
+        self._marks_apart = self._marked and not (in_buckets and self._declared is not None)
+        for bucket in self.buckets:
+            bucket.mark.fill_(self._mark_of()[0])
         if self._marks_apart and in_buckets and not self.may_wait:
             self._marked = self._marks_apart = False  # nobody waits for marks
         for state in self.states:
