@@ -31,6 +31,8 @@ MARK = (
 )
 # For what inherits this environment as well: no probe, and nothing is written into the user's cache folder.
 os.environ.setdefault("HOROCLONE_SELECTION", "fixed")
+# Else every process that a test starts compiles the package anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Run in the background of a shell we ignore SIGINT, and so would every program that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
