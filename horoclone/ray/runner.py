@@ -219,16 +219,15 @@ class StaticAdapter(Adapter):
         numbers = coordinator.finalize_registration()
         here = ray.util.get_node_ip_address()
         shared = coordinator.establish_rendezvous(all(place.address == here for place in places))
-        calls = []
+        calls = {}
         for rank, worker in enumerate(self.workers):
             own = {name.removeprefix("HOROVOD_").lower(): value for name, value in numbers[rank].items()}
             placement = Placement(rank=rank, size=len(places), host=places[rank].hostname, **own)
             variables = rank_variables(placement, shared["HOROCLONE_RENDEZVOUS"], shared["HOROCLONE_JOB"])
-            calls += [
-                worker.update_env_vars.remote({"PYTHONUNBUFFERED": "1", **variables, **shared, **extra}),
-                worker.take_secret.remote(coordinator.secret),
-            ]
-        ray.get(calls)
+            variables = {"PYTHONUNBUFFERED": "1", **variables, **shared, **extra}
+            calls[worker.update_env_vars.remote(variables)] = rank
+            calls[worker.take_secret.remote(coordinator.secret)] = rank
+        strategy.answers(calls)
         assert coordinator.rendezvous is not None
         self._calls = Calls(places, coordinator.rendezvous)
 

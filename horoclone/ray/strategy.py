@@ -80,7 +80,7 @@ class BaseStrategy:
 
     def create_workers(self) -> tuple[list[Any], list[Any]]:
         """(workers by rank, one of each node). TimeoutError when the resources, or the workers, do not come."""
-        limit_s = float(getattr(self.settings, "timeout_s", None) or WORKERS_S)
+        limit_s = self._workers_timeout_s()
         for attempt in range(1, GROUPS + 1):
             bundles = self._reserve()
             started = [self._start(bundle, rank) for rank, bundle in enumerate(bundles)]
@@ -131,6 +131,24 @@ class BaseStrategy:
         """From now on it is given back when this job ends, whether it has come or not."""
         self.placement_group = group
 
+    def answers(self, calls: Mapping[Any, int]) -> list[Any]:
+        """The values of calls of the workers, each with its rank. TimeoutError names those who are silent: Ray tells
+        when a worker is lost, but not when it is stopped or its machine is stuck."""
+        limit_s = self._workers_timeout_s()
+        done, waiting = ray.wait(list(calls), num_returns=len(calls), timeout=limit_s)
+        ray.get(done)  # raises what one of them has raised, which may be why others are silent
+        if waiting:
+            rank = min(calls[one] for one in waiting)
+            silent = sorted({calls[one] for one in waiting})
+            raise TimeoutError(
+                f"workers {silent} of {len(self.workers)} have started and do not answer within {limit_s:g} s "
+                f"(timeout_s of the settings): look at worker {rank} on {self.places[rank]}; {nodes.described()}"
+            )
+        return list(ray.get(list(calls)))
+
+    def _workers_timeout_s(self) -> float:
+        return float(getattr(self.settings, "timeout_s", None) or WORKERS_S)
+
     def _group_timeout_s(self) -> float:
         return float(getattr(self.settings, "placement_group_timeout_s", None) or GROUP_S)
 
@@ -150,16 +168,15 @@ class BaseStrategy:
     def _show_gpus(self) -> None:
         """Every worker sees all GPUs of the workers on its node, its own first one at the place of its local rank, so
         that they can reach each other's memory."""
-        given = ray.get([worker.get_gpu_ids.remote() for worker in self.workers])
-        calls = []
+        given = self.answers({worker.get_gpu_ids.remote(): rank for rank, worker in enumerate(self.workers)})
+        calls = {}
         for node in dict.fromkeys(place.node_id for place in self.places):
             here = [rank for rank, place in enumerate(self.places) if place.node_id == node]
             listed = [given[rank][turn] for turn in range(self.gpus_per_worker) for rank in here]
             text = ",".join(map(str, dict.fromkeys(listed)))
-            calls += [
-                self.workers[rank].update_env_vars.remote({"CUDA_VISIBLE_DEVICES": text}) for rank in here
-            ]
-        ray.get(calls)
+            for rank in here:
+                calls[self.workers[rank].update_env_vars.remote({"CUDA_VISIBLE_DEVICES": text})] = rank
+        self.answers(calls)
 
 
 class ColocatedStrategy(BaseStrategy):

@@ -259,6 +259,35 @@ def half_dead_group() -> dict[str, Any]:
     return {"groups": len(set(made)), "sizes": sizes, "seconds": seconds}
 
 
+def stopped_worker() -> dict[str, Any]:
+    """Worker 1 is stopped, as by a debugger, when it has started and has not heard its place."""
+    wait_for = strategies._wait_for
+    stopped: list[Any] = []
+
+    def with_a_stop(workers: Any, limit_s: float) -> Any:
+        places = wait_for(workers, limit_s)
+        stopped.append(places[1])
+        os.kill(places[1].pid, signal.SIGSTOP)
+        return places
+
+    executor = RayExecutor(RayExecutor.create_settings(timeout_s=10), num_workers=2)
+    strategies._wait_for = with_a_stop
+    text = ""
+    try:
+        executor.start()
+    except TimeoutError as error:
+        text = str(error)
+    finally:
+        strategies._wait_for = wait_for
+        for place in stopped:
+            os.kill(place.pid, signal.SIGCONT)
+    executor = RayExecutor(SETTINGS, num_workers=1)
+    executor.start()
+    assert executor.run(sums, [5]) == [(0, 1, 5.0)], "the cluster works after that"
+    executor.shutdown()
+    return {"text": text, "pid": stopped[0].pid}
+
+
 def too_few_resources() -> list[str]:
     texts = []
     settings = RayExecutor.create_settings(timeout_s=10, placement_group_timeout_s=2)

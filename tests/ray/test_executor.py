@@ -77,6 +77,13 @@ def test_a_placement_group_that_has_lost_a_node_is_made_anew(ray_cluster: Any) -
 
 
 @pytest.mark.long(15)
+def test_a_worker_that_is_stopped_after_its_start_is_named(ray_cluster: Any) -> None:
+    found = ray_cluster("stopped_worker")
+    assert "of 2 have started and do not answer within 10 s" in found["text"], found["text"]
+    assert str(found["pid"]) in found["text"], found["text"]
+
+
+@pytest.mark.long(15)
 def test_too_few_resources_end_with_what_was_asked_for_and_what_there_is(ray_cluster: Any) -> None:
     workers, hosts = ray_cluster("too_few_resources")
     assert "9 x {'CPU': 1} (PACK) for 2 s" in workers and "free in all: 4 CPU" in workers, workers
