@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from horoclone.runtime import current
 from horoclone.runtime.lifecycle import member
 
-MAX_NUMBERS = 40  # characters that list variables or optimizers
+MAX_NUMBERS = 40  # characters that list variables
 
 
 def named_by(sent: Sequence[int], count: int) -> str:
@@ -25,26 +25,24 @@ def named_by(sent: Sequence[int], count: int) -> str:
     cuts = [0, *(i for i in range(1, len(sent)) if sent[i] != sent[i - 1] + 1), len(sent)]
     runs = [(sent[a], sent[b - 1]) for a, b in pairwise(cuts)]
     text = "_".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-    return f".variables.{_short(text)}.of.{count}"
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= MAX_NUMBERS else f"{text[:MAX_NUMBERS]}.{zlib.crc32(text.encode()):08x}"
+    if len(text) > MAX_NUMBERS:
+        text = f"{text[:MAX_NUMBERS]}.{zlib.crc32(text.encode()):08x}"
+    return f".variables.{text}.of.{count}"
 
 
 class Turn:
     """Tells an optimizer from others of its kind, alike on every rank: where ranks begin with different ones, their
     gradients must not be added up because they are alike in shape.
 
-    When it first reduces something, it counts those that were made before it and have not begun. These counts say in
-    which order all until now have begun. The mere order in which they were made would differ where one rank makes some
-    more for itself later. From the second generation of an elastic job on nobody is told apart: what a newcomer has
-    made by then cannot be compared with what others have.
+    When it first reduces something, it counts those that were made before it and have not begun. These counts, from
+    the first one that is not 0 on, say in which order all have begun; names have a checksum of them. The mere order in
+    which they were made would differ where one rank makes some more for itself later. From the second generation of an
+    elastic job on nobody is told apart: what a newcomer has made by then cannot be compared with what others have.
     """
 
     _made = itertools.count()
     _waiting: ClassVar[dict[Hashable, set[int]]] = {}  # made in this life, and not begun
-    _counts: ClassVar[dict[Hashable, list[int]]] = {}  # of those that have
+    _begun: ClassVar[dict[Hashable, tuple[int, int]]] = {}  # how many have, and the checksum
     _life: ClassVar[Any] = None  # None: before the first one
 
     def __init__(self, kind: Hashable) -> None:
@@ -72,11 +70,13 @@ class Turn:
             return self._name
         self._see(life)
         waiting = self._waiting.get(self._kind, set())
-        counts = [*self._counts.get(self._kind, ()), sum(number < self._number for number in waiting)]
-        name = f".order.{_short('_'.join(map(str, counts)))}" if any(counts) else ""
+        begun, order = self._begun.get(self._kind, (0, 0))
+        count = sum(number < self._number for number in waiting)
+        order = zlib.crc32(f"{begun}.{count}".encode(), order) if order or count else 0
+        name = f".order.{begun + 1}.{order:08x}" if order else ""
         if begins:
             waiting.discard(self._number)
-            self._counts[self._kind] = counts
+            self._begun[self._kind] = begun + 1, order
             self._name, self._begun_in = name, life
         return name
 
@@ -85,5 +85,5 @@ class Turn:
         if life is not None and life is not cls._life:
             if cls._life is not None:
                 cls._waiting.clear()
-            cls._counts.clear()
+            cls._begun.clear()
             cls._life = life
