@@ -49,7 +49,7 @@ def module_exists(name: str) -> bool:
 
 # name, module, distributions that bring it, our binding, what pip installs
 _FRAMEWORKS = (
-    ("PyTorch", "torch", ("torch",), "horoclone.torch.optimizer", "torch"),
+    ("PyTorch", "torch", ("torch",), "horoclone.torch", "torch"),
     ("TensorFlow", "tensorflow", ("tensorflow", "tensorflow-cpu"), "horoclone.tensorflow", "tensorflow"),
     ("Keras", "keras", ("keras",), "horoclone.keras", "keras"),
     ("JAX", "jax", ("jax",), "horoclone.jax", "jax"),
@@ -64,11 +64,9 @@ def frameworks() -> list[Item]:
     items = []
     for name, module, distributions, binding, packages in _FRAMEWORKS:
         version = next((found for one in distributions if (found := version_of(one))), None)
-        package, _, leaf = binding.rpartition(".")
-        bound = module_exists(package) and module_exists(f"{package}.{leaf}")
         if not module_exists(module):
             items.append(Item(name, False, f"not installed: pip install {packages}"))
-        elif not bound:
+        elif not module_exists(binding):  # which does not import it
             text = f"{version or 'installed'}, but this version of horoclone has no binding for it"
             items.append(Item(name, False, text))
         else:

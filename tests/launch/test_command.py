@@ -371,6 +371,16 @@ def test_check_build_says_what_is_missing_and_how_to_get_it(launch):
     assert "moves no data" not in text
 
 
+def test_check_build_imports_no_framework(launch):
+    probe = (
+        "import sys\n"
+        "from horoclone.launch.cli import main\n"
+        "assert main(['--check-build']) == 0\n"
+        "print(sorted({'torch', 'tensorflow', 'jax', 'keras'} & set(sys.modules)))\n"
+    )
+    assert launch([PYTHON, "-c", probe]).stdout.endswith("\n[]\n")
+
+
 def test_version_is_the_packages(launch):
     import horoclone
 
