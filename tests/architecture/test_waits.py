@@ -28,6 +28,7 @@ PYTHON = {
     "membership/failover.py ask_all": "each thread answers, whatever it meets; what it asks has a deadline",
     "checkpoint/__init__.py save": SAVE,
     "checkpoint/__init__.py wait": SAVE,
+    "connection_limits.py shutdown": "serve_forever() looks twice a second whether it is to end",
     "elastic/disk.py save": SAVE,
     "elastic/disk.py wait": SAVE,
     "elastic/run.py wrapper": SAVE,
