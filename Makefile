@@ -46,7 +46,7 @@ NVCC := nvidia-cuda-nvcc==13.* nvidia-cuda-crt==13.* nvidia-nvvm==13.* nvidia-cu
 MPICH := mpich==5.0.2
 NATIVE := pyproject.toml CMakeLists.txt horoclone/__init__.py csrc/exports.map $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' | grep -v /tests/)
 
-.PHONY: help demo check test test-long downloads cpp cpp-builds tsan asan pytest gpu gpu-long ecosystem engines examples bench lint format docs docs-generated clean install
+.PHONY: help demo check test test-long downloads cpp tsan asan asan-build pytest gpu gpu-long ecosystem engines examples bench lint format docs docs-generated clean install
 
 help: ## list the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -55,12 +55,13 @@ demo: $(VENV)/.ready-demo $(VENV)/.ready-package ## train a small network on two
 	@echo "== training on two processes (some seconds)"
 	horoclonerun -np 2 python examples/torch_digits.py
 
-# What compiles goes on beside what is downloaded, and the C++ tests of one build, which often wait, beside those of another.
+# The C++ tests, which often wait, run beside what is downloaded and what is compiled for the next ones. The package comes after
+# `cpp`: the core is compiled once for both.
 # LONG_S: of the long Python tests, some that take so many seconds together, others for each commit.
 LONG_S ?= 0
 test: $(VENV)/.ready-tools ## C++, sanitizers, Python (every example is one of its tests) without the long tests
-	@$(MAKE) --no-print-directory -j2 downloads cpp-builds
-	@$(MAKE) --no-print-directory -j2 --output-sync=target $(VENV)/.ready-package cpp tsan asan
+	@$(MAKE) --no-print-directory -j3 --output-sync=target downloads cpp tsan asan-build
+	@$(MAKE) --no-print-directory -j2 --output-sync=target $(VENV)/.ready-package asan
 	@$(MAKE) --no-print-directory pytest
 test-long: $(VENV)/.ready-test $(VENV)/.ready-package downloads ## the long Python tests: kills, soaks, browsers, images, every scheduler, packages of others (an hour or two)
 	HC_INSTALL=1 python -m pytest -m long $(ARGS)
@@ -71,16 +72,14 @@ downloads: $(VENV)/.ready-test
 check: $(VENV)/.ready-build $(VENV)/.ready-linters ## within a minute: C++ tests of changed folders, lint of changed files, two ranks
 	@.ci/check $(JOBS)
 
-cpp-builds: $(VENV)/.ready-tools
-	@.ci/cpp release "" $(JOBS) build
-	@.ci/cpp tsan thread $(JOBS) build
-	@.ci/cpp asan address $(JOBS) build
 cpp: $(VENV)/.ready-tools ## C++ tests, optimised build; CASE='name*' runs some cases
 	@.ci/cpp release "" $(JOBS)
 tsan: $(VENV)/.ready-tools ## C++ tests under ThreadSanitizer
 	@.ci/cpp tsan thread $(JOBS)
 asan: $(VENV)/.ready-tools ## C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@.ci/cpp asan address $(JOBS)
+asan-build: $(VENV)/.ready-tools
+	@.ci/cpp asan address $(JOBS) build
 
 # One file more at a time than there are processors: many tests wait.
 pytest: $(VENV)/.ready-test $(VENV)/.ready-package ## Python tests but the long ones; ARGS="-k name" chooses some

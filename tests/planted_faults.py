@@ -51,9 +51,9 @@ PYTHON = (
 CPP = (
     Fault("csrc/base/wire.h", "bytes > limit || bytes > rest_.size()", "bytes > rest_.size()", "base *longer than the frame*"),
     Fault("csrc/base/half.h", "bits + 0x7fffu + odd", "bits + 0x8000u", "base *rounds to the nearest*"),
-    Fault("csrc/base/sha256.h", "0x6a09e667", "0x6a09e668", "base *"),
+    Fault("csrc/base/sha256.h", "0x6a09e667", "0x6a09e668", "base sha256*"),
     Fault("csrc/agreement/plan_cache.cc", "return cache_id.announced && cache_id.signature == request.signature ? number : kNoCacheId;", "return cache_id.announced ? number : kNoCacheId;", "agreement plan cache*"),
-    Fault("csrc/agreement/coordinator.cc", "if (list.size() < 2 ||", "if (list.size() < 3 ||", "agreement *"),
+    Fault("csrc/agreement/coordinator.cc", "if (list.size() < 2 ||", "if (list.size() < 3 ||", "agreement negotiation: random schedules*"),
     Fault("csrc/agreement/coordinator.cc", "if (next.is_join()) break;", "if (false) break;", "agreement coordinator: join*"),
     Fault("csrc/collective/selection.cc", "return bytes < t.ring_from_bytes ? Algorithm::kRecursiveDoubling : Algorithm::kRing;", "return bytes <= t.ring_from_bytes ? Algorithm::kRecursiveDoubling : Algorithm::kRing;", "collective selection*"),
     Fault("csrc/collective/selection.cc", "return ranks == 2 ? 4 * flat_bytes : flat_bytes;", "return flat_bytes;", "collective selection*"),

@@ -389,6 +389,8 @@ std::string text_of_tensor(const TensorMeta& meta) {
   return text + "]";
 }
 
+size_t bytes_of(const TensorMeta& tensor) { return static_cast<size_t>(tensor.count()) * size_of(tensor.dtype); }
+
 size_t bytes_of(const Signature& signature) {
   size_t sum = 0;
   for (const TensorMeta& t : signature.tensors) {

@@ -56,6 +56,7 @@ struct Signature {
 // "float32[2,3]"
 std::string text_of_tensor(const TensorMeta& meta);
 // Bytes of all tensors; saturates instead of overflowing.
+size_t bytes_of(const TensorMeta& tensor);
 size_t bytes_of(const Signature& signature);
 
 // One operation as one rank submitted it. The name is the key (with the op kind: "allreduce.NAME"); an unnamed one has

@@ -17,14 +17,14 @@ namespace hc {
 namespace {
 
 using Bytes = std::vector<uint8_t>;
-using Frame = std::shared_ptr<const Bytes>;
+using FramePtr = std::shared_ptr<const Bytes>;
 
 struct Event {
   double at = 0;  // us
   uint64_t order = 0;
   int to = 0;
-  int from = -1;  // -1: the rank begins its work
-  Frame frame;    // null: the request list that all leaves share
+  int from = -1;   // -1: the rank begins its work
+  FramePtr frame;  // null: the request list that all leaves share
   bool operator>(const Event& other) const { return at != other.at ? at > other.at : order > other.order; }
 };
 
@@ -245,7 +245,7 @@ class Simulation {
     Rank& r = at(rank);
     if (r.aggregator && r.aggregator->has_news()) {
       std::vector<RequestList> up;
-      const Frame frame = computes(rank, Work::kSendUp, [&] {
+      const FramePtr frame = computes(rank, Work::kSendUp, [&] {
         up = r.aggregator->collect();
         Writer out;
         out.put(FrameKind::kRequests);
@@ -263,7 +263,7 @@ class Simulation {
   }
 
   Status decide() {
-    const Frame frame = computes(0, Work::kDecide, [&] {
+    const FramePtr frame = computes(0, Work::kDecide, [&] {
       Plan plan = coordinator_->decide(kMaxPlanEntries);
       Writer out;
       out.put(FrameKind::kPlan);
@@ -274,7 +274,7 @@ class Simulation {
   }
 
   // Reads it, hands it down, learns. What it costs a rank with nobody below is the same for all of them.
-  Status take_plan(int rank, const Frame& frame) {
+  Status take_plan(int rank, const FramePtr& frame) {
     const bool leaf = rank != 0 && !at(rank).aggregator;
     if (rank != 0) count(rank, aggregates_ ? tree_->parent(rank) : 0, frame->size());
     if (leaf && plan_read_us_ >= 0) {
@@ -308,7 +308,7 @@ class Simulation {
             if (request.name == e.name) cache_.learn(request, e.cache_id);
   }
 
-  void send(int from, int to, const Frame& frame, size_t bytes) {
+  void send(int from, int to, const FramePtr& frame, size_t bytes) {
     const MessageCost& c = cost(from, to);
     busy_ += c.send;
     at(from).messages++;

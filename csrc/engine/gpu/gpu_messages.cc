@@ -38,7 +38,6 @@ struct GpuMessage final : BackendMessage {
 constexpr double kGraceOfOrdersS = 1, kGraceOfPeerS = 15;
 
 bool is_sent(const Operation* op) { return op->signature().op == Op::kSend; }
-size_t bytes_of(const TensorMeta& meta) { return static_cast<size_t>(meta.count()) * size_of(meta.dtype); }
 const char* words_for(bool is_host) { return is_host ? "in host memory" : "on a GPU"; }
 
 }  // namespace

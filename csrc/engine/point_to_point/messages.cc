@@ -13,7 +13,6 @@ constexpr uint32_t kElsewhere = 0xffffffffu;  // in the place of the payload's l
 
 bool sends(const Operation* op) { return op->signature().op == Op::kSend; }
 int peer_of(const Operation* op) { return op->signature().root; }
-size_t bytes_of(const TensorMeta& meta) { return static_cast<size_t>(meta.count()) * size_of(meta.dtype); }
 
 bool read_meta(Reader* in, TensorMeta* meta) {
   const auto dtype = in->get<uint8_t>(), dimensions = in->get<uint8_t>();
