@@ -14,8 +14,13 @@ bool is_in(const std::vector<uint64_t>& sorted, uint64_t key) {
   return std::binary_search(sorted.begin(), sorted.end(), key);
 }
 
-bool has_joined(const WaitingRank& rank, uint16_t process_set) {
-  return std::find(rank.joined.begin(), rank.joined.end(), process_set) != rank.joined.end();
+bool has_joined(const WaitingRank& rank, const AwaitedCall& call) {
+  return std::find(rank.joined.begin(), rank.joined.end(), id_of_set(call.world, call.process_set)) !=
+         rank.joined.end();
+}
+
+std::span<const int> members_in(const AwaitedCall& call, const MembersOf& members_of) {
+  return call.members.empty() ? members_of(call.process_set) : std::span<const int>(call.members);
 }
 
 // Whom one call waits for.
@@ -31,12 +36,12 @@ Missing missing_in(const AwaitedCall& call, int rank, const WaitingRanks& ranks,
     missing.ranks = {call.peer};
   } else {
     missing.any = is_message(call.op);
-    for (int member : members_of(call.process_set))
+    for (int member : members_in(call, members_of))
       if (!missing.any || member != rank) missing.ranks.push_back(member);
   }
   const auto is_ready = [&](const WaitingRank& member) {
     if (is_message(call.op)) return false;
-    if (has_joined(member, call.process_set)) return true;
+    if (has_joined(member, call)) return true;
     return call.op != Op::kJoin && is_in(member.submitted, call.key);
   };
   std::vector<int> late;
@@ -66,7 +71,8 @@ std::vector<Standing> groups_of(const WaitingRanks& ranks, const std::set<int>& 
     const WaitingRank& waiting = ranks.at(rank);
     const AwaitedCall& call = waiting.awaited.front();
     const auto same = std::find_if(groups.begin(), groups.end(), [&](const Standing& g) {
-      return g.call->text == call.text && g.call->process_set == call.process_set && g.where == waiting.where;
+      return g.call->text == call.text && g.call->process_set == call.process_set && g.call->world == call.world &&
+             g.where == waiting.where;
     });
     if (same != groups.end())
       same->ranks.push_back(rank);
@@ -115,6 +121,9 @@ std::string likely_reason(const std::vector<Standing>& groups) {
                       ranks_text(odd.ranks), "? (hvd.join() evens them out.)");
       break;
     }
+  const auto is_elsewhere = [&](const Standing& g) { return g.call->world != groups[0].call->world; };
+  if (std::any_of(groups.begin(), groups.end(), is_elsewhere))
+    text += " A call of one process group is not answered by one of another, nor by one of hvd's.";
   return text + " Every rank has to make the same calls in the same order.";
 }
 
@@ -126,6 +135,49 @@ uint64_t key_of_call(uint16_t process_set, const Request& request) {
   mix(&key, process_set);
   mix(&key, static_cast<uint64_t>(request.signature.op) * 2 + unnamed);
   return key;
+}
+
+uint64_t id_of_set(uint64_t world, uint16_t process_set) {
+  if (world == 0) return process_set;
+  uint64_t id = world;
+  mix(&id, process_set);
+  return id;
+}
+
+void add_world(const WaitingRank& in_world, uint64_t world, std::span<const int> rank_of, WaitingRank* to) {
+  const auto place = [&](int rank) { return rank_of[static_cast<size_t>(rank)]; };
+  const auto mixed = [&](uint64_t key) {
+    mix(&key, world);
+    return key;
+  };
+  for (AwaitedCall call : in_world.awaited) {
+    call.world = world;
+    call.key = mixed(call.key);
+    if (call.peer >= 0) call.peer = place(call.peer);
+    for (int& member : call.members) member = place(member);
+    to->awaited.push_back(std::move(call));
+  }
+  for (const uint64_t key : in_world.submitted) to->submitted.push_back(mixed(key));
+  std::sort(to->submitted.begin(), to->submitted.end());
+  for (const uint64_t set : in_world.joined) to->joined.push_back(id_of_set(world, static_cast<uint16_t>(set)));
+  to->polls = to->polls || in_world.polls;
+}
+
+bool is_between_worlds(const WaitingRanks& ranks, const std::set<int>& stuck) {
+  std::set<uint64_t> worlds;
+  for (const int rank : stuck)
+    for (const AwaitedCall& call : ranks.at(rank).awaited) worlds.insert(call.world);
+  if (worlds.size() < 2) return false;
+  const MembersOf nobody = [](uint16_t) { return std::span<const int>(); };
+  return std::none_of(worlds.begin(), worlds.end(), [&](uint64_t world) {
+    WaitingRanks of_one;
+    for (const auto& [rank, waiting] : ranks) {
+      WaitingRank part = waiting;
+      std::erase_if(part.awaited, [&](const AwaitedCall& call) { return call.world != world; });
+      if (!part.awaited.empty()) of_one[rank] = std::move(part);
+    }
+    return !find_deadlock(of_one, nobody).empty();
+  });
 }
 
 std::set<int> find_deadlock(const WaitingRanks& ranks, const MembersOf& members_of) {
@@ -175,8 +227,10 @@ std::string describe_deadlock(const WaitingRanks& ranks, const std::set<int>& st
                     : group.ranks.size() == 1 ? " stands"
                                               : " stand",
                     " in ", group.call->text);
-    if (group.call->process_set != 0) {
-      const std::span<const int> members = members_of(group.call->process_set);
+    if (group.call->world != groups[0].call->world) {
+      text += text_of(" of another process group of ", ranks_text(group.call->members));
+    } else if (group.call->process_set != 0) {
+      const std::span<const int> members = members_in(*group.call, members_of);
       text += text_of(" of the process set of ", ranks_text({members.begin(), members.end()}));
     }
     if (!group.where.empty()) text += text_of(" at ", group.where);
@@ -187,7 +241,12 @@ std::string describe_deadlock(const WaitingRanks& ranks, const std::set<int>& st
 }
 
 void encode(const WaitingRank& rank, Writer* out) {
+  const auto put_ranks = [&](const std::vector<int>& ranks) {
+    out->put(static_cast<uint32_t>(ranks.size()));
+    for (int each : ranks) out->put(static_cast<int32_t>(each));
+  };
   out->put(rank.quiet_s);
+  out->put(rank.version);
   out->put(rank.polls);
   out->put(rank.has_looked);
   out->put_text(rank.where);
@@ -198,11 +257,13 @@ void encode(const WaitingRank& rank, Writer* out) {
     out->put(call.key);
     out->put(call.peer);
     out->put_text(call.text);
+    out->put(call.world);
+    put_ranks(call.members);
   }
   out->put(static_cast<uint32_t>(rank.submitted.size()));
   for (uint64_t key : rank.submitted) out->put(key);
   out->put(static_cast<uint32_t>(rank.joined.size()));
-  for (uint16_t set : rank.joined) out->put(set);
+  for (uint64_t set : rank.joined) out->put(set);
 }
 
 Status decode(Reader* in, WaitingRank* rank) {
@@ -212,6 +273,7 @@ Status decode(Reader* in, WaitingRank* rank) {
     return in->ok() ? n : 0;
   };
   rank->quiet_s = in->get<double>();
+  rank->version = in->get<uint64_t>();
   rank->polls = in->get<bool>();
   rank->has_looked = in->get<bool>();
   rank->where = in->get_text();
@@ -224,9 +286,11 @@ Status decode(Reader* in, WaitingRank* rank) {
     call.key = in->get<uint64_t>();
     call.peer = in->get<int32_t>();
     call.text = in->get_text();
+    call.world = in->get<uint64_t>();
+    for (uint32_t m = count(); m > 0 && in->ok(); --m) call.members.push_back(in->get<int32_t>());
   }
   for (uint32_t n = count(); n > 0 && in->ok(); --n) rank->submitted.push_back(in->get<uint64_t>());
-  for (uint32_t n = count(); n > 0 && in->ok(); --n) rank->joined.push_back(in->get<uint16_t>());
+  for (uint32_t n = count(); n > 0 && in->ok(); --n) rank->joined.push_back(in->get<uint64_t>());
   return in->ok() ? Status::ok() : error(Code::kInternal, "a frame about what a rank waits for is broken");
 }
 

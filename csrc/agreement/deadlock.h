@@ -23,6 +23,9 @@ struct AwaitedCall {
   uint64_t key = 0;   // key_of_call
   int32_t peer = -1;  // a message: the other's world rank, -1: any
   std::string text;   // "allreduce 'loss'"
+  // Of a circle through several worlds of one process: which world it is, and who takes part. Else empty.
+  uint64_t world = 0;
+  std::vector<int> members = {};
 };
 
 // A rank whose threads wait, and that has neither submitted nor completed anything for a while.
@@ -30,7 +33,8 @@ struct WaitingRank {
   double quiet_s = 0;
   std::vector<AwaitedCall> awaited;  // any of them may let the rank go on
   std::vector<uint64_t> submitted;   // keys of all that it has under way, sorted
-  std::vector<uint16_t> joined;      // process sets in which it has joined
+  std::vector<uint64_t> joined;      // process sets in which it has joined (id_of_set)
+  uint64_t version = 0;              // another one after everything that it submits or that ends
   bool polls = false;                // some are awaited by a loop that polls, and may work between
   bool has_looked = false;           // it was asked where it stands
   std::string where;                 // "train.py:12"; empty: not known
@@ -42,6 +46,15 @@ using MembersOf = std::function<std::span<const int>(uint16_t process_set)>;
 
 // Equal on all ranks for one operation of one process set; not for messages.
 uint64_t key_of_call(uint16_t process_set, const Request& request);
+
+// A process set among those of several worlds; world 0: there is one only.
+uint64_t id_of_set(uint64_t world, uint16_t process_set);
+
+// Adds what a rank waits for in one of several worlds. rank_of: the rank in the common numbering of each rank of it.
+void add_world(const WaitingRank& in_world, uint64_t world, std::span<const int> rank_of, WaitingRank* to);
+
+// Whether the worlds together show these ranks to be stuck, and none of them shows a circle by itself.
+bool is_between_worlds(const WaitingRanks& ranks, const std::set<int>& stuck);
 
 // The ranks that can never go on, however the others behave. A rank that is not among `ranks` may still do anything.
 std::set<int> find_deadlock(const WaitingRanks& ranks, const MembersOf& members_of);

@@ -35,6 +35,9 @@ enum class FrameKind : uint8_t {
   kEnding = 23,      // this rank has begun to shut down: it finishes what it has submitted, and submits no more
   kWaiting = 24,     // a rank to the one that looks for deadlocks: what it waits for (deadlock.h); nothing: it goes on
   kDeadlock = 25,    // the answer, to all. Body: u32 count, i32 world ranks that wait for one another, text: end it
+  // The same for circles through several worlds of the processes (process_worlds.h):
+  kWaitingInWorlds = 26,
+  kDeadlockOfWorlds = 27,
 };
 
 }  // namespace hc

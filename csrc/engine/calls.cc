@@ -106,7 +106,7 @@ Status Calls::call(const Submission& s, int64_t* handle) {
 
 bool Calls::repeat(const Submission& s, int64_t* handle) {
   ProcessSet* set = sets_.find(s.process_set);
-  return set && loop_.outstanding() == 0 && !loop_.has_abort() &&
+  return set && loop_.outstanding() == 0 && !loop_.has_abort() && !loop_.has_word_of_worlds() &&
          set->repeat(s, progress_lock_, progress_.spin_pauses(), handle);
 }
 

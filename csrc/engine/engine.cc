@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "arithmetic/reduce.h"
+#include "base/hash.h"
 #include "base/nvtx.h"
 
 namespace hc {
@@ -25,11 +26,12 @@ Engine::Engine(Config config)
       messages_(context_, link_, intake_, completion_, backend_->messages()),
       sets_({context_, link_, intake_, completion_, timeline_, tuner_, *backend_}),
       stalls_(context_, link_, intake_, records_, stacks_),
-      deadlocks_(context_, link_, stacks_),
+      deadlocks_(context_, link_, stacks_, DeadlockWatch::Scope::kWorld),
+      between_worlds_(context_, link_, stacks_, DeadlockWatch::Scope::kBetweenWorlds),
       peers_(context_, link_),
       clock_(link_),
-      loop_({context_, link_, intake_, completion_, records_, *backend_, sets_, messages_, stalls_, deadlocks_, peers_,
-             clock_}),
+      loop_({context_, link_, intake_, completion_, records_, *backend_, sets_, messages_, stalls_, deadlocks_,
+             between_worlds_, seat_, peers_, clock_}),
       progress_(context_, loop_, progress_lock_),
       calls_(context_, intake_, *backend_, sets_, loop_, progress_, progress_lock_),
       changes_(context_, intake_, *backend_, sets_, messages_, progress_, calls_) {}
@@ -95,7 +97,21 @@ Status Engine::connect(const MeshMembers& members) {
   HC_TRY(start.agree_on_settings());
   HC_TRY(start.select());
   if (members.rank != 0) start_configured_timeline();
+  take_seat(members);
   return Status::ok();
+}
+
+void Engine::take_seat(const MeshMembers& members) {
+  WorldSeat::World world;
+  world.key = hash_of_text(members.job);
+  mix(&world.key, members.generation);
+  for (const std::string& endpoint : members.endpoints) mix(&world.key, hash_of_text(endpoint));
+  world.rank = members.rank;
+  for (int r = 0; r < context_.mesh->size(); ++r) world.processes.push_back(context_.mesh->process_of(r));
+  world.submitted = &context_.counters.operations;
+  world.wake = [this] { progress_.wake_sleepers(); };
+  const ProgressThreads::Hold held(progress_);
+  seat_.take(std::move(world));
 }
 
 // ---- memory and places
@@ -185,6 +201,7 @@ Status Engine::shutdown(double timeout_s) {
                               " of its operations were still waiting for other ranks"),
                       context_.rank()));
   intake_.refuse(error(Code::kNotInitialized, "Horovod has been shut down; use hvd.init() to start it again."));
+  seat_.leave();
   for (ProcessSet* set : sets_.mine()) set->leave_shared_rounds();
   link_.say_goodbye(1.0);
   context_.stopping.store(true);
@@ -203,6 +220,7 @@ Status Engine::shutdown(double timeout_s) {
 
 void Engine::after_fork_child() {
   context_.connected.store(false);
+  seat_.forget();
   context_.rank_metrics.forget();
   progress_.forget();
   notifier_.forget();

@@ -116,6 +116,7 @@ class Engine {
   explicit Engine(Config config);
   void start_configured_timeline();
   void measure_clock();
+  void take_seat(const MeshMembers& members);
   void begin_page();
   void finish_operations(double timeout_s);
 
@@ -134,7 +135,8 @@ class Engine {
   SetTable sets_;
   StackSource stacks_;
   StallWatch stalls_;
-  DeadlockWatch deadlocks_;
+  DeadlockWatch deadlocks_, between_worlds_;
+  WorldSeat seat_;
   PeerWatch peers_;
   ClockOffset clock_;
   Loop loop_;

@@ -44,6 +44,7 @@ class ConnectedMesh final : public Mesh {
   int cross_size() const override { return cross_size_; }
   bool is_homogeneous() const override { return homogeneous_; }
   std::string describe(int rank) const override;
+  std::string process_of(int rank) const override { return peers_[rank].process_name; }
   bool shares_memory(int rank) const override { return arena(rank) != nullptr; }
   const std::shared_ptr<Arena>& arena(int rank) const override;
   Channel& channel(int rank) override {
@@ -77,6 +78,7 @@ class ConnectedMesh final : public Mesh {
     Doorbell doorbell;
     Fd doorbell_fd, liveness, process;  // eventfd, unix socket, pidfd
     std::string name;                   // "rank 3 (node-b, pid 812)"
+    std::string process_name;           // process_of
     bool reported = false;
   };
 

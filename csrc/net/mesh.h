@@ -88,6 +88,8 @@ class Mesh {
   virtual int cross_size() const = 0;
   virtual bool is_homogeneous() const = 0;
   virtual std::string describe(int rank) const = 0;  // "rank 3 (node-b, pid 812)"
+  // Equal for one process in each mesh that it is in; no other process of the job has it.
+  virtual std::string process_of(int rank) const = 0;
   // Whether `rank` (or this rank itself) has its arena mapped here.
   virtual bool shares_memory(int rank) const = 0;
   virtual const std::shared_ptr<Arena>& arena(int rank) const = 0;  // null unless shares_memory

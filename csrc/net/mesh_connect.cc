@@ -172,6 +172,9 @@ Status ConnectedMesh::make_channels(const std::vector<Endpoint>& endpoints, std:
     Peer& peer = peers_[r];
     const Endpoint& e = endpoints[r];
     peer.name = text_of("rank ", r, " (", e.host_name, ", pid ", e.pid, ")");
+    const HostIdentity& host = e.identity;
+    peer.process_name = text_of(host.boot_id, " ", host.network_namespace, " ", host.uid, " ", host.label, " ",
+                                e.host_name, " ", e.pid);
     if (r == rank_) continue;
     if (links[r].local) {
       HC_TRY(make_shared_channel(r, std::move(links[r])), peer.name);

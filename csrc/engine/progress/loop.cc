@@ -42,6 +42,8 @@ Status Loop::advance() {
     has_abort_.store(false);
     return Status(Code::kAborted, std::exchange(abort_text_, ""), mesh.rank());
   }
+  // Before what is submitted: a notice is about what was there before.
+  if (parts_.seat.has_news() && !parts_.context.has_failed()) HC_TRY(hear_worlds());
   if (parts_.intake.has_news()) take_submitted();
   HC_TRY(receive());
   if (parts_.backend.take_tickets()) last_.moved = true;
@@ -141,6 +143,10 @@ Status Loop::handle_frame(int from, std::span<const uint8_t> frame) {
     case FrameKind::kDeadlock:
       HC_TRY(checked(parts_.deadlocks.take_notice(&in)));
       return follow_deadlock();
+    case FrameKind::kWaitingInWorlds:
+      return follow_worlds(parts_.between_worlds.take_report(from, &in, members_of_set()));
+    case FrameKind::kDeadlockOfWorlds:
+      return follow_worlds(checked(parts_.between_worlds.take_notice(&in)));
     case FrameKind::kClockAsk:
     case FrameKind::kClockAnswer:
       return checked(parts_.clock.take_frame(kind, from, &in));
@@ -238,6 +244,13 @@ void Loop::blame_backend() {
   if (Status blamed = parts_.backend.blame(Clock::now()); !blamed.is_ok()) fail(blamed);
 }
 
+// What others were told that this rank waits for is over.
+void Loop::rest() {
+  if ((parts_.deadlocks.has_told() || parts_.seat.shows_something()) && !parts_.context.has_failed())
+    if (Status looked = look_for_deadlock(Clock::now()); !looked.is_ok()) fail(looked);
+  parts_.peers.rest();
+}
+
 void Loop::run_timers(TimePoint now) {
   next_timer_ = now + std::chrono::milliseconds(static_cast<int>(timer_s_ * 500));
   parts_.intake.beat();
@@ -277,8 +290,16 @@ MembersOf Loop::members_of_set() const {
 Status Loop::check_deadlock(TimePoint now) {
   if (const auto ended = parts_.deadlocks.messages_to_end(now))
     parts_.messages.end_deadlock(ended->stuck, Status(Code::kMismatch, ended->text));
-  HC_TRY(parts_.deadlocks.look(now, pending(), members_of_set()));
-  return follow_deadlock();
+  HC_TRY(look_for_deadlock(now));
+  HC_TRY(follow_deadlock());
+  return look_between_worlds(now);
+}
+
+Status Loop::look_for_deadlock(TimePoint now) {
+  const std::vector<const Operation*> all = pending();
+  HC_TRY(parts_.deadlocks.look(now, all, members_of_set()));
+  if (parts_.seat.has_company()) parts_.seat.show(parts_.deadlocks.shown(now, all, members_of_set()));
+  return Status::ok();
 }
 
 // Ranks wait for one another. First every operation of theirs is to become known to its coordinator, which later can
@@ -290,7 +311,34 @@ Status Loop::follow_deadlock() {
       HC_TRY(set->flush_held_requests(is_stuck));
       if (!notice->text.empty()) set->end_deadlock(notice->stuck, notice->text);
     }
-    if (is_stuck) HC_TRY(parts_.deadlocks.look(Clock::now(), pending(), members_of_set()));
+    if (is_stuck) HC_TRY(look_for_deadlock(Clock::now()));
+  }
+  return Status::ok();
+}
+
+Status Loop::hear_worlds() {
+  last_.moved = true;
+  for (DeadlockNotice& notice : parts_.seat.take_news()) {
+    if (notice.is_abort) return Status(Code::kAborted, notice.text, parts_.context.rank());
+    parts_.deadlocks.take_notice_of_worlds(std::move(notice));
+    HC_TRY(follow_deadlock());
+  }
+  return look_between_worlds(Clock::now());
+}
+
+Status Loop::look_between_worlds(TimePoint now) {
+  return follow_worlds(parts_.between_worlds.look(now, parts_.seat.gather(now)));
+}
+
+Status Loop::follow_worlds(const Status& looked) {
+  if (looked.code() == Code::kAborted) parts_.seat.pass_on({parts_.between_worlds.stuck(), looked.text(), true});
+  HC_TRY(looked);
+  while (auto notice = parts_.between_worlds.next_notice()) {
+    const bool is_stuck = notice->stuck.contains(parts_.context.rank());
+    parts_.seat.pass_on(*notice);
+    parts_.deadlocks.take_notice_of_worlds(std::move(*notice));
+    HC_TRY(follow_deadlock());
+    if (is_stuck) HC_TRY(look_between_worlds(Clock::now()));
   }
   return Status::ok();
 }
@@ -303,7 +351,8 @@ Stalls Loop::find_stalls(TimePoint now) const {
 }
 
 Status Loop::report_stalls(TimePoint now) {
-  if (parts_.deadlocks.is_said() && parts_.context.config.stall_shutdown_s <= 0) return Status::ok();
+  if ((parts_.deadlocks.is_said() || parts_.between_worlds.is_said()) && parts_.context.config.stall_shutdown_s <= 0)
+    return Status::ok();
   Stalls stalls = find_stalls(now);
   HC_TRY(parts_.stalls.report(now, std::move(stalls), pending()));
   if (parts_.stalls.awaits_answers()) next_timer_ = now + StallWatch::kAnswerMs;
@@ -342,6 +391,7 @@ void Loop::fail(const Status& first_reason) {
   const Status reason = with_failure_of_backend(first_reason);
   parts_.intake.refuse(reason);
   context.failed.store(true);
+  parts_.seat.leave();
   context.log.debug("failing every operation: ", reason.text());
   // Before transfers are withdrawn: a half-moved one breaks the channel to a peer that lives.
   parts_.link.tell_failure(reason);

@@ -38,6 +38,8 @@ class Loop {
     Messages& messages;
     StallWatch& stalls;
     DeadlockWatch& deadlocks;
+    DeadlockWatch& between_worlds;
+    WorldSeat& seat;
     PeerWatch& peers;
     ClockOffset& clock;
   };
@@ -61,14 +63,16 @@ class Loop {
   // From now on somebody waits for the end of what was launched.
   void watch_flights() { watches_flights_.store(true); }
   // Something waits to be taken from submission.
-  bool has_news() const { return parts_.intake.has_news(); }
+  bool has_news() const { return parts_.intake.has_news() || parts_.seat.has_news(); }
+  // Another world of this process has something to tell.
+  bool has_word_of_worlds() const { return parts_.seat.has_news(); }
   // Reads and writes sockets.
   void poll_mesh() {
     if (Status polled = poll(); !polled.is_ok()) fail(polled);
   }
   void check_timers() {
     if (parts_.backend.has_failed()) blame_backend();
-    if (outstanding() == 0 && !in_flight()) return parts_.peers.rest();
+    if (outstanding() == 0 && !in_flight()) return rest();
     if (const TimePoint now = Clock::now(); now >= next_timer_) run_timers(now);
   }
   double timer_s() const { return timer_s_; }
@@ -90,6 +94,7 @@ class Loop {
   Status advance();
   void blame_backend();
   void run_timers(TimePoint now);
+  void rest();
   bool launched_in_flight();
   bool has_flights() const;
   void take_submitted();
@@ -111,6 +116,10 @@ class Loop {
   MembersOf members_of_set() const;
   Status check_deadlock(TimePoint now);
   Status follow_deadlock();
+  Status look_for_deadlock(TimePoint now);
+  Status hear_worlds();
+  Status look_between_worlds(TimePoint now);
+  Status follow_worlds(const Status& looked);
   Status peer_left(int rank, const std::string& text);
   Status take_parent_left(Reader* in);
   void pass_tickets_on();

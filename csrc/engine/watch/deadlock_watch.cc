@@ -14,7 +14,10 @@ constexpr double kMessagesLaterS = 0.3;
 constexpr double kAgainS = 0.5;      // between two reports of a rank that is known to be stuck
 constexpr int kPollsLimit = 10;      // so many times the limit for a rank that polls: it may work between
 constexpr int kMaxEnds = 5;          // a second apart; if calls still have not ended, the job does
+constexpr double kAskAgainS = 2;     // where ranks stand, if they have not answered
 constexpr size_t kMaxAwaited = 256;  // threads of one rank
+
+const MembersOf kKnownMembers = [](uint16_t) { return std::span<const int>(); };  // each call has its own
 
 std::chrono::milliseconds in_ms(double s) { return std::chrono::milliseconds(static_cast<int64_t>(s * 1000)); }
 
@@ -58,12 +61,45 @@ Status DeadlockWatch::look(TimePoint now, const std::vector<const Operation*>& p
   WaitingRank mine;
   if (!has_moved(now, pending.size()) && seconds_between(quiet_since_, now) >= patience_s() && now >= works_until_)
     mine = report(now, pending);
+  return go_on(now, std::move(mine), threads_of(pending, now), now, members_of);
+}
+
+Status DeadlockWatch::look(TimePoint now, WorldWaits waits) {
+  WaitingRank mine;
+  if (!waits.moves && seconds_between(waits.quiet_since, now) >= patience_s() && now >= works_until_) {
+    mine = std::move(waits.rank);
+    mine.quiet_s = seconds_between(waits.quiet_since, now);
+  }
+  return go_on(now, std::move(mine), waits.threads, waits.at, kKnownMembers);
+}
+
+WorldWaits DeadlockWatch::shown(TimePoint now, const std::vector<const Operation*>& pending,
+                                const MembersOf& members_of) const {
+  WorldWaits waits;
+  waits.at = now;
+  waits.quiet_since = quiet_since_;
+  waits.submitted = submitted_;
+  if (pending.empty()) return waits;
+  waits.rank = report(now, pending);
+  waits.moves = waits.rank.awaited.empty() && waits.rank.submitted.empty() && waits.rank.joined.empty();
+  for (AwaitedCall& call : waits.rank.awaited) {
+    const std::span<const int> members = members_of(call.process_set);
+    call.members.assign(members.begin(), members.end());
+    waits.moves = waits.moves || members.empty();  // it is being removed
+  }
+  waits.threads = threads_of(pending, now);
+  return waits;
+}
+
+// seen: when it was seen what this rank waits for.
+Status DeadlockWatch::go_on(TimePoint now, WaitingRank mine, const std::vector<int>& threads, TimePoint seen,
+                            const MembersOf& members_of) {
   if (mine.awaited.empty()) {
     is_stuck_ = has_looked_ = false;
     return std::exchange(has_told_, false) ? tell(mine, members_of) : Status::ok();
   }
-  if (is_stuck_ && !has_looked_) {
-    StackSource::Standing standing = stacks_.look(threads_of(pending, now));
+  if (is_stuck_ && !has_looked_ && seen >= stuck_since_) {
+    StackSource::Standing standing = stacks_.look(threads);
     next_tell_ = now;
     if (!standing.is_still) {
       is_stuck_ = false;
@@ -112,7 +148,7 @@ WaitingRank DeadlockWatch::report(TimePoint now, const std::vector<const Operati
 
 Status DeadlockWatch::tell(const WaitingRank& report, const MembersOf& members_of) {
   if (const int to = watcher(); to != context_.rank()) {
-    encode(report, &link_.begin(FrameKind::kWaiting));
+    encode(report, &link_.begin(scope_ == Scope::kWorld ? FrameKind::kWaiting : FrameKind::kWaitingInWorlds));
     return link_.send(to, true);
   }
   if (report.awaited.empty())
@@ -136,6 +172,7 @@ Status DeadlockWatch::take_report(int from, Reader* in, const MembersOf& members
 
 Status DeadlockWatch::evaluate(TimePoint now, const MembersOf& members_of) {
   std::erase_if(ranks_, [&](const auto& entry) { return link_.has_left(entry.first); });
+  if (scope_ == Scope::kBetweenWorlds) return evaluate_worlds(now);
   std::set<int> stuck = find_deadlock(ranks_, members_of);
   if (stuck.empty()) {
     stuck_.clear();
@@ -159,10 +196,7 @@ Status DeadlockWatch::evaluate(TimePoint now, const MembersOf& members_of) {
   if (!has_looked && seconds_between(noticed_, now) < kAnswerS) return Status::ok();
   const double limit_s = context_.config.deadlock_s * (polls ? kPollsLimit : 1);
   const std::string text = describe_deadlock(ranks_, stuck_, members_of);
-  if (!std::exchange(is_said_, true))
-    context_.log.warning(text, limit_s > 0 ? text_of(" If nothing changes, these calls fail after ", limit_s,
-                                                     " s (HOROCLONE_DEADLOCK_TIME_SECONDS).")
-                                           : " They wait without an end (HOROCLONE_DEADLOCK_TIME_SECONDS=0).");
+  if (!std::exchange(is_said_, true)) say(text, limit_s);
   // By now what they do without messages is known to the coordinators.
   const bool is_known = seconds_between(noticed_, now) >= kKnownS;
   if (limit_s <= 0 || quiet_s < limit_s || !is_known || now < next_end_) return Status::ok();
@@ -171,9 +205,62 @@ Status DeadlockWatch::evaluate(TimePoint now, const MembersOf& members_of) {
   return notify({stuck_, text});
 }
 
+// What is said and ended here goes through several coordinators, so that nothing may be guessed: all ranks have looked
+// where they stand, and a circle of which they tell the same is said once and ended once. It lasts until then: nobody
+// in it can go on.
+Status DeadlockWatch::evaluate_worlds(TimePoint now) {
+  std::set<int> stuck = find_deadlock(ranks_, kKnownMembers);
+  if (stuck.empty() || !is_between_worlds(ranks_, stuck)) {
+    stuck_.clear();
+    is_said_ = false;
+    return Status::ok();
+  }
+  double quiet_s = 1e9;
+  bool has_looked = true, polls = false;
+  Versions versions;
+  for (int rank : stuck) {
+    const WaitingRank& waiting = ranks_.at(rank);
+    versions[rank] = waiting.version;
+    polls = polls || waiting.polls;
+    quiet_s = std::min(quiet_s, waiting.quiet_s);
+    has_looked = has_looked && waiting.has_looked;
+  }
+  if (stuck != stuck_ || versions != versions_) {
+    stuck_ = std::move(stuck);
+    versions_ = std::move(versions);
+    noticed_ = now;
+    return notify({stuck_, ""});
+  }
+  if (!has_looked) {
+    if (seconds_between(noticed_, now) < kAskAgainS) return Status::ok();
+    noticed_ = now;
+    return notify({stuck_, ""});
+  }
+  const double limit_s = context_.config.deadlock_s * (polls ? kPollsLimit : 1);
+  const std::string text = describe_deadlock(ranks_, stuck_, kKnownMembers);
+  is_said_ = true;
+  // Not again when more ranks have come to wait for the same circle.
+  if (said_.empty() || !std::includes(versions_.begin(), versions_.end(), said_.begin(), said_.end()))
+    say(text, limit_s);
+  said_ = versions_;
+  const bool is_known = seconds_between(noticed_, now) >= kKnownS;
+  if (limit_s <= 0 || quiet_s < limit_s || !is_known) return Status::ok();
+  if (ended_ == versions_)
+    return seconds_between(next_end_, now) < kMaxEnds ? Status::ok() : Status(Code::kAborted, text, context_.rank());
+  ended_ = versions_;
+  next_end_ = now;
+  return notify({stuck_, text});
+}
+
+void DeadlockWatch::say(const std::string& text, double limit_s) const {
+  context_.log.warning(text, limit_s > 0 ? text_of(" If nothing changes, these calls fail after ", limit_s,
+                                                   " s (HOROCLONE_DEADLOCK_TIME_SECONDS).")
+                                         : " They wait without an end (HOROCLONE_DEADLOCK_TIME_SECONDS=0).");
+}
+
 // To every rank: it may be the coordinator of a process set.
 Status DeadlockWatch::notify(DeadlockNotice notice) {
-  Writer& frame = link_.begin(FrameKind::kDeadlock);
+  Writer& frame = link_.begin(scope_ == Scope::kWorld ? FrameKind::kDeadlock : FrameKind::kDeadlockOfWorlds);
   frame.put(static_cast<uint32_t>(notice.stuck.size()));
   for (int rank : notice.stuck) frame.put(static_cast<int32_t>(rank));
   frame.put_text(notice.text);
@@ -194,8 +281,16 @@ Status DeadlockWatch::take_notice(Reader* in) {
 }
 
 void DeadlockWatch::take_note(DeadlockNotice notice) {
-  is_stuck_ = notice.stuck.contains(context_.rank());
-  if (is_stuck_ && !notice.text.empty()) {
+  const bool was_stuck = std::exchange(is_stuck_, notice.stuck.contains(context_.rank()));
+  if (is_stuck_ && !was_stuck) stuck_since_ = Clock::now();
+  if (scope_ == Scope::kWorld)
+    take_notice_of_worlds(std::move(notice));
+  else
+    notice_ = std::move(notice);
+}
+
+void DeadlockWatch::take_notice_of_worlds(DeadlockNotice notice) {
+  if (notice.stuck.contains(context_.rank()) && !notice.text.empty()) {
     messages_ = notice;
     messages_end_ = Clock::now() + in_ms(kMessagesLaterS);
   }

@@ -3,6 +3,9 @@
 // where they stand, the watcher says it, and after HOROCLONE_DEADLOCK_TIME_SECONDS it has their calls ended with an
 // error. Nothing is sent as long as no rank waits for more than a moment.
 //
+// A second one of the engine looks for circles through several worlds of the processes (process_worlds.h): it is told
+// what all of them wait for, and what it finds is ended by each of them.
+//
 // Thread: the thread that makes progress. Owner: the engine.
 #pragma once
 
@@ -15,23 +18,27 @@
 #include "base/clock.h"
 #include "engine/control/control_link.h"
 #include "engine/operation/operation.h"
+#include "engine/watch/process_worlds.h"
 #include "engine/watch/stack_source.h"
 
 namespace hc {
 
-// What the watcher tells all ranks.
-struct DeadlockNotice {
-  std::set<int> stuck;  // world ranks
-  std::string text;     // not empty: end what they wait for with this error
-};
-
 class DeadlockWatch {
  public:
-  DeadlockWatch(Context& context, ControlLink& link, StackSource& stacks)
-      : context_(context), link_(link), stacks_(stacks) {}
+  enum class Scope { kWorld, kBetweenWorlds };
+  DeadlockWatch(Context& context, ControlLink& link, StackSource& stacks, Scope scope)
+      : context_(context), link_(link), stacks_(stacks), scope_(scope) {}
 
   // This rank's side, now and then while something is pending. An error ends the job.
   Status look(TimePoint now, const std::vector<const Operation*>& pending, const MembersOf& members_of);
+  // The same, of the worlds of this process together.
+  Status look(TimePoint now, WorldWaits waits);
+  // What this world waits for, for the other look(): as of the last one.
+  WorldWaits shown(TimePoint now, const std::vector<const Operation*>& pending, const MembersOf& members_of) const;
+  // The watcher has been told of something that may no longer be.
+  bool has_told() const { return has_told_; }
+  // A notice about a circle through this world and others.
+  void take_notice_of_worlds(DeadlockNotice notice);
   // The watcher's: what another rank tells. The same for the error.
   Status take_report(int from, Reader* in, const MembersOf& members_of);
   // A notice that came in; look() gives the answer of who is stuck.
@@ -43,20 +50,26 @@ class DeadlockWatch {
   std::optional<DeadlockNotice> messages_to_end(TimePoint now);
   // It has been said, and still is so: there is no need for another report.
   bool is_said() const { return is_said_; }
+  const std::set<int>& stuck() const { return stuck_; }
 
  private:
   double patience_s() const;
   bool has_moved(TimePoint now, size_t pending);
+  Status go_on(TimePoint now, WaitingRank mine, const std::vector<int>& threads, TimePoint seen,
+               const MembersOf& members_of);
   int watcher() const;
   WaitingRank report(TimePoint now, const std::vector<const Operation*>& pending) const;
   Status tell(const WaitingRank& report, const MembersOf& members_of);
   Status evaluate(TimePoint now, const MembersOf& members_of);
+  Status evaluate_worlds(TimePoint now);
+  void say(const std::string& text, double limit_s) const;
   Status notify(DeadlockNotice notice);
   void take_note(DeadlockNotice notice);
 
   Context& context_;
   ControlLink& link_;
   StackSource& stacks_;
+  const Scope scope_;
   std::optional<DeadlockNotice> notice_, messages_;
   TimePoint messages_end_{};
 
@@ -66,6 +79,7 @@ class DeadlockWatch {
   uint64_t submitted_ = 0;   // Counters::operations and what was pending, at the last look
   size_t pending_ = 0;
   bool has_told_ = false;
+  TimePoint stuck_since_{};
   bool is_stuck_ = false, has_looked_ = false;  // the watcher says so; this rank has looked where it stands
   std::string where_;
 
@@ -75,6 +89,8 @@ class DeadlockWatch {
   bool is_said_ = false;
   TimePoint noticed_{}, next_end_{};
   int ends_ = 0;  // times it was told to end, in vain so far
+  using Versions = std::map<int, uint64_t>;
+  Versions versions_, said_, ended_;  // of the worlds' circle: as it is, as it was said, and told to end
 };
 
 }  // namespace hc

@@ -130,10 +130,62 @@ TEST_CASE("deadlock: the text has the calls, their lines and a reason") {
   CHECK(text.find("Have ranks 1-3 more batches than rank 0? (hvd.join() evens them out.)") != std::string::npos);
 }
 
+namespace {
+
+// In one of two worlds; of world 2, rank r is rank rank_of[r] of world 1.
+WaitingRank in_world(uint64_t world, std::vector<AwaitedCall> calls, const std::vector<int>& rank_of = {0, 1, 2}) {
+  for (AwaitedCall& each : calls) each.members.assign(rank_of.size(), 0);
+  for (AwaitedCall& each : calls)
+    for (size_t i = 0; i < rank_of.size(); ++i) each.members[i] = static_cast<int>(i);
+  WaitingRank rank;
+  add_world(waits_in(std::move(calls)), world, rank_of, &rank);
+  return rank;
+}
+
+}  // namespace
+
+TEST_CASE("deadlock: a circle through two worlds") {
+  WaitingRanks ranks{{0, in_world(1, {call("a")})}, {1, in_world(2, {call("a")}, {1, 0})}};
+  CHECK(find_deadlock(ranks, members).empty());  // rank 2 may do anything in world 1
+  ranks[2] = in_world(1, {call("a")});
+  CHECK(find_deadlock(ranks, members) == InDeadlock{0, 1, 2});
+  CHECK(is_between_worlds(ranks, {0, 1, 2}));
+  const std::string text = describe_deadlock(ranks, {0, 1, 2}, members);
+  CHECK(text.starts_with(
+      "ranks 0,2 stand in allreduce 'a', rank 1 in allreduce 'a' of another process group of ranks 0,1: each waits"));
+  CHECK(text.find("is not answered by one of another") != std::string::npos);
+  ranks[1] = in_world(2, {call("a")}, {1, 0});
+  add_world(waits_in({call("a")}), 1, kWorld, &ranks[1]);  // it has called it in world 1, too
+  CHECK(find_deadlock(ranks, members).empty());
+}
+
+TEST_CASE("deadlock: one that a world sees by itself is left to it") {
+  WaitingRanks ranks{{0, in_world(1, {call("a")}, {0, 1})}, {1, in_world(1, {call("b")}, {0, 1})}};
+  CHECK_FALSE(is_between_worlds(ranks, find_deadlock(ranks, members)));
+  ranks[2] = in_world(2, {call("c")});
+  const std::set<int> stuck = find_deadlock(ranks, members);
+  CHECK(stuck == InDeadlock{0, 1, 2});
+  CHECK_FALSE(is_between_worlds(ranks, stuck));
+}
+
+TEST_CASE("deadlock: what a rank has joined or receives in one world is not of another") {
+  WaitingRank joined;
+  add_world(joins(), 1, kWorld, &joined);
+  joined.awaited[0].members = {0, 1};
+  WaitingRanks ranks{{0, joined}, {1, in_world(2, {call("a")}, {0, 1})}};
+  CHECK(find_deadlock(ranks, members) == InDeadlock{0, 1});  // a join in world 1 does nothing for world 2
+  WaitingRank receives;
+  add_world(waits_in({receive(0)}), 2, std::vector<int>{1, 0}, &receives);
+  CHECK(receives.awaited[0].peer == 1);
+}
+
 TEST_CASE("deadlock: a report comes back as it was sent, and a broken one is refused") {
   WaitingRank rank = waits_in({call("a"), receive(3)}, "x.py:1");
   rank.quiet_s = 2.5;
-  rank.joined = {4};
+  rank.joined = {4, 1ull << 40};
+  rank.version = 7;
+  rank.awaited[0].world = 9;
+  rank.awaited[0].members = {2, 5};
   Writer frame;
   encode(rank, &frame);
   Reader whole(frame.bytes());
@@ -145,6 +197,9 @@ TEST_CASE("deadlock: a report comes back as it was sent, and a broken one is ref
   CHECK(back.submitted == rank.submitted);
   CHECK(back.joined == rank.joined);
   CHECK(back.where == "x.py:1");
+  CHECK(back.version == 7);
+  CHECK(back.awaited[0].world == 9);
+  CHECK(back.awaited[0].members == std::vector<int>{2, 5});
   for (size_t bytes = 0; bytes < frame.size(); ++bytes) {
     Reader part(frame.bytes().first(bytes));
     WaitingRank broken;

@@ -1,8 +1,11 @@
 // Ranks that wait for one another: the calls end with an error on every rank, and the engines go on.
 #include <doctest/doctest.h>
 
+#include <barrier>
+#include <functional>
 #include <map>
 #include <numeric>
+#include <thread>
 
 #include "base/quoted.h"
 #include "tests/world.h"
@@ -138,6 +141,71 @@ TEST_CASE("deadlock: a rank that computes is waited for") {
     CHECK(call(engine, "late").is_ok());
   });
   CHECK_MESSAGE(ended.is_ok(), ended.text());
+}
+
+namespace {
+
+// Two worlds of the same two processes, which are threads here: a rank of both is on the same node of the same process.
+void in_two_worlds(const std::function<void(Engine& first, Engine& second, int rank)>& body, bool turned = false) {
+  std::vector<Engine*> seconds(2, nullptr);
+  std::barrier<> both(4);
+  const std::vector<std::string> nodes = {"a", "b"}, other_way = {"b", "a"};
+  World one(2, kSoon), two(2, kSoon);
+  one.on_nodes(nodes);
+  two.on_nodes(turned ? other_way : nodes);
+  Status second_ended;
+  std::thread second([&] {
+    second_ended = two.each([&](Engine& engine, int rank) {
+      seconds[static_cast<size_t>(turned ? 1 - rank : rank)] = &engine;
+      both.arrive_and_wait();
+      both.arrive_and_wait();
+    });
+  });
+  const Status first_ended = one.each([&](Engine& engine, int rank) {
+    both.arrive_and_wait();
+    body(engine, *seconds[static_cast<size_t>(rank)], rank);
+    both.arrive_and_wait();
+  });
+  second.join();
+  CHECK_MESSAGE(first_ended.is_ok(), first_ended.text());
+  CHECK_MESSAGE(second_ended.is_ok(), second_ended.text());
+}
+
+}  // namespace
+
+TEST_CASE("deadlock: through two worlds of one process") {
+  for (const bool turned : {false, true})
+    in_two_worlds(
+        [](Engine& first, Engine& second, int rank) {
+          for (int turn = 0; turn < 2; ++turn) {
+            check_is_deadlock(call(rank == turn ? first : second, ""));
+            check_goes_on(first);
+            check_goes_on(second);
+          }
+          check_is_deadlock(rank == 0 ? call(
+                                            first, "", [](Submission& s) { s.root = 1; }, Op::kReceive)
+                                      : call(second, "", {}, Op::kJoin));
+          check_goes_on(second);
+          check_goes_on(first);
+        },
+        turned);
+}
+
+TEST_CASE("deadlock: one world alone, beside another one") {
+  in_two_worlds([](Engine& first, Engine& second, int rank) {
+    check_is_deadlock(call(second, rank == 0 ? "a" : "b"));
+    check_goes_on(first);
+    check_goes_on(second);
+  });
+}
+
+TEST_CASE("deadlock: a rank that computes is waited for in two worlds, and by two threads") {
+  in_two_worlds([](Engine& first, Engine& second, int rank) {
+    if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+    std::thread other([&] { CHECK(call(rank == 0 ? second : first, "a").is_ok()); });
+    CHECK(call(rank == 0 ? first : second, "a").is_ok());
+    other.join();
+  });
 }
 
 TEST_CASE("names in texts: control characters are escaped, all else stays") {

@@ -1,0 +1,157 @@
+"""A circle through several worlds of one process, hvd's and process groups of torch.distributed: it is said with both
+lines within seconds, ends with an error on every rank, and all worlds go on."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import horoclone.torch as hvd
+
+SOON = {"HOROCLONE_DEADLOCK_TIME_SECONDS": "1", "HOROCLONE_LOG_HIDE_TIME": "1"}
+
+
+def say(**facts):
+    """worker_pool.say, which only the ranks of a worker_pool can import."""
+    import worker_pool
+
+    worker_pool.say(**facts)
+
+
+def ends(call):
+    began = time.monotonic()
+    try:
+        call()
+    except hvd.Mismatch as error:
+        say(text=str(error), seconds=time.monotonic() - began)
+
+
+def goes_on(*groups):
+    for turn in range(20):
+        for group in groups:
+            dist.all_reduce(x := torch.ones(2), group=group)
+            assert x[0] == group.size(), turn
+        if hvd.is_initialized():
+            assert hvd.allreduce(torch.ones(2), op=hvd.Sum)[0] == hvd.size(), turn
+
+
+def here():
+    return torch.ones(2)
+
+
+def hvd_against_c10d():
+    hvd.init()
+    dist.init_process_group("horoclone")
+    goes_on(dist.group.WORLD)
+    for odd in (0, 1):
+        if hvd.rank() == odd:
+            ends(lambda: hvd.allreduce(here(), name="loss"))
+        else:
+            ends(lambda: dist.all_reduce(here()))
+        goes_on(dist.group.WORLD)
+    dist.destroy_process_group()
+    goes_on()
+
+
+def c10d_before_hvd():
+    dist.init_process_group("horoclone")
+    hvd.init()
+    ends((lambda: hvd.allreduce(here())) if dist.get_rank() else dist.barrier)
+    goes_on(dist.group.WORLD)
+    hvd.shutdown()
+    goes_on(dist.group.WORLD)
+    dist.destroy_process_group()
+
+
+def two_groups():
+    dist.init_process_group("horoclone")
+    other = dist.new_group(list(range(dist.get_world_size())))
+    ends((lambda: dist.all_reduce(here(), group=other)) if dist.get_rank() else dist.barrier)
+    goes_on(dist.group.WORLD, other)
+    dist.destroy_process_group()
+
+
+def a_group_of_some():
+    """Ranks 1 and 2 have a group of their own, in which rank 1 waits; rank 2 waits for all, as rank 0 does."""
+    hvd.init()
+    dist.init_process_group("horoclone")
+    some = dist.new_group([1, 2])
+    ends((lambda: dist.all_reduce(here(), group=some)) if hvd.rank() == 1 else lambda: hvd.allreduce(here()))
+    goes_on(dist.group.WORLD, *[some] * (hvd.rank() > 0))
+    dist.destroy_process_group()
+
+
+CIRCLES = {"hvd_against_c10d": 2, "c10d_before_hvd": 1, "two_groups": 1, "a_group_of_some": 1}
+
+
+@pytest.mark.parametrize("program", CIRCLES)
+def test_a_circle_through_two_worlds_is_said_once_and_ends_on_every_rank(worker_pool, program):
+    size = 3 if program == "a_group_of_some" else 2
+    team = worker_pool(globals()[program], size, env=SOON)
+    assert team.wait() == [0] * size, team.outputs()
+    output = "".join(team.output(rank) for rank in range(size))
+    said = re.findall(r"warning: .* stands? in .* at \S*test_c10d_deadlocks\.py:\d+.*", output)
+    assert len(said) == CIRCLES[program] == output.count("warning: "), output
+    for rank in range(size):
+        errors = team.said(rank, "text")
+        assert len(errors) == CIRCLES[program], team.outputs()
+        for error in errors:
+            assert len(re.findall(r" at \S*test_c10d_deadlocks\.py:\d+", error["text"])) >= 2, error
+            assert "of another process group of ranks" in error["text"], error
+            assert "A call of one process group is not answered by one of another" in error["text"], error
+
+
+def a_third_computes():
+    hvd.init()
+    dist.init_process_group("horoclone")
+    if hvd.rank() == 0:
+        hvd.allreduce(here(), name="loss")
+        dist.all_reduce(here())
+        return
+    if hvd.rank() == 2:
+        end = time.monotonic() + 6
+        work = dist.all_reduce(here(), async_op=True)
+        while time.monotonic() < end:
+            sum(range(1000))
+        hvd.allreduce(here(), name="loss")
+        work.wait()
+        return
+    work = hvd.allreduce_async(here(), name="loss")
+    dist.all_reduce(here())
+    hvd.synchronize(work)
+
+
+def test_a_rank_that_computes_is_waited_for_in_two_worlds(worker_pool):
+    team = worker_pool(a_third_computes, 3, env=SOON)
+    assert team.wait() == [0, 0, 0], team.outputs()
+    assert "stands in" not in team.outputs() and "stand in" not in team.outputs(), team.outputs()
+
+
+def both_by_threads():
+    """The main threads stand in different worlds, and the other threads come to both later."""
+    from threading import Thread
+
+    hvd.init()
+    dist.init_process_group("horoclone")
+    calls = [lambda: hvd.allreduce(here(), name="loss"), lambda: dist.all_reduce(here())]
+    if hvd.rank():
+        calls.reverse()
+
+    def later():
+        time.sleep(5)
+        calls[1]()
+
+    other = Thread(target=later)
+    other.start()
+    calls[0]()
+    other.join()
+
+
+def test_threads_that_come_later_find_the_calls_that_were_waited_for(worker_pool):
+    team = worker_pool(both_by_threads, 2, env={**SOON, "HOROCLONE_DEADLOCK_TIME_SECONDS": "20"})
+    assert team.wait() == [0, 0], team.outputs()
+    assert not team.said(0, "text"), team.outputs()
