@@ -46,7 +46,7 @@ NVCC := nvidia-cuda-nvcc==13.* nvidia-cuda-crt==13.* nvidia-nvvm==13.* nvidia-cu
 MPICH := mpich==5.0.2
 NATIVE := pyproject.toml CMakeLists.txt horoclone/__init__.py csrc/exports.map $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' | grep -v /tests/)
 
-.PHONY: help demo check test test-long downloads cpp tsan asan asan-build pytest gpu gpu-long ecosystem engines examples bench lint format docs docs-generated clean install
+.PHONY: help demo check test test-long downloads cpp tsan asan pytest gpu gpu-long ecosystem engines examples bench lint format docs docs-generated clean install
 
 help: ## list the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -55,13 +55,12 @@ demo: $(VENV)/.ready-demo $(VENV)/.ready-package ## train a small network on two
 	@echo "== training on two processes (some seconds)"
 	horoclonerun -np 2 python examples/torch_digits.py
 
-# The C++ tests, which often wait, run beside what is downloaded and what is compiled for the next ones. The package comes after
-# `cpp`: the core is compiled once for both.
+# The C++ tests, which often wait, run beside what is downloaded and compiled, and beside one another. The package is made
+# after them: the core is compiled once for both.
 # LONG_S: of the long Python tests, some that take so many seconds together, others for each commit.
 LONG_S ?= 0
 test: $(VENV)/.ready-tools ## C++, sanitizers, Python (every example is one of its tests) without the long tests
-	@$(MAKE) --no-print-directory -j3 --output-sync=target downloads cpp tsan asan-build
-	@$(MAKE) --no-print-directory -j2 --output-sync=target $(VENV)/.ready-package asan
+	@$(MAKE) --no-print-directory -j3 --output-sync=target downloads cpp tsan asan
 	@$(MAKE) --no-print-directory pytest
 test-long: $(VENV)/.ready-test $(VENV)/.ready-package downloads ## the long Python tests: kills, soaks, browsers, images, every scheduler, packages of others (an hour or two)
 	HC_INSTALL=1 python -m pytest -m long $(ARGS)
@@ -78,8 +77,6 @@ tsan: $(VENV)/.ready-tools ## C++ tests under ThreadSanitizer
 	@.ci/cpp tsan thread $(JOBS)
 asan: $(VENV)/.ready-tools ## C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@.ci/cpp asan address $(JOBS)
-asan-build: $(VENV)/.ready-tools
-	@.ci/cpp asan address $(JOBS) build
 
 # One file more at a time than there are processors: many tests wait.
 pytest: $(VENV)/.ready-test $(VENV)/.ready-package ## Python tests but the long ones; ARGS="-k name" chooses some
