@@ -146,7 +146,9 @@ class BoundedThreads(socketserver.ThreadingMixIn):
                     self._read(self._silent[number])
                 while self._whole and len(self._answered) < self.max_connections:
                     self._answer(self._whole.popleft())
-                if listener.fileno() in found and len(self._whole) < self.max_connections:
+                if len(self._whole) >= self.max_connections:
+                    time.sleep(0.05)  # whoever waits at the port would end each look at once
+                elif listener.fileno() in found:
                     self._accept(listener)
                 self._expire()
         finally:
