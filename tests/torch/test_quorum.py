@@ -140,6 +140,25 @@ def test_ranks_that_list_parameters_in_another_order_mean_the_same_ones() -> Non
 
 
 @ranks(2)
+def test_what_one_rank_freezes_is_updated_on_all_or_none() -> None:
+    model = network()
+    optimizer = made(model, quorum=1.0)
+    one_step(model, optimizer, 0)
+    if hvd.rank() == 1:
+        model[0].bias.requires_grad_(False)
+    before = model[0].bias.detach().clone()
+    for number in range(3):
+        one_step(model, optimizer, number)
+    assert not torch.equal(before, model[0].bias) and same_on_all(flat(model))
+    model[0].bias.requires_grad_(False)
+    one_step(model, optimizer, 4)
+    before = model[0].bias.detach().clone()
+    one_step(model, optimizer, 5)
+    optimizer.join()
+    assert torch.equal(before, model[0].bias) and same_on_all(flat(model))
+
+
+@ranks(2)
 def test_another_dtype_on_one_rank_is_named_and_on_all_ranks_it_is_used() -> None:
     """In float64 a step rounds in another way than in float32."""
     model = network()

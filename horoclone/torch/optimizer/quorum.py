@@ -105,6 +105,8 @@ class _Tally:
                 log.warning("rank %d was too late in each of the last %d rounds (quorum=)", rank, LATE_ROUNDS)
 
 
+# Of a round: the averages, and which parameters some rank trains.
+Result = tuple[list[torch.Tensor], list[bool]]
 _made: tuple[Any, int] = (None, 0)  # in which life of the runtime, and how many
 
 
@@ -136,7 +138,8 @@ class _Agent:
         self._lock = threading.Condition()
         self._given, self._count = self._new(), 0  # what the next round takes from here
         self._dtypes = self._dtypes_at_first = [p.dtype for _, p in parameters]  # at the last contribution
-        self._results: deque[list[torch.Tensor]] = deque()
+        self._trains = torch.ones(len(parameters))  # which of them, at the last contribution
+        self._results: deque[Result] = deque()
         self.rounds = 0  # finished, of which the trainer may not have applied all
         self._error: BaseException | None = None
         self._is_over = False
@@ -146,9 +149,10 @@ class _Agent:
 
     # --- the trainer's thread ---
 
-    def give(self, gradients: list[torch.Tensor], dtypes: list[torch.dtype]) -> None:
+    def give(self, gradients: list[torch.Tensor], parameters: list[torch.Tensor]) -> None:
         with self._lock:
-            self._dtypes = dtypes
+            self._dtypes = [p.dtype for p in parameters]
+            self._trains = torch.tensor([float(p.requires_grad) for p in parameters])
             for mine, more in zip(self._given, gradients, strict=True):
                 mine.add_(more)
             self._count += 1
@@ -159,7 +163,7 @@ class _Agent:
             operations.synchronize(self._sent.popleft())
         self._sent.append(messages.isend(torch.tensor([self._rank, what]), 0, self._tags[ARRIVALS]))
 
-    def take(self, wanted: int) -> list[list[torch.Tensor]]:
+    def take(self, wanted: int) -> list[Result]:
         """The results that there are, once round `wanted` is finished or all is over."""
         with self._lock:
             while self.rounds < wanted and not self._is_over:
@@ -203,10 +207,11 @@ class _Agent:
         with self._lock:
             given, said = self._given, torch.zeros(3, self._size)
             said[:, self._rank] = torch.tensor([self._count, *self._change()])
+            trains = self._trains.clone()
             self._given, self._count = self._new(), 0
         handles = [
             operations.allreduce_async_(tensor, None, f"{self._name}.{i}", Sum)
-            for i, tensor in enumerate((*given, said))
+            for i, tensor in enumerate((*given, said, trains))
         ]
         for handle in handles:
             operations.synchronize(handle)
@@ -219,7 +224,7 @@ class _Agent:
         if self._tally is not None:
             self._tally.finish(counts.tolist())
         with self._lock:
-            self._results.append(given)
+            self._results.append((given, (trains > 0).tolist()))
             self.rounds = number + 1
             self._lock.notify_all()
 
@@ -295,9 +300,7 @@ class QuorumMixin(WrappedOptimizer):
             agent.say(LATE)
             self._apply(agent.take(self._applied))
             return None
-        agent.give(
-            [self._gradient_of(name, p) for name, p in self._trained], [p.dtype for _, p in self._trained]
-        )
+        agent.give([self._gradient_of(name, p) for name, p in self._trained], [p for _, p in self._trained])
         agent.say(READY)
         self._apply(agent.take(agent.rounds if late else self._applied + 1))
         return None
@@ -319,11 +322,12 @@ class QuorumMixin(WrappedOptimizer):
             )
         return parameter.grad.detach()
 
-    def _apply(self, results: list[list[torch.Tensor]]) -> None:
-        for averages in results:
-            for (_, parameter), average in zip(self._trained, averages, strict=True):
+    def _apply(self, results: list[Result]) -> None:
+        """A parameter that is frozen on some ranks only is updated on all, as long as one trains it."""
+        for averages, trains in results:
+            for (_, parameter), average, is_trained in zip(self._trained, averages, trains, strict=True):
                 dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
-                parameter.grad = average.to(parameter.device, dtype) if parameter.requires_grad else None
+                parameter.grad = average.to(parameter.device, dtype) if is_trained else None
             self._applied += 1
             super().step()  # type: ignore[misc]
 
