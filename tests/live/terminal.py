@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+os.environ["TERM"] = "xterm-256color"  # wherever the tests run
 ENTERED, LEFT = "\x1b[?1049h", "\x1b[?1049l"  # the other screen of a terminal
 _SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -72,7 +73,7 @@ def terminal(command: Sequence[Any], columns: int, lines: int, env: Mapping[str,
         stdin=slave,
         stdout=slave,
         stderr=slave,
-        env={"TERM": "xterm-256color", **environment},
+        env=environment,
         start_new_session=True,
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # Ctrl-C is a signal then
     )

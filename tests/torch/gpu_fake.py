@@ -30,7 +30,7 @@ from horoclone.torch.operations import (
     rooted,
     tensors,
 )
-from horoclone.torch.optimizer import buckets, gradient_bucket, reducer, sharded_state, sharding
+from horoclone.torch.optimizer import adasum, buckets, gradient_bucket, reducer, sharded_state, sharding
 
 
 class Fake:
@@ -196,6 +196,7 @@ class Fake:
         handles.table.kinds = ()
         for module in (
             gpu,
+            adasum,
             all_gather,
             all_reduce,
             all_to_all,

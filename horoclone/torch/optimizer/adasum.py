@@ -22,6 +22,7 @@ from horoclone.ops import Adasum, Max
 from horoclone.process_sets import ProcessSet
 from horoclone.runtime import native, size
 from horoclone.torch import operations
+from horoclone.torch.operations.gpu import HOST, memory_beside, place_of
 from horoclone.torch.operations.grouped import grouped_allreduce_async_
 from horoclone.torch.operations.tensors import uncompiled
 from horoclone.torch.optimizer.agreement import agree_on_order, agree_on_parameters
@@ -136,7 +137,9 @@ class Deltas:
         overlaps with the messages of the others."""
         errors: list[Exception] = []
         running: list[tuple[int, list[tuple[torch.Tensor, Any]]]] = []
-        mark = torch.full((1,), float(changed), device=self._parts[0][0].device)
+        first = self._starts[self._parts[0][0]]
+        mark = torch.empty(1) if place_of(first) is HOST else memory_beside(first, (1,), torch.float32)
+        mark.fill_(float(changed))
         for index, part in enumerate(parts):
             wires = [self._on_the_wire(p) for p in part]
             flat = [flat_of(wire) for wire, _ in wires]
