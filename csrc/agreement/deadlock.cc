@@ -122,8 +122,7 @@ std::string likely_reason(const std::vector<Standing>& groups) {
       break;
     }
   const auto is_elsewhere = [&](const Standing& g) { return g.call->world != groups[0].call->world; };
-  if (std::any_of(groups.begin(), groups.end(), is_elsewhere))
-    text += " A call of one process group is not answered by one of another, nor by one of hvd's.";
+  if (std::any_of(groups.begin(), groups.end(), is_elsewhere)) text += text_of(" ", kBetweenWorlds);
   return text + " Every rank has to make the same calls in the same order.";
 }
 

@@ -9,6 +9,7 @@
 #include <set>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "agreement/negotiation.h"
@@ -60,6 +61,9 @@ bool is_between_worlds(const WaitingRanks& ranks, const std::set<int>& stuck);
 std::set<int> find_deadlock(const WaitingRanks& ranks, const MembersOf& members_of);
 
 // Who stands where in what, and why that probably is.
+// In the text of a circle through several worlds.
+inline constexpr std::string_view kBetweenWorlds =
+    "A call of one process group is not answered by one of another, nor by one of hvd's.";
 std::string describe_deadlock(const WaitingRanks& ranks, const std::set<int>& stuck, const MembersOf& members_of);
 
 void encode(const WaitingRank& rank, Writer* out);
