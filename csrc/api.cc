@@ -180,6 +180,10 @@ hc_status* hc_call(hc_runtime* rt, const hc_request* request, const hc_tensor* t
     });
   });
 }
+hc_status* hc_start(hc_runtime* rt, const hc_request* request, const hc_tensor* tensors, int32_t n, hc_handle* out) {
+  return guarded(
+      [&] { return submit(*request, tensors, n, [&](const hc::Submission& s) { return rt->engine->start(s, out); }); });
+}
 
 hc_status* hc_declare(hc_runtime* rt, const hc_request* common, const char* const* names, const hc_tensor* tensors,
                       int32_t n, int32_t* id) {
@@ -229,6 +233,13 @@ hc_status* hc_wait(hc_runtime* rt, hc_handle handle, double timeout_s, int32_t* 
 }
 
 int32_t hc_finish(hc_runtime* rt, hc_handle handle) { return rt->engine->release_if_succeeded(handle); }
+int32_t hc_has_no_result(hc_runtime* rt, hc_handle handle) {
+  const hc::Operation* op = rt->engine->finished(handle);
+  if (!op || !op->status.is_ok() || op->results_in_work) return 0;
+  for (const auto& memory : op->results)
+    if (memory) return 0;
+  return 1;
+}
 
 hc_status* hc_take_result(hc_runtime* rt, hc_handle handle, int32_t i, hc_result* out, hc_block** memory) {
   return guarded([&]() -> hc::Status {

@@ -62,10 +62,19 @@ class FastPath:
         source: object,
         target: object,  # the source where it is overwritten; both None: a barrier
         reduce: int,
-        root: int,
+        root: int,  # of a message: the other rank
+        tag: int,
+        /,
     ) -> bool | int | None:
-        """A blocking collective of torch.distributed. True: done. Else the handle of what failed, or is not over in
-        time. In ranks of the world, with the tensors shown to the core as torch/c10d/group.py does."""
+        """A blocking operation of torch.distributed. True: done. Else the handle of what failed, is not over in time,
+        or has a result of the core's, because the ranks' sizes differ. In ranks of the world, with the tensors shown to
+        the core as torch/c10d/group.py does."""
+    def start_collective(
+        self, op: int, source: object, target: object, reduce: int, root: int, tag: int, /
+    ) -> bool | int | None:
+        """As collective, without the wait. True: done already. A handle: under way, and the caller keeps the tensors."""
+    def end_collective(self, handle: int, /) -> bool:
+        """Waits. True: it has succeeded, and the handle is released. False: Runtime.wait and result tell."""
     def set_limit(self, limit_s: float) -> None: ...  # of collective(); 0: none
     def start(
         self,
@@ -234,6 +243,8 @@ class Runtime:
 
         The handle stays valid until release(); an error releases it.
         """
+    def is_done_within(self, handle: int, limit_s: float) -> bool:
+        """As wait(), for so long; what became of it wait() tells."""
     def result(self, handle: int, index: int = 0) -> Result: ...
     def release(self, handle: int) -> None: ...
     def stream_wait(self, handle: int, stream: int) -> None:

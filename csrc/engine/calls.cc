@@ -13,6 +13,8 @@ namespace {
 // A rank of another process set, say, may have said something.
 constexpr int kCallsWithoutALook = 256;
 constexpr double kLookS = 0.05;
+// What a thread that has other things to do copies or reduces at most, when it starts an operation.
+constexpr size_t kFirstStepBytes = 64 * kKiB;
 constexpr std::chrono::seconds kOtherWorldsEnd{1};  // all of them have, unless a machine is very busy
 
 // Tells who looks for deadlocks that a thread waits.
@@ -49,6 +51,7 @@ Status Calls::enqueue(const Submission& s, BucketId bucket, int64_t* handle, boo
     work = prepared.take();
   }
   HC_TRY(intake_.queue(s, bucket, std::move(work), handle));
+  progress_.set_may_rest_long(false);
   if (!s.will_wait) progress_.wake_sleepers();
   return Status::ok();
 }
@@ -57,6 +60,7 @@ Status Calls::submit_declared(int process_set, BucketId bucket, const DeclaredCa
   HC_TRY(context_.check_connected());
   std::shared_ptr<const BucketSet> elsewhere;
   HC_TRY(intake_.queue_declared(process_set, bucket, call.priority, handle, &elsewhere));
+  progress_.set_may_rest_long(false);
   if (elsewhere) return submit_elsewhere(*elsewhere, process_set, bucket, call, handle);
   progress_.wake_sleepers();
   return Status::ok();
@@ -82,7 +86,7 @@ Status Calls::capture(const Submission& s, BucketId bucket, int64_t* handle) {
   return captured.is_ok() ? captured : captured.with("capture of allreduce " + quoted(s.name));
 }
 
-Status Calls::call(const Submission& s, int64_t* handle) {
+Status Calls::begin_here(const Submission& s, int64_t* handle) {
   *handle = 0;
   if (!s.place.is_host || s.done || !context_.connected.load(std::memory_order_acquire) || !progress_.try_lock())
     return submit(s, handle);
@@ -91,21 +95,39 @@ Status Calls::call(const Submission& s, int64_t* handle) {
     progress_.unlock();
     return submit(s, handle);
   }
-  bool repeated = false;
+  bool begun = false;
+  Status queued;
   try {
-    repeated = repeat(s, handle);
+    begun = repeat(s, handle);
+    if (begun && *handle != 0) progress_.set_may_rest_long(true);
+    if (!begun && takes_first_step(s)) {
+      begun = true;
+      progress_.set_may_rest_long(is_message(s.op));
+      queued = intake_.queue(s, {}, nullptr, handle);
+      if (queued.is_ok()) loop_.step();
+    }
   } catch (const std::exception& e) {  // perhaps in a round that the others wait for
     loop_.fail_after(e);
     progress_.unlock();
     throw;
   }
-  if (repeated && *handle != 0) {
+  if (begun && *handle != 0 && s.will_wait) {
     progress_lock_.release(loop_.has_news());  // the caller waits for it at once
     return Status::ok();
   }
-  if (repeated && context_.mesh->is_awake()) progress_.rest();  // else whoever sleeps has said so, and it still says so
+  // Else whoever sleeps has said so, and it still says so.
+  if (begun && (*handle != 0 || context_.mesh->is_awake())) progress_.rest();
   progress_.unlock();
-  return repeated ? Status::ok() : submit(s, handle);
+  return begun ? queued : submit(s, handle);
+}
+
+// What else is under way the step moves, too: nothing, or small messages.
+bool Calls::takes_first_step(const Submission& s) const {
+  if (s.will_wait || loop_.has_news()) return false;
+  if (loop_.outstanding() != 0 && !(is_message(s.op) && progress_.may_rest_long())) return false;
+  size_t bytes = 0;
+  for (const Submission::Tensor& t : s.tensors) bytes += bytes_of(t);
+  return bytes <= kFirstStepBytes;
 }
 
 bool Calls::repeat(const Submission& s, int64_t* handle) {
@@ -117,6 +139,13 @@ bool Calls::repeat(const Submission& s, int64_t* handle) {
 bool Calls::poll(int64_t handle) {
   Operation* op = intake_.handles().find(handle);
   if (!op || op->done.load(std::memory_order_acquire)) return true;
+  if (progress_.may_rest_long() && progress_.try_lock()) {  // nobody else may look for a while
+    loop_.step();
+    progress_.rest();
+    progress_.unlock();
+    op = intake_.handles().find(handle);
+    if (!op || op->done.load(std::memory_order_acquire)) return true;
+  }
   op->note_poll(Clock::now());
   return false;
 }

@@ -25,7 +25,10 @@ class Calls {
   Status submit(const Submission& s, int64_t* handle);
   // Submits for a caller that waits immediately. *handle is 0 when the operation has already succeeded; then there is
   // nothing to wait for or to release.
-  Status call(const Submission& s, int64_t* handle);
+  Status call(const Submission& s, int64_t* handle) { return begin_here(s, handle); }
+  // Submits for a caller that goes on and waits later. A small operation makes its first steps here, on the calling
+  // thread: hc-engine need not wake up for it if the caller waits before other ranks have come. *handle as from call().
+  Status start(const Submission& s, int64_t* handle) { return begin_here(s, handle); }
   Status submit_declared(int process_set, BucketId bucket, const DeclaredCall& call, int64_t* handle);
 
   // True when done, failed or unknown.
@@ -45,7 +48,9 @@ class Calls {
   Status enqueue(const Submission& s, BucketId bucket, int64_t* handle, bool* captured = nullptr);
   Status submit_elsewhere(const BucketSet& set, int process_set, BucketId bucket, const DeclaredCall& call,
                           int64_t* handle);
+  Status begin_here(const Submission& s, int64_t* handle);
   bool repeat(const Submission& s, int64_t* handle);
+  bool takes_first_step(const Submission& s) const;
   Status capture(const Submission& s, BucketId bucket, int64_t* handle);
 
   Context& context_;

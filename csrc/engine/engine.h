@@ -45,6 +45,7 @@ class Engine {
   // Operations: see Calls.
   Status submit(const Submission& s, int64_t* handle) { return calls_.submit(s, handle); }
   Status call(const Submission& s, int64_t* handle) { return calls_.call(s, handle); }
+  Status start(const Submission& s, int64_t* handle) { return calls_.start(s, handle); }
   bool poll(int64_t handle) { return calls_.poll(handle); }
   Status wait(int64_t handle, double timeout_s, bool* done) { return calls_.wait(handle, timeout_s, done); }
   Operation* finished(int64_t handle) { return calls_.finished(handle); }

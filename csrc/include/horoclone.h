@@ -61,9 +61,10 @@ HC_EXPORT void hc_status_destroy(hc_status* status);
 
 /* One tensor of a request. `out` NULL: the core owns the result, whose size may be unknown before the agreement; see
  * hc_result. allgather into `out`: it must hold this rank's rows times the number of ranks. If any rank gives another
- * number of rows, `out` is unchanged and the core owns the result. reduce and gather have a result on the root only.
- * scatter: only the root passes a tensor. receive: pass a tensor to receive into (`out`), or none; without one, HC_CUDA
- * asks for a result on that GPU, and a message from host memory still arrives in host memory. */
+ * number of rows, `out` is unchanged and the core owns the result. alltoall into `out`: it must hold as many rows as
+ * `in`; the same where any rank's splits are not equal parts of as many rows. reduce and gather have a result on the
+ * root only. scatter: only the root passes a tensor. receive: pass a tensor to receive into (`out`), or none; without
+ * one, HC_CUDA asks for a result on that GPU, and a message from host memory still arrives in host memory. */
 typedef struct hc_tensor {
   const void* in;
   void* out;
@@ -144,6 +145,10 @@ HC_EXPORT hc_status* hc_submit(hc_runtime* rt, const hc_request* request, const 
  * the operation has already succeeded and there is nothing to take or to release; else call hc_wait. */
 HC_EXPORT hc_status* hc_call(hc_runtime* rt, const hc_request* request, const hc_tensor* tensors, int32_t n,
                              hc_handle* out);
+/* hc_submit for a caller that goes on with something else first: a small operation makes its first steps on the calling
+ * thread, which spares the engine thread a wake-up if the caller then waits. *out as from hc_call. */
+HC_EXPORT hc_status* hc_start(hc_runtime* rt, const hc_request* request, const hc_tensor* tensors, int32_t n,
+                              hc_handle* out);
 /* Declared buckets: an optimizer's gradients, the same names, shapes and order on every rank, in place (in == out),
  * memory fixed until hc_undeclare. Collective over the process set. Where all its ranks share memory and the buckets
  * lie in hc_blocks, their plan is persistent: a submitted bucket starts without any message. On GPUs: where all ranks
@@ -163,6 +168,8 @@ HC_EXPORT hc_status* hc_wait(hc_runtime* rt, hc_handle handle, double timeout_s,
 /* 1: the operation has succeeded, and its handle is released. 0: it has not, or is unknown: call hc_wait. Never
  * blocks. */
 HC_EXPORT int32_t hc_finish(hc_runtime* rt, hc_handle handle);
+/* 1: the operation has succeeded, and the core owns no result of it. Never blocks. */
+HC_EXPORT int32_t hc_has_no_result(hc_runtime* rt, hc_handle handle);
 /* Memory that the core owns: a result, or shared memory made by hc_block_create. Outlives the runtime until it is
  * destroyed. */
 typedef struct hc_block hc_block;

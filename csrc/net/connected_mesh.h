@@ -24,7 +24,8 @@ namespace hc {
 // submissions), then poll(timeout), or poll(2) on wait_fd() and a poll(0) afterwards; then set_asleep(kAwake).
 //
 // After storing flags in a shared segment: wake(r) for every rank that may wait for them. Channels ring by themselves a
-// peer that sleeps waiting; one that sleeps idle is rung with wake(r, true).
+// peer that sleeps waiting; one that sleeps idle is rung with wake(r, true), one that sleeps with what it has begun
+// with wake_those_with_work() as well.
 //
 // When something moved: receive() until false. A Loss comes only after the peer's last frames were fetched; receives
 // posted later than that are still served from what it had sent.
@@ -61,6 +62,7 @@ class ConnectedMesh final : public Mesh {
   void set_asleep(Sleep state) override { doorbell_.set_asleep(state); }
   bool is_awake() const override { return doorbell_.is_awake(); }
   void wake(int rank, bool even_if_idle) override;
+  void wake_those_with_work() override;
   void wake_self() override { doorbell_.ring(); }
 
   void expect_close(int rank) override;

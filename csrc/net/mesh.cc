@@ -83,6 +83,10 @@ void ConnectedMesh::wake(int rank, bool even_if_idle) {
   if (rank != rank_) peers_[rank].doorbell.ring_after_release(even_if_idle);
 }
 
+void ConnectedMesh::wake_those_with_work() {
+  for (Peer& peer : peers_) peer.doorbell.ring_if_begun();
+}
+
 Status ConnectedMesh::use_mpi(bool on) {
   for (int r : tcp_peers_)
     if (peers_[r].mpi) HC_TRY(peers_[r].mpi->use(on), peers_[r].name);

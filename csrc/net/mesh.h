@@ -58,8 +58,9 @@ struct MeshMembers {
 
 // What RankBlock::asleep says. A peer that sleeps idle has announced nothing, so nobody can be waiting for it to move
 // data, and it will look at its rings before it next waits: it needs no doorbell. That keeps a loop of blocking calls
-// free of system calls.
-enum class Sleep : uint32_t { kAwake = 0, kAsleepIdle = 1, kAsleepWaiting = 2 };
+// free of system calls. One that sleeps with what it has begun will look before it next waits, too; but others may come
+// to wait for it to move data, and who is about to sleep for that rings it (wake_those_with_work).
+enum class Sleep : uint32_t { kAwake = 0, kAsleepIdle = 1, kAsleepWaiting = 2, kAsleepBegun = 3 };
 
 // A peer that will not answer any more.
 struct Loss {
@@ -125,6 +126,9 @@ class Mesh {
   // sleeps with nothing to do (goodbye, abort, liveness probe). Cheap (one load after a fence) when it is awake. No-op
   // for a remote rank.
   virtual void wake(int rank, bool even_if_idle) = 0;
+  // The caller waits, has said so with set_asleep(), and is about to sleep: rings the local ranks that say
+  // kAsleepBegun.
+  virtual void wake_those_with_work() = 0;
   // Ends this rank's own sleep in poll(). Any thread; async-signal-safe.
   virtual void wake_self() = 0;
 

@@ -36,7 +36,10 @@ class Doorbell {
   void ring(bool even_if_idle) const {
     if (fd_ < 0) return;
     const auto state = static_cast<Sleep>(asleep_->load(std::memory_order_seq_cst));
-    if (state == Sleep::kAsleepWaiting || (state == Sleep::kAsleepIdle && even_if_idle)) end_sleep();
+    if (state == Sleep::kAsleepWaiting || (state != Sleep::kAwake && even_if_idle)) end_sleep();
+  }
+  void ring_if_begun() const {
+    if (fd_ >= 0 && static_cast<Sleep>(asleep_->load(std::memory_order_seq_cst)) == Sleep::kAsleepBegun) end_sleep();
   }
   // For news that was stored with release order only.
   void ring_after_release(bool even_if_idle) const {

@@ -1,5 +1,5 @@
 // The fast path of an allreduce of plain tensors (plain_tensors.h), blocking or not, and of its end; and of the
-// blocking collectives of torch.distributed. It handles the correct and common case; otherwise, and for every wrong
+// operations of torch.distributed. It handles the correct and common case; otherwise, and for every wrong
 // argument, it returns None, and the caller takes the slow path, which reports what is wrong. It uses CPython's own
 // calling convention (METH_FASTCALL), because pybind11's takes as long as the core's whole submission.
 #include "fast_path.h"
@@ -142,6 +142,29 @@ PyObject* break_off(const FastPath* fast_path, PyObject* source, PyObject* targe
   return nullptr;
 }
 
+enum class Waited { kSucceeded, kFailed, kLate, kRaised };
+
+// limit_s 0: none. kRaised: a signal's exception is set, and the operation goes on.
+Waited wait_in_slices(const FastPath* fast_path, hc_handle number, double limit_s) {
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point began = limit_s > 0 ? Clock::now() : Clock::time_point();
+  while (true) {
+    const double left_s =
+        limit_s > 0 ? limit_s - std::chrono::duration<double>(Clock::now() - began).count() : kWaitSliceS;
+    if (left_s <= 0) return Waited::kLate;
+    int32_t done = 0;
+    hc_status* status;
+    {
+      WithoutGil released;
+      status = hc_wait(fast_path->rt, number, std::min(left_s, kWaitSliceS), &done);
+    }
+    const bool failed = status != nullptr;
+    hc_status_destroy(status);
+    if (done) return failed ? Waited::kFailed : Waited::kSucceeded;
+    if (PyErr_CheckSignals() != 0) return Waited::kRaised;
+  }
+}
+
 enum class Outcome { kNotPlain, kDone, kHandle, kRaised };
 
 // Submits and waits. kHandle: it failed, or the limit is over, and whoever waits for `*object` gets the error. kDone:
@@ -152,30 +175,12 @@ Outcome wait_for(const FastPath* fast_path, const hc_request& request, const hc_
     hc_status_destroy(status);
     return Outcome::kNotPlain;
   }
-  using Clock = std::chrono::steady_clock;
-  const Clock::time_point began = limit_s > 0 && *number != 0 ? Clock::now() : Clock::time_point();
-  int32_t done = *number == 0;
-  while (!done) {
-    const double left_s =
-        limit_s > 0 ? limit_s - std::chrono::duration<double>(Clock::now() - began).count() : kWaitSliceS;
-    if (left_s <= 0) break;
-    hc_status* status;
-    {
-      WithoutGil released;
-      status = hc_wait(fast_path->rt, *number, std::min(left_s, kWaitSliceS), &done);
-    }
-    const bool failed = done && status;
-    hc_status_destroy(status);
-    if (failed) {
-      done = 0;
-      break;
-    }
-    if (!done && PyErr_CheckSignals() != 0) {
-      *object = break_off(fast_path, source, target, *number);
-      return Outcome::kRaised;
-    }
+  const Waited waited = *number == 0 ? Waited::kSucceeded : wait_in_slices(fast_path, *number, limit_s);
+  if (waited == Waited::kSucceeded) return Outcome::kDone;
+  if (waited == Waited::kRaised) {
+    *object = break_off(fast_path, source, target, *number);
+    return Outcome::kRaised;
   }
-  if (done) return Outcome::kDone;
   *object = remember(fast_path, source, target, *number);
   return *object ? Outcome::kHandle : Outcome::kRaised;
 }
@@ -282,12 +287,23 @@ bool overlap(const hc_tensor& a, int64_t a_bytes, const hc_tensor& b, int64_t b_
 }
 
 // Shows the tensors of a collective to the core as the slow path does (c10d/group.py): an allreduce as they are, what
-// is moved as one row, what is scattered as a row for each rank. False: not plain. shape: two entries, behind `out`.
+// is moved as one row, what is scattered as a row for each rank, messages as they are. False: not plain. shape: two
+// entries, behind `out`.
 bool describe(const FastPath* fast_path, int32_t op, PyObject* source, PyObject* target, int64_t* shape,
               hc_tensor* out) {
   PlainTensors tensors(fast_path->exchange);
   hc_tensor to{};
-  if (!fast_path->exchange || !is_one_of(fast_path->kinds, source) || !tensors.read(source, false, out)) return false;
+  if (!fast_path->exchange) return false;
+  if (op == HC_SEND || op == HC_RECEIVE) {
+    PyObject* const given = op == HC_SEND ? source : target;
+    if (!is_one_of(fast_path->kinds, given) || !tensors.read(given, op == HC_RECEIVE, out)) return false;
+    if (op == HC_SEND)
+      out->out = nullptr;
+    else
+      out->in = nullptr;
+    return true;
+  }
+  if (!is_one_of(fast_path->kinds, source) || !tensors.read(source, false, out)) return false;
   if (source == target) {
     to = *out;
   } else if (!is_one_of(fast_path->kinds, target) || !tensors.read(target, true, &to)) {
@@ -305,6 +321,14 @@ bool describe(const FastPath* fast_path, int32_t op, PyObject* source, PyObject*
     *out = {out->in, to.out, shape, 1, out->dtype};
     return true;
   }
+  if (op == HC_ALLTOALL) {
+    if (out->dtype != to.dtype || given != wanted || out->rank == 0 || to.rank == 0 || out->shape[0] % size != 0 ||
+        to.shape[0] % size != 0 || overlap(*out, given_bytes, to, wanted_bytes))
+      return false;
+    shape[0] = given;
+    *out = {out->in, to.out, shape, 1, out->dtype};
+    return true;
+  }
   if (op != HC_REDUCESCATTER || out->dtype != to.dtype || given != size * wanted ||
       overlap(*out, given_bytes, to, wanted_bytes))
     return false;
@@ -314,60 +338,80 @@ bool describe(const FastPath* fast_path, int32_t op, PyObject* source, PyObject*
   return true;
 }
 
-// After an allgather: the core leaves the target alone where a rank gave another number of elements. ValueError then,
-// as c10d/tensors.py has it.
-bool is_filled(const FastPath* fast_path, hc_handle number, int64_t own) {
-  hc_result result{};
-  hc_block* memory = nullptr;
-  hc_status* status = hc_take_result(fast_path->rt, number, 0, &result, &memory);
-  const bool filled = !status && !memory && result.first_dimension == own * hc_get(fast_path->rt, HC_SIZE);
-  hc_status_destroy(status);
-  hc_block_destroy(memory);
-  if (!filled)
-    PyErr_Format(
-        PyExc_ValueError,
-        "all_gather_into_tensor: the ranks' inputs have different sizes, %lld elements together; this rank's has "
-        "%lld. Use all_gather where sizes differ.",
-        static_cast<long long>(result.first_dimension), static_cast<long long>(own));
-  return filled;
-}
+enum : Py_ssize_t { kOp, kFrom, kTo, kHow, kRoot, kTag, kCollectiveCount };
 
-// collective(op, source, target, reduce, root): a blocking collective of c10d. True: done. A handle: it failed, or the
-// limit is over. None: not plain. A barrier has no tensors: None twice.
-enum : Py_ssize_t { kOp, kFrom, kTo, kHow, kRoot, kCollectiveCount };
+// An operation of c10d: its arguments, and its tensor where it has one.
+struct Collective {
+  hc_request request{};
+  int64_t shape[2] = {};
+  hc_tensor tensor{};
+  bool has_tensor = false;
+
+  // False: not plain.
+  bool read(const FastPath* fast_path, PyObject* const* args, Py_ssize_t count) {
+    int32_t tag = 0;
+    request.version = HC_VERSION;
+    request.device_index = -1;
+    request.prescale = request.postscale = 1;
+    if (count != kCollectiveCount || !read_int(args[kOp], 0, HC_RECEIVE, &request.op) ||
+        !read_int(args[kHow], 0, HC_REDUCTIONS - 1, &request.reduce) ||
+        !read_int(args[kRoot], 0, INT32_MAX, &request.root) || !read_int(args[kTag], 0, INT32_MAX, &tag))
+      return false;
+    request.tag = tag;
+    has_tensor = request.op != HC_BARRIER;
+    return !has_tensor || describe(fast_path, request.op, args[kFrom], args[kTo], shape, &tensor);
+  }
+  const hc_tensor* data() const { return has_tensor ? &tensor : nullptr; }
+};
+
+// collective(op, source, target, reduce, root, tag): waits. True: done. A handle: it failed, the limit is over, or the
+// core owns the result, because the ranks' sizes differ. None: not plain. A barrier has no tensors: None twice; a
+// message has one.
 PyObject* collective(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   const auto* fast_path = reinterpret_cast<const FastPath*>(self);
-  hc_request request{};
-  request.version = HC_VERSION;
-  request.device_index = -1;
-  request.prescale = request.postscale = 1;
-  if (count != kCollectiveCount || !read_int(args[kOp], 0, HC_BARRIER, &request.op) ||
-      !read_int(args[kHow], 0, HC_REDUCTIONS - 1, &request.reduce) ||
-      !read_int(args[kRoot], 0, INT32_MAX, &request.root))
-    Py_RETURN_NONE;
-  int64_t shape[2];
-  hc_tensor tensor{};
-  const bool has_tensor = request.op != HC_BARRIER;
-  if (has_tensor && !describe(fast_path, request.op, args[kFrom], args[kTo], shape, &tensor)) Py_RETURN_NONE;
+  Collective call;
+  if (!call.read(fast_path, args, count)) Py_RETURN_NONE;
   hc_handle number = 0;
   PyObject* object = nullptr;
-  switch (wait_for(fast_path, request, has_tensor ? &tensor : nullptr, has_tensor, args[kFrom], args[kTo],
-                   fast_path->limit_s, &number, &object)) {
+  switch (wait_for(fast_path, call.request, call.data(), call.has_tensor, args[kFrom], args[kTo], fast_path->limit_s,
+                   &number, &object)) {
     case Outcome::kNotPlain:
       Py_RETURN_NONE;
     case Outcome::kDone:
-      if (number == 0) Py_RETURN_TRUE;
-      if (request.op == HC_ALLGATHER && !is_filled(fast_path, number, tensor.shape[0])) {
-        hc_release(fast_path->rt, number);
-        return nullptr;
-      }
-      hc_release(fast_path->rt, number);
+      if (number != 0 && !hc_has_no_result(fast_path->rt, number))
+        return remember(fast_path, args[kFrom], args[kTo], number);
+      if (number != 0) hc_release(fast_path->rt, number);
       Py_RETURN_TRUE;
     case Outcome::kHandle:
     case Outcome::kRaised:
       break;
   }
   return object;
+}
+
+// The same without the wait. True: done already. A handle: under way; the caller keeps the tensors.
+PyObject* start_collective(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  const auto* fast_path = reinterpret_cast<const FastPath*>(self);
+  Collective call;
+  if (!call.read(fast_path, args, count)) Py_RETURN_NONE;
+  hc_handle number = 0;
+  if (hc_status* status = hc_start(fast_path->rt, &call.request, call.data(), call.has_tensor, &number)) {
+    hc_status_destroy(status);
+    Py_RETURN_NONE;
+  }
+  if (number == 0) Py_RETURN_TRUE;
+  return PyLong_FromLongLong(number);
+}
+
+// Waits for what start_collective() has given a handle of. True: it has succeeded, and its handle is released. False:
+// there is an error to raise or a result to take.
+PyObject* end_collective(PyObject* self, PyObject* handle) {
+  const auto* fast_path = reinterpret_cast<const FastPath*>(self);
+  const hc_handle number = PyLong_AsLongLong(handle);
+  if (number == -1 && PyErr_Occurred()) return nullptr;
+  if (!hc_has_no_result(fast_path->rt, number) && wait_in_slices(fast_path, number, 0) == Waited::kRaised)
+    return nullptr;
+  return PyBool_FromLong(hc_has_no_result(fast_path->rt, number) && hc_finish(fast_path->rt, number));
 }
 
 PyObject* set_limit(PyObject* self, PyObject* limit_s) {
@@ -427,6 +471,8 @@ void add_fast_path(py::module_& m) {
                                   {"call", fast(call), METH_FASTCALL, nullptr},
                                   {"start_group", fast(start_group), METH_FASTCALL, nullptr},
                                   {"collective", fast(collective), METH_FASTCALL, nullptr},
+                                  {"start_collective", fast(start_collective), METH_FASTCALL, nullptr},
+                                  {"end_collective", end_collective, METH_O, nullptr},
                                   {"set_limit", set_limit, METH_O, nullptr},
                                   {"finish", finish, METH_O, nullptr},
                                   {"given_elsewhere", given_elsewhere, METH_O, nullptr},

@@ -5,6 +5,8 @@
 
 #include <unistd.h>
 
+#include <algorithm>
+#include <chrono>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -232,6 +234,27 @@ class Runtime {
       if (PyErr_CheckSignals() != 0) throw py::error_already_set();
       relieve_memory();
     }
+  }
+
+  // Whether it is done within the limit; what became of it wait() tells.
+  bool is_done_within(hc_handle handle, double limit_s) {
+    using Clock = std::chrono::steady_clock;
+    const auto end = Clock::now() + std::chrono::duration<double>(limit_s);
+    int32_t done = 0;
+    while (!done) {
+      const double left_s = std::chrono::duration<double>(end - Clock::now()).count();
+      if (left_s <= 0) return hc_poll(rt_, handle) != 0;
+      hc_status* status;
+      {
+        WithoutGil released;
+        status = hc_wait(rt_, handle, std::min(left_s, hc_python::kWaitSliceS), &done);
+      }
+      hc_status_destroy(status);
+      if (done) break;
+      if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+      relieve_memory();
+    }
+    return true;
   }
 
   // `free` lets GPU memory go that the framework keeps for later; called from wait() when the core lacks some.
@@ -468,6 +491,7 @@ PYBIND11_MODULE(_core, m) {
       .def("offer_memory", &Runtime::offer_memory, "free"_a)
       .def("poll", &Runtime::poll, "handle"_a)
       .def("wait", &Runtime::wait, "handle"_a)
+      .def("is_done_within", &Runtime::is_done_within, "handle"_a, "limit_s"_a)
       .def("result", &Runtime::result, "handle"_a, "index"_a = 0)
       .def("release", &Runtime::release, "handle"_a)
       .def("stream_wait", &Runtime::stream_wait, "handle"_a, "stream"_a)

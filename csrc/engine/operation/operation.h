@@ -31,10 +31,11 @@ struct Repeat {
 // The pending operation with this name, in one process set. A node of an unordered_map, so its address is stable.
 struct NameRecord {
   std::atomic<Operation*> pending{nullptr};
-  uint64_t uses = 0;               // submit lock
-  int declared = 0;                // submit lock: buckets that hold this record, which then is kept
-  uint64_t seen_in_step = 0;       // the thread that makes progress: see RankMetrics::repeats
-  std::unique_ptr<Repeat> repeat;  // the thread that makes progress; null: none yet
+  uint64_t uses = 0;          // submit lock
+  int declared = 0;           // submit lock: buckets that hold this record, which then is kept
+  uint64_t seen_in_step = 0;  // the thread that makes progress: see RankMetrics::repeats
+  // The thread that makes progress: the newest last.
+  std::vector<std::unique_ptr<Repeat>> repeats;
 };
 
 // A backend's part of an operation (backend.h). Written by submit, and by the thread that makes progress before the

@@ -86,8 +86,10 @@ void ProgressThreads::work(const Over& over, const Deadline& deadline, RankMetri
     if (deadline.passed()) return;
     context_.mesh->set_asleep(Sleep::kAsleepWaiting);
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
-    if (!loop_.step() && !over() && !progress_lock_.needed())
+    if (!loop_.step() && !over() && !progress_lock_.needed()) {
+      context_.mesh->wake_those_with_work();
       sleep(longest_sleep_us(std::min(kSliceMs, deadline.remaining_ms())));
+    }
     sleepers_.fetch_sub(1, std::memory_order_seq_cst);
     context_.mesh->set_asleep(Sleep::kAwake);
     loop_.poll_mesh();
@@ -103,11 +105,16 @@ void ProgressThreads::rest() {
   Mesh& mesh = *context_.mesh;
   // What flies is watched: a rank may die, the backend fail.
   const bool waiting = loop_.outstanding() > 0 || loop_.may_be_in_flight();
-  mesh.set_asleep(waiting ? Sleep::kAsleepWaiting : Sleep::kAsleepIdle);
+  const bool hurries = waiting && !(may_rest_long() && !untimed_sleep_.load());
+  mesh.set_asleep(hurries ? Sleep::kAsleepWaiting : waiting ? Sleep::kAsleepBegun : Sleep::kAsleepIdle);
   // What a peer has said since the last step rang no doorbell, and nothing of this rank need wait for it.
   const bool news = mesh.progress_shared() || mesh.has_frames();
-  if (!waiting && !news && !loop_.has_news()) return;
-  if (loop_.step() || untimed_sleep_.load() || loop_.last().next_batch_due != TimePoint::max()) mesh.wake_self();
+  if (!hurries && !news && !loop_.has_news()) return;
+  const bool moved = loop_.step();
+  const Iteration& last = loop_.last();
+  if (moved || untimed_sleep_.load() || last.looks_soon || mesh.moves_silently() ||
+      last.next_batch_due != TimePoint::max())
+    mesh.wake_self();
 }
 
 // ---- hc-engine
@@ -156,8 +163,10 @@ int64_t ProgressThreads::work_until_idle() {
   loop_.poll_mesh();
   Idle idle(spin_pauses_, context_.config.yield_us);
   unsigned looks = 0;
+  bool moved = false;
   while (!progress_lock_.wanted() && !context_.stopping.load()) {
     if (loop_.step(true)) {
+      moved = true;
       idle.reset();
       backend_looks_ = 0;
     } else if (loop_.last().coalesces) {
@@ -170,7 +179,8 @@ int64_t ProgressThreads::work_until_idle() {
   const bool waiting = loop_.outstanding() > 0 || loop_.in_flight();
   const bool hands_over = progress_lock_.wanted();
   if (!hands_over) mesh.set_asleep(waiting ? Sleep::kAsleepWaiting : Sleep::kAsleepIdle);
-  untimed_sleep_.store(!waiting && !hands_over);
+  // Who begins something without waking this thread counts on its timers: they end once nothing has moved for a while.
+  untimed_sleep_.store(!waiting && !hands_over && !moved);
   engine_sleeps_.store(true, std::memory_order_seq_cst);
   sleepers_.fetch_add(1, std::memory_order_seq_cst);
   if (hands_over) return kBusyLook / std::chrono::microseconds(1);  // who wanted the lock may find its operation done

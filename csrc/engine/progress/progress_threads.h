@@ -57,6 +57,16 @@ class ProgressThreads {
   bool try_lock() { return progress_lock_.try_acquire(); }
   // After progress was made under the lock: hc-engine, if it sleeps, takes over the watch.
   void rest();
+  // Of what is under way: all was begun by threads that are likely to wait for it soon, and other ranks can end theirs
+  // without a further step of this one, unless they ring for it. Then hc-engine is left asleep. Set under the progress
+  // lock; false from any thread.
+  bool may_rest_long() const { return may_rest_long_.load(std::memory_order_seq_cst); }
+  // Whoever queues something calls this with false behind it, which this looks for behind its own store.
+  void set_may_rest_long(bool may) {
+    if (may_rest_long() == may) return;
+    may_rest_long_.store(may, std::memory_order_seq_cst);
+    if (may && loop_.has_news()) may_rest_long_.store(false, std::memory_order_seq_cst);
+  }
   class Hold {
    public:
     explicit Hold(ProgressThreads& progress) : progress_(progress) { progress_.lock(); }
@@ -90,6 +100,7 @@ class ProgressThreads {
   std::atomic<int> sleepers_{0};            // threads in poll(2) on the mesh
   std::atomic<bool> untimed_sleep_{false};  // hc-engine sleeps without a time limit
   std::atomic<bool> engine_sleeps_{false};
+  std::atomic<bool> may_rest_long_{false};
 };
 
 }  // namespace hc

@@ -358,6 +358,7 @@ Status BatchRunner::prepare_alltoall(size_t entry, size_t tensor, size_t) {
   Task task = task_for(entry, meta.dtype);
   Operation* op = operations_[entry];
   int64_t rows = 0, longest = 0;
+  bool equal = true;
   op->rows_from.clear();  // of a round of the bypass that it has stepped back from
   for (size_t r = 0; r < n; ++r) {
     task.counts.push_back(static_cast<size_t>(batch_.rows[me * n + r]) * per_row);
@@ -366,7 +367,12 @@ Status BatchRunner::prepare_alltoall(size_t entry, size_t tensor, size_t) {
     task.received_counts.push_back(static_cast<size_t>(from) * per_row);
     rows += from;
   }
-  for (int64_t r : batch_.rows) longest = std::max(longest, r);
+  for (int64_t r : batch_.rows) {
+    longest = std::max(longest, r);
+    equal = equal && r == batch_.rows[0];
+  }
+  // The caller's memory has room for as many rows as it sends; only the agreement knows what comes.
+  if (!equal && tensor < op->out.size()) op->out[tensor] = nullptr;
   task.longest_part = static_cast<size_t>(longest) * per_row;
   auto out = result_memory(op, tensor, rows, per_row * size_of(meta.dtype));
   if (!out.is_ok()) return out.status();

@@ -1,7 +1,7 @@
-// Calls that repeat: while a session of the bypass is open, a small blocking call like an earlier one is published by
-// the calling thread, which also takes the result. This happens only when nothing else is under way, so nothing waits
-// for the engine's iterations that are left out meanwhile. It is limited in time: if other members are late, the call
-// becomes an ordinary operation that has entered its round already.
+// Calls that repeat: while a session of the bypass is open, a small call like an earlier one is published by the
+// calling thread, which also takes the result. This happens only when nothing else is under way, so nothing waits for
+// the engine's iterations that are left out meanwhile. It is limited in time: if other members are late, the call
+// becomes an ordinary operation that has entered its round already; at once where the caller does not wait.
 #include <algorithm>
 
 #include "base/clock.h"
@@ -18,6 +18,7 @@ bool is_like(const Submission::Tensor& t, const TensorMeta& known) {
 
 // For so long nobody looks at what peers say and, from Python, its lock is kept.
 constexpr int kMaxPauses = 1000;
+constexpr size_t kMaxRepeats = 4;  // of the calls of one kind without a name, which come in several forms by turns
 constexpr double kLongestUs = 80;
 
 // root: as a group rank.
@@ -29,14 +30,21 @@ bool is_like(const Submission& s, int root, const Signature& known) {
          std::ranges::equal(s.tensors, known.tensors, [](const auto& t, const auto& k) { return is_like(t, k); });
 }
 
+bool are_equal(std::span<const int64_t> splits) {
+  return std::ranges::all_of(splits, [&](int64_t rows) { return rows == splits[0]; });
+}
+
 }  // namespace
 
 void ProcessSet::keep_repeat(const Operation& op, const BypassKey& key, const Task& task) {
   const Signature& s = op.signature();
-  if (s.op != Op::kAllreduce && s.op != Op::kBroadcast && s.op != Op::kBarrier) return;  // the core owns the results
+  if (s.op != Op::kBarrier && !op.out[0]) return;  // the core owns the result
+  if (!are_equal(s.splits)) return;
   NameRecord& record = op.name_record ? *op.name_record : intake_->unnamed_record(s.op);
-  if (record.repeat && record.repeat->signature == s) return;
-  record.repeat = std::make_unique<Repeat>(Repeat{s, key, task});
+  auto& repeats = record.repeats;
+  if (std::ranges::any_of(repeats, [&](const auto& known) { return known->signature == s; })) return;
+  if (repeats.size() == (op.name_record ? 1 : kMaxRepeats)) repeats.erase(repeats.begin());
+  repeats.push_back(std::make_unique<Repeat>(Repeat{s, key, task}));
 }
 
 // Rank 0 measures operations while it searches for settings, and the others are to hear of new ones soon.
@@ -66,11 +74,12 @@ bool ProcessSet::repeat(const Submission& s, ProgressLock& progress_lock, int sp
   const TimePoint submitted = Clock::now();
   SubmitLock lock(parts_.intake.submit_mutex());
   NameRecord* record = intake_->known_record(s.op, s.name);
-  if (!record || !record->repeat || record->pending.load(std::memory_order_acquire)) return false;
-  const Repeat& known = *record->repeat;
-  if (!is_like(s, has_root(s.op) ? members().position_of(s.root) : 0, known.signature) ||
-      parts_.intake.goes_in_place(s, false))
-    return false;
+  if (!record || record->pending.load(std::memory_order_acquire)) return false;
+  const int root = has_root(s.op) ? members().position_of(s.root) : 0;
+  const auto found =
+      std::ranges::find_if(record->repeats, [&](const auto& repeat) { return is_like(s, root, repeat->signature); });
+  if (found == record->repeats.end() || parts_.intake.goes_in_place(s, false)) return false;
+  const Repeat& known = **found;
   Task task = known.task;
   if (!s.tensors.empty()) {
     task.pieces[0].in = static_cast<const std::byte*>(s.tensors[0].in);
@@ -92,7 +101,8 @@ bool ProcessSet::repeat(const Submission& s, ProgressLock& progress_lock, int sp
   bool moved = false;
   Idle idle(std::min(spin_pauses, kMaxPauses), std::min(parts_.context.config.yield_us, kLongestUs));
   Progress progress = round->step(&moved);
-  while (progress == Progress::kPending && !progress_lock.wanted() && idle.pause()) progress = round->step(&moved);
+  while (progress == Progress::kPending && s.will_wait && !progress_lock.wanted() && idle.pause())
+    progress = round->step(&moved);
   if (progress == Progress::kDone && !round->withdrawn()) {
     if (s.name.empty()) pending_.pass_over(s.op, use);
     Counters::add_locked(counters.bypassed);

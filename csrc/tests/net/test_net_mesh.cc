@@ -214,6 +214,22 @@ TEST_CASE("a rank that sleeps idle is left alone by frames and rung by wake(even
   CHECK(::poll(&fd, 1, 0) == 0);
 }
 
+TEST_CASE("a rank that sleeps with what it has begun is left alone by frames and rung by who is about to sleep") {
+  MeshWorld world(2, true);
+  world.must_connect();
+  Mesh &sleeper = *world.meshes[0], &other = *world.meshes[1];
+  const uint8_t byte = 1;
+  pollfd fd{sleeper.wait_fd(), POLLIN, 0};
+  for (const Sleep state : {Sleep::kAsleepIdle, Sleep::kAsleepBegun}) {
+    sleeper.set_asleep(state);
+    REQUIRE(other.channel(0).send({&byte, 1}).is_ok());
+    other.wake(0, false);
+    CHECK(::poll(&fd, 1, 0) == 0);
+    other.wake_those_with_work();
+    CHECK(::poll(&fd, 1, state == Sleep::kAsleepBegun ? 1000 : 0) == (state == Sleep::kAsleepBegun));
+  }
+}
+
 TEST_CASE("wake_self ends a sleep that has begun and one that is about to begin") {
   MeshWorld world(2, true);
   world.must_connect();

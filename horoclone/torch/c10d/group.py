@@ -17,10 +17,10 @@ import torch
 
 from horoclone import ops
 from horoclone.errors import HorovodInternalError, PeerLost
-from horoclone.torch.c10d.blocking import Blocking
 from horoclone.torch.c10d.facts import GroupFacts
 from horoclone.torch.c10d.lost import in_words_of_the_job, look_for
 from horoclone.torch.c10d.monitored import monitored_barrier
+from horoclone.torch.c10d.plain_calls import PlainCalls
 from horoclone.torch.c10d.rendezvous import connect, of_this_life, start_limit_s
 from horoclone.torch.c10d.sparse import sparse_among, start_sparse_sum
 from horoclone.torch.c10d.tensors import (
@@ -28,6 +28,7 @@ from horoclone.torch.c10d.tensors import (
     as_row,
     as_rows,
     check_dtypes,
+    check_exchanged,
     check_filled,
     copy_apart,
     listed,
@@ -40,7 +41,7 @@ from horoclone.torch.c10d.tensors import (
     there,
     whole,
 )
-from horoclone.torch.c10d.work import Finish, Finished, InFlight, Work
+from horoclone.torch.c10d.work import Finish, Finished, InFlight, PlainWork, Work
 from horoclone.torch.operations import requests
 from horoclone.torch.operations.gpu import HOST, Place, arrived, place_of, place_of_all, rows_of
 from horoclone.torch.operations.tensors import NUMBER_OF
@@ -79,8 +80,8 @@ class HorocloneGroup(GroupFacts):
         starts = not any(group._runtime is not None for group in open_groups)
         limit_s = start_limit_s(self._limit_s) if starts else self._limit_s or DEFAULT_TIMEOUT_S
         self._runtime: Runtime | None = connect(store, rank, size, limit_s, look)
-        self._flight = InFlight(self._runtime, rank, self._members)
-        self._blocking = Blocking(self._runtime, self._limit_s)
+        self._plain = PlainCalls(self._runtime, self._limit_s)
+        self._flight = InFlight(self._runtime, rank, self._members, self._plain.end)
         self._monitored = 0  # monitored barriers so far
         open_groups.add(self)
 
@@ -89,7 +90,7 @@ class HorocloneGroup(GroupFacts):
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the time limit of operations that start from now on."""
         self._limit_s = timeout.total_seconds() or None
-        self._blocking.set_limit(self._limit_s)
+        self._plain.set_limit(self._limit_s)
 
     _set_default_timeout = set_timeout
 
@@ -147,20 +148,30 @@ class HorocloneGroup(GroupFacts):
         more |= {"what": what, "group": self._name, "limit_s": self._limit_s}
         return Work(self._flight, handle, outputs, kept, finish, **more)
 
-    def _is_done(
+    def _begin(
         self, opts: Any, op: int, source: Any, target: Any, *, reduces: bool = False, root: int = 0
-    ) -> bool:
-        """Whether it was a blocking call, which has succeeded (blocking.py). Raises what its work would raise."""
-        done = self._blocking.run(opts, op, source, target, reduces=reduces, root=root)
-        if type(done) is bool:
-            return done
+    ) -> Any:
+        """Of a plain call (plain_calls.py) its work, None where torch waits and it has succeeded; NotImplemented of any
+        other. Raises what the work would raise where torch waits."""
+        waits, begun = self._plain.begin(opts, op, source, target, reduces=reduces, root=root)
+        if begun is None:
+            return NotImplemented
+        if begun is True:
+            return None if waits else Finished(() if target is None else (target,))
         finish = None
         if op == ops.ALLGATHER:
-            data, filled = as_row(source), as_row(target)
-            finish = lambda runtime, handle: check_filled(runtime.result(handle), data, filled)  # noqa: E731
-        what, outputs = ("barrier", []) if target is None else (ops_name(op), [target])
-        self._work(done, outputs, (source, target), finish, what).wait_no_longer()
-        return True
+            finish = lambda runtime, handle: check_filled(runtime.result(handle), source, target)  # noqa: E731
+        elif op == ops.ALLTOALL:
+            expected = [target.numel() // self._size] * self._size
+            finish = lambda runtime, handle: check_exchanged(runtime.result(handle), expected)  # noqa: E731
+        outputs = () if target is None else (target,)
+        work = PlainWork(
+            self._flight, begun, outputs, source, finish, what=ops_name(op), group=self._name, limit_s=self._limit_s
+        )  # fmt: skip
+        if not waits:
+            return work
+        work.wait_no_longer()
+        return None
 
     # --- reductions ---
 
@@ -168,8 +179,9 @@ class HorocloneGroup(GroupFacts):
         """Reduces one tensor, or several of one call, in place. One tensor may be sparse (sparse.py)."""
         if type(tensors) is list and len(tensors) == 1:
             tensor = tensors[0]
-            if self._is_done(opts, ops.ALLREDUCE, tensor, tensor, reduces=True):
-                return None
+            begun = self._begin(opts, ops.ALLREDUCE, tensor, tensor, reduces=True)
+            if begun is not NotImplemented:
+                return begun  # type: ignore[no-any-return]
         return self._allreduce(tensors, opts)
 
     def _allreduce(self, tensors: Any, opts: Any) -> Work:
@@ -211,8 +223,9 @@ class HorocloneGroup(GroupFacts):
         self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
     ) -> Work | None:
         """output gets this rank's chunk of the sum: source has size times its elements."""
-        if self._is_done(opts, ops.REDUCESCATTER, source, output, reduces=True):
-            return None
+        begun = self._begin(opts, ops.REDUCESCATTER, source, output, reduces=True)
+        if begun is not NotImplemented:
+            return begun  # type: ignore[no-any-return]
         if source.numel() != self._size * output.numel():
             raise ValueError(
                 f"reduce_scatter: the input has {source.numel()} elements, not {self._size} times the output's "
@@ -278,8 +291,12 @@ class HorocloneGroup(GroupFacts):
         work._outputs, work._finish = [output], cut
         return work
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, sources: Tensors, opts: Any = None) -> Work:
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, sources: Tensors, opts: Any = None
+    ) -> Work | None:
         """Does several reduce_scatter_tensor as one operation."""
+        if len(outputs) == len(sources) == 1:  # as functional collectives ask for one
+            return self._reduce_scatter_base(outputs[0], sources[0], opts)
         if len({s.dtype for s in sources}) > 1:
             raise ValueError("coalesced reduce_scatter needs tensors of one dtype")
         return self._reduce_parts(outputs, sources, opts)
@@ -293,8 +310,9 @@ class HorocloneGroup(GroupFacts):
         (tensor,) = listed(tensors)
         if root is None:
             root = opts.rootRank if hasattr(opts, "rootRank") else int(opts or 0)
-        if self._is_done(opts, ops.BROADCAST, tensor, tensor, root=root):
-            return None
+        begun = self._begin(opts, ops.BROADCAST, tensor, tensor, root=root)
+        if begun is not NotImplemented:
+            return begun  # type: ignore[no-any-return]
         data = as_row(tensor)
         finish = put_back([tensor], [data])
         return self._submit(
@@ -321,8 +339,9 @@ class HorocloneGroup(GroupFacts):
 
     def _allgather_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Work | None:
         """output gets everybody's source, one after the other; the core writes there."""
-        if self._is_done(opts, ops.ALLGATHER, source, output):
-            return None
+        begun = self._begin(opts, ops.ALLGATHER, source, output)
+        if begun is not NotImplemented:
+            return begun  # type: ignore[no-any-return]
         if output.numel() != self._size * source.numel():
             raise ValueError(
                 f"all_gather_into_tensor: the output has {output.numel()} elements, not {self._size} times the input's "
@@ -344,8 +363,12 @@ class HorocloneGroup(GroupFacts):
 
     all_gather_single = _allgather_base
 
-    def all_gather_single_coalesced(self, outputs: Tensors, sources: Tensors, opts: Any = None) -> Work:
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, sources: Tensors, opts: Any = None
+    ) -> Work | None:
         """Does several all_gather_into_tensor as one operation."""
+        if len(outputs) == len(sources) == 1:  # as functional collectives ask for one
+            return self._allgather_base(outputs[0], sources[0], opts)
         parts = as_rows(sources)
         data = torch.cat(parts)
 
@@ -409,8 +432,12 @@ class HorocloneGroup(GroupFacts):
 
     def alltoall_base(
         self, output: torch.Tensor, source: torch.Tensor, output_splits: Any, input_splits: Any, opts: Any = None
-    ) -> Work:  # fmt: skip
+    ) -> Work | None:  # fmt: skip
         """Cuts source along its first dimension (input_splits rows for each rank, or equal parts)."""
+        if self._in_equal_parts(source, input_splits) and self._in_equal_parts(output, output_splits):
+            begun = self._begin(opts, ops.ALLTOALL, source, output)
+            if begun is not NotImplemented:
+                return begun  # type: ignore[no-any-return]
         sizes = []
         for tensor, splits, what in ((source, input_splits, "input"), (output, output_splits, "output")):
             rows = tensor.shape[0] if tensor.dim() else 0
@@ -425,6 +452,14 @@ class HorocloneGroup(GroupFacts):
         return self._exchange(as_row(source), sizes[0], [output], sizes[1], source)
 
     all_to_all_single = alltoall_base
+
+    def _in_equal_parts(self, tensor: torch.Tensor, splits: Any) -> bool:
+        if not splits:
+            return True
+        rows = splits[0]
+        return (
+            list(splits) == [rows] * self._size and tensor.dim() > 0 and tensor.shape[0] == rows * self._size
+        )
 
     def alltoall(self, outputs: Tensors, sources: Tensors, opts: Any = None) -> Work:
         """Sets outputs[r] to what rank r has in sources[this rank]."""
@@ -445,11 +480,8 @@ class HorocloneGroup(GroupFacts):
             rows = rows_of(
                 runtime, handle, 0, data, place_of(data)
             )  # it takes the result, but not the counts
-            result = runtime.result(handle)
-            if expected is not None and list(result.rows_from) != list(expected):
-                raise ValueError(
-                    f"all_to_all: the ranks sent {list(result.rows_from)} elements, the outputs have {list(expected)}"
-                )
+            if expected is not None:
+                check_exchanged(runtime.result(handle), expected)
             copy_apart(rows, outputs)
 
         return self._submit(
@@ -460,8 +492,9 @@ class HorocloneGroup(GroupFacts):
 
     def barrier(self, opts: Any = None) -> Work | None:
         """Starts a barrier, complete when every rank has called it."""
-        if self._is_done(opts, ops.BARRIER, None, None):
-            return None
+        begun = self._begin(opts, ops.BARRIER, None, None)
+        if begun is not NotImplemented:
+            return begun  # type: ignore[no-any-return]
         handle = self._enqueue(requests.submit, ops.BARRIER)
         return self._work(handle, [], None, None, "barrier")
 
@@ -495,8 +528,16 @@ class HorocloneGroup(GroupFacts):
 
     def _message(self, op: int, tensors: Any, peer: int, tag: int) -> Work:
         (tensor,) = listed(tensors)
+        sends = op == ops.SEND
+        what = f"{'send to' if sends else 'recv from'} {'any rank' if peer < 0 else f'rank {peer}'}"
+        begun = self._plain.begin_message(op, tensor if sends else None, None if sends else tensor, peer, tag)
+        if begun is not None:
+            return PlainWork(
+                self._flight, begun, (tensor,), tensor, None, what=what, group=self._name, limit_s=self._limit_s,
+                is_ordered=False, source=peer,
+            )  # fmt: skip
         data = whole(tensor) if tensor.dtype in NUMBER_OF else as_bytes(tensor)
-        number, sends, place = number_at(data), op == ops.SEND, place_of(data)
+        number, place = number_at(data), place_of(data)
         back = None if sends else put_back([tensor], [data])
         handle = self._enqueue(
             requests.submit, op, source=data if sends else None, target=None if sends else data, dtype=number,
@@ -514,7 +555,7 @@ class HorocloneGroup(GroupFacts):
             [tensor],
             (tensor, data),
             finish if peer < 0 or back is not None else None,
-            f"{'send to' if sends else 'recv from'} {'any rank' if peer < 0 else f'rank {peer}'}",
+            what,
             is_ordered=False,
             source=peer,
             place=place,

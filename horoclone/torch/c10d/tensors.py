@@ -33,7 +33,8 @@ BITWISE = (ops.And, ops.Or, ops.Xor)
 
 _NAMES = {
     ops.ALLREDUCE: "allreduce", ops.ALLGATHER: "allgather", ops.BROADCAST: "broadcast", ops.ALLTOALL: "alltoall",
-    ops.REDUCESCATTER: "reducescatter", ops.REDUCE: "reduce", ops.GATHER: "gather", ops.SCATTER: "scatter",
+    ops.REDUCESCATTER: "reducescatter", ops.BARRIER: "barrier", ops.REDUCE: "reduce", ops.GATHER: "gather",
+    ops.SCATTER: "scatter",
 }  # fmt: skip
 
 
@@ -157,6 +158,14 @@ def copy_apart(flat: torch.Tensor, outputs: Tensors) -> None:
         target.copy_(part)
     if finish := put_back(outputs, copies):
         finish(None, 0)
+
+
+def check_exchanged(result: Any, expected: Sequence[int]) -> None:
+    """After an alltoall: ValueError where another number of elements came from a rank than the output has for it."""
+    if list(result.rows_from) != list(expected):
+        raise ValueError(
+            f"all_to_all: the ranks sent {list(result.rows_from)} elements, the outputs have {list(expected)}"
+        )
 
 
 def check_filled(result: Any, source: torch.Tensor, target: torch.Tensor) -> None:

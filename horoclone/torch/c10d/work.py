@@ -48,8 +48,16 @@ GRACE_S = 2.0  # for rank 0 to say who is late; its time limit may have begun la
 class InFlight:
     """The works of one group, alive until the core is done with their tensors; the thread that completes futures."""
 
-    def __init__(self, runtime: Runtime, rank: int, members: Sequence[int]) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        rank: int,
+        members: Sequence[int],
+        end_plain: Callable[[int], bool] | None = None,
+    ) -> None:
+        """end_plain: waits for a plain operation and releases it (FastPath.end_collective)."""
         self.runtime = runtime
+        self.end_plain = end_plain
         self.rank = rank
         self.members = members  # the group's ranks, as ranks of the job
         self._works: dict[int, Work] = {}
@@ -189,6 +197,14 @@ class InFlight:
 class Work(dist.Work):
     """What torch.distributed returns for async_op=True. Thread: any."""
 
+    _behind: Any = None  # on a GPU: where the group's stream has the result
+    _error: BaseException | None = None
+    _future: torch.futures.Future[list[torch.Tensor]] | None = None
+    _promise: torch.futures.Future[list[torch.Tensor]] | None = None  # settles _future; until then
+    _done = _watched = False
+    # Set when done; made for the first who waits for another thread.
+    _wakeup: threading.Event | None = None
+
     def __init__(
         self,
         flight: InFlight,
@@ -204,7 +220,7 @@ class Work(dist.Work):
         source: int = -1,
         place: Place = HOST,
     ) -> None:
-        super().__init__()
+        dist.Work.__init__(self)
         self.handle = handle
         self.is_ordered = is_ordered
         self._flight = flight
@@ -215,16 +231,8 @@ class Work(dist.Work):
         self._limit_s = limit_s
         self._source = source
         self._place = place
-        self._behind: Any = None  # on a GPU: where the group's stream has the result
-        self._error: BaseException | None = None
-        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
-        self._promise: torch.futures.Future[list[torch.Tensor]] | None = None  # settles _future; until then
-        self._done = False
-        # Set when done; made for the first who waits for another thread.
-        self._wakeup: threading.Event | None = None
         self._taking = threading.Lock()  # held by who waits for the core
         self._lock = threading.Lock()  # guards _future, _promise, _watched and _wakeup
-        self._watched = False
         flight.add(self)
 
     def __del__(self) -> None:
@@ -239,7 +247,7 @@ class Work(dist.Work):
         if not self._done:
             limit_s = timeout.total_seconds()
             if limit_s > 0 or self._limit_s is not None or self._watched:
-                self._wait_watched(limit_s if limit_s > 0 else self._limit_s, limit_s <= 0)
+                self._wait_within(limit_s if limit_s > 0 else self._limit_s, limit_s <= 0)
             else:
                 self.complete()
         if self._error is not None:
@@ -365,16 +373,22 @@ class Work(dist.Work):
             self._watched = True
             self._flight.watch(self)
 
-    def _wait_watched(self, limit_s: float | None, give_up: bool) -> None:
+    def _wait_within(self, limit_s: float | None, give_up: bool) -> None:
+        if not self._watched and limit_s is not None and self._place is HOST:
+            if self._flight.runtime.is_done_within(self.handle, limit_s):
+                return self.complete()
+            limit_s, waited_s = 0.0, limit_s
+        else:
+            waited_s = limit_s or 0.0
         with self._lock:
             if not self._done:
                 self._watch()
         if self._is_done_within(limit_s):
-            return
+            return None
         raise (
-            self._give_up(limit_s or 0.0)
+            self._give_up(waited_s)
             if give_up
-            else Timeout(f"{self._too_late(limit_s or 0.0)}. It stays pending; wait() may be called again.")
+            else Timeout(f"{self._too_late(waited_s)}. It stays pending; wait() may be called again.")
         )
 
     def wait_no_longer(self) -> None:
@@ -412,13 +426,21 @@ class Work(dist.Work):
         return error
 
 
+class PlainWork(Work):
+    """Of a plain operation, whose result lies where the caller wants it (plain_calls.py). `finish` is called only where
+    the core owns the result, because the ranks' sizes differ, and raises."""
+
+    def _take(self) -> None:
+        if not self._flight.end_plain(self.handle):  # type: ignore[misc]  # such works come from there
+            super()._take()
+
+
 class Finished(Work):
-    """A work that had nothing to do, or failed before the core saw it."""
+    """A work that had nothing to do, has ended already, or failed before the core saw it."""
 
     def __init__(self, outputs: Sequence[torch.Tensor] = (), error: BaseException | None = None) -> None:
         dist.Work.__init__(self)
         self._outputs, self._error, self._source = list(outputs), error, -1
-        self._future, self._promise, self._watched = None, None, False
-        self._place, self._behind, self._kept = HOST, None, None
+        self._place, self._kept = HOST, None
         self._lock = threading.Lock()
-        self._done, self._wakeup = True, None
+        self._done = True

@@ -1,0 +1,158 @@
+"""Plain tensors through torch.distributed without blocking: one crossing into the core, ended in every way."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from world import ranks
+
+from horoclone.torch.c10d.work import PlainWork
+
+
+@contextmanager
+def distributed(**more: Any) -> Iterator[tuple[int, int]]:
+    dist.init_process_group("horoclone", **more)
+    try:
+        yield dist.get_rank(), dist.get_world_size()
+    finally:
+        dist.destroy_process_group()
+
+
+def polled(work: Any) -> None:
+    until = time.monotonic() + 60
+    while not work.is_completed():
+        assert time.monotonic() < until
+    work.wait()
+
+
+ENDS = (
+    lambda work: work.wait(),
+    lambda work: work.wait(timedelta(seconds=60)),
+    polled,
+    lambda work: work.get_future().wait(),
+    lambda work: (time.sleep(0.003), work.wait()),
+)
+
+
+@ranks(1, 2, 3)
+def test_every_operation_ended_in_every_way() -> None:
+    with distributed() as (rank, size):
+        same, own = random.Random(7), random.Random(rank)
+        for step in range(120):
+            n = same.choice((1, 4, 300, 20_000))
+            parts = [torch.arange(n * size, dtype=torch.float64) + 1000 * r + step for r in range(size)]
+            mine, total = parts[rank].clone(), torch.stack(parts).sum(0)
+            chunk = slice(rank * n, (rank + 1) * n)
+            kind = same.choice(
+                ("all_reduce", "broadcast", "gather", "scatter", "exchange", "barrier", "messages")
+            )
+            works, root = [], same.randrange(size)
+            if kind == "all_reduce":
+                works, got, wanted = [dist.all_reduce(mine, async_op=True)], mine, total
+            elif kind == "broadcast":
+                works, got, wanted = [dist.broadcast(mine, root, async_op=True)], mine, parts[root]
+            elif kind == "gather":
+                got, wanted = torch.empty(n * size * size, dtype=torch.float64), torch.cat(parts)
+                works = [dist.all_gather_into_tensor(got, mine, async_op=True)]
+            elif kind == "scatter":
+                got, wanted = torch.empty(n, dtype=torch.float64), total[chunk]
+                works = [dist.reduce_scatter_tensor(got, mine, async_op=True)]
+            elif kind == "exchange":
+                got, wanted = torch.empty_like(mine), torch.cat([part[chunk] for part in parts])
+                works = [dist.all_to_all_single(got, mine, async_op=True)]
+            elif kind == "barrier":
+                works, got, wanted = [dist.barrier(async_op=True)], mine, parts[rank]
+            else:
+                got, wanted = torch.empty_like(mine), parts[rank - 1]
+                if size > 1:
+                    works = [dist.irecv(got, (rank - 1) % size), dist.isend(mine, (rank + 1) % size)]
+                else:
+                    got = wanted
+            own.shuffle(works)
+            for work in works:
+                own.choice(ENDS)(work)
+                assert work.is_success() and work.exception() is None
+            assert torch.equal(got, wanted), (kind, step)
+
+
+@ranks(2)
+def test_functional_collectives_take_the_same_way() -> None:
+    with distributed() as (rank, _):
+        x = torch.arange(4.0) + rank
+        group = dist.group.WORLD
+        for _ in range(20):
+            summed = functional.all_reduce(x, "sum", group).wait()
+            assert summed.tolist() == [1.0, 3.0, 5.0, 7.0]
+            assert functional.all_gather_single(x, 0, group).wait().tolist() == [0, 1, 2, 3, 1, 2, 3, 4]
+            assert (
+                functional.reduce_scatter_single(x, "sum", 0, group).wait().tolist()
+                == summed[2 * rank : 2 * rank + 2].tolist()
+            )
+            for splits in (None, [2, 2]):
+                exchanged = functional.all_to_all_single(x, splits, splits, group).wait()
+                assert exchanged.tolist() == [2.0 * rank, 2.0 * rank + 1, 2.0 * rank + 1, 2.0 * rank + 2]
+
+
+@ranks(2)
+def test_sizes_that_differ_are_told_when_the_work_is_waited_for() -> None:
+    with distributed() as (rank, _):
+        for waits in (True, False):
+            n = 4 + 4 * rank
+            calls = (
+                lambda **more: dist.all_gather_into_tensor(torch.empty(2 * n), torch.ones(n), **more),  # noqa: B023
+                lambda **more: dist.all_to_all_single(torch.empty(n), torch.ones(n), **more),  # noqa: B023
+            )
+            for call in calls:
+                with pytest.raises(ValueError, match="different sizes|ranks sent"):
+                    call() if waits else call(async_op=True).wait()
+                x = torch.ones(3)
+                dist.all_reduce(x)
+                assert x.tolist() == [2.0, 2.0, 2.0]
+
+
+@ranks(2)
+def test_a_message_that_nobody_waits_for_arrives() -> None:
+    with distributed() as (rank, _):
+        for elements in (5, 5000, 15_000):
+            x = torch.full((elements,), 1.0 + rank)
+            dist.all_reduce(torch.ones(3))
+            if rank == 0:
+                work = dist.isend(x, 1)
+                assert isinstance(work, PlainWork)
+                time.sleep(0.2)
+                dist.barrier()
+                work.wait()
+            else:
+                dist.recv(x, 0)
+                assert x.eq(1).all()
+                dist.barrier()
+
+
+@ranks(2)
+def test_a_wait_with_a_limit_may_be_repeated_and_needs_no_thread() -> None:
+    with distributed(timeout=timedelta(seconds=60)) as (rank, _):
+        x = torch.ones(3)
+        if rank == 0:
+            work = dist.all_reduce(x, async_op=True)
+            with pytest.raises(Exception, match="wait\\(\\) may be called again"):
+                work.wait(timedelta(seconds=0.2))
+            dist.send(torch.ones(1), 1)
+            work.wait()
+        else:
+            dist.recv(torch.ones(1), 0)
+            dist.all_reduce(x)
+        assert x.tolist() == [2.0, 2.0, 2.0]
+        before = threading.active_count()
+        for _ in range(5):
+            dist.all_reduce(x, async_op=True).wait(timedelta(seconds=30))
+        assert threading.active_count() == before
