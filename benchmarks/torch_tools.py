@@ -1,28 +1,36 @@
-"""Steps of torch's FSDP2, tensor parallel and pipelining on horoclone and on gloo, in turn in the same processes.
+"""Steps of torch's FSDP2, tensor parallel, pipelining and DDP, and two calls, on horoclone and on gloo.
 
-torchrun --nproc-per-node 2 benchmarks/torch_tools.py [--width 512] [--steps 40]: prints, for each tool, the median step
-of the slowest rank on both, and their ratio.
+python benchmarks/torch_tools.py [--np 2] [--width 64] [--steps 60] [--rounds 7] [--tools fsdp,barrier]: in each round a
+job of torchrun for each backend in turn, since DTensor takes the backend that it has seen first for all equal meshes.
+Prints the median of the rounds' medians of the slowest rank, their spread, the ratio to gloo with its interval, and how
+much of gloo's time on top of torch's backend `fake`, which moves nothing, is left.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+import numpy as np
+from statistics_of import ratio_of, slowest_rank, summarise
 
-import horoclone.torch  # noqa: F401 - registers the backend
+BACKENDS = ("horoclone", "gloo", "fake")
+WARM_STEPS = 6
+ROUND_S = 300
+Step = Callable[[], Any]
 
-Step = Callable[[], None]
 
+def layers(count: int, width: int) -> Any:
+    """count blocks of two linear layers of 4 * width**2 parameters together."""
+    import torch
+    from torch import nn
 
-def layers(count: int, width: int) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
         *(
@@ -32,8 +40,11 @@ def layers(count: int, width: int) -> nn.Sequential:
     )
 
 
-def trained(model: nn.Module, data: torch.Tensor) -> Step:
+def trained(model: Any, width: int, batch: int = 16) -> Step:
+    import torch
+
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    data = torch.ones(batch, width)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -43,17 +54,29 @@ def trained(model: nn.Module, data: torch.Tensor) -> Step:
     return step
 
 
-def fsdp(mesh: DeviceMesh, width: int) -> Step:
+def fsdp(mesh: Any, width: int, *, keeps: bool = False) -> Step:
+    """FSDP2 of four blocks; keeps: parameters stay whole between forward and backward, as in ZeRO-2."""
     from torch.distributed.fsdp import fully_shard
 
     model = layers(4, width)
     for block in model:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return trained(model, torch.ones(16, width))
+        fully_shard(block, mesh=mesh, reshard_after_forward=not keeps)
+    fully_shard(model, mesh=mesh, reshard_after_forward=not keeps)
+    return trained(model, width)
 
 
-def tensor_parallel(mesh: DeviceMesh, width: int) -> Step:
+def zero3(mesh: Any, width: int) -> Step:
+    """FSDP2 of a model of 100 MiB."""
+    return fsdp(mesh, 1280)
+
+
+def zero2(mesh: Any, width: int) -> Step:
+    """The same, parameters kept."""
+    return fsdp(mesh, 1280, keeps=True)
+
+
+def tensor_parallel(mesh: Any, width: int) -> Step:
+    """Four blocks, the first layer of each cut by columns and the second by rows."""
     from torch.distributed.tensor import parallel
 
     model = layers(4, width)
@@ -61,10 +84,13 @@ def tensor_parallel(mesh: DeviceMesh, width: int) -> Step:
         parallel.parallelize_module(
             block, mesh, {"0": parallel.ColwiseParallel(), "2": parallel.RowwiseParallel()}
         )
-    return trained(model, torch.ones(16, width))
+    return trained(model, width)
 
 
-def pipeline(mesh: DeviceMesh, width: int) -> Step:
+def pipeline(mesh: Any, width: int) -> Step:
+    """1F1B with 8 microbatches, one block a rank."""
+    import torch
+    from torch import nn
     from torch.distributed import pipelining
 
     rank, size = mesh.get_local_rank(), mesh.size()
@@ -83,38 +109,125 @@ def pipeline(mesh: DeviceMesh, width: int) -> Step:
     return step
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=40)
-    wish = parser.parse_args()
+def ddp(mesh: Any, width: int) -> Step:
+    """DDP with gradients of 1.5 MiB; on `fake`, whose futures it does not take, the model alone."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = layers(6, 128)
+    return trained(model if dist.get_backend() == "fake" else DistributedDataParallel(model), 128)
+
+
+def all_gather_object(mesh: Any, width: int) -> Step:
+    """Of a small dict."""
+    import torch.distributed as dist
+
+    found: list[Any] = [None] * mesh.size()
+    return lambda: dist.all_gather_object(found, {"rank": dist.get_rank(), "loss": 0.5})
+
+
+def barrier(mesh: Any, width: int) -> Step:
+    """dist.barrier()."""
+    import torch.distributed as dist
+
+    return dist.barrier
+
+
+TOOLS: dict[str, Callable[[Any, int], Step]] = {
+    tool.__name__: tool
+    for tool in (fsdp, tensor_parallel, pipeline, ddp, zero3, zero2, all_gather_object, barrier)
+}
+NOT_OF_FAKE = ("pipeline", "all_gather_object", "barrier")  # they need what others send, or do nothing else
+
+
+def run_rank(backend: str, tools: list[str], width: int, steps: int) -> None:
+    """One rank: prints a line of JSON for each tool on rank 0, the times of its steps in us by rank."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
     torch.set_num_threads(1)
-    dist.init_process_group("horoclone")
-    meshes = {
-        backend: DeviceMesh.from_group(dist.new_group(backend=backend), "cpu")
-        for backend in ("horoclone", "gloo")
-    }
-    tools: list[Callable[[Any, int], Step]] = [fsdp, tensor_parallel, pipeline]
-    for tool in tools:
-        steps = {backend: tool(mesh, wish.width) for backend, mesh in meshes.items()}
-        times: dict[str, list[float]] = {backend: [] for backend in steps}
-        for number in range(wish.steps + 5):
-            for backend in list(steps) if number % 2 else reversed(list(steps)):
-                dist.barrier()
-                begin = time.perf_counter()
-                steps[backend]()
-                taken = torch.tensor([time.perf_counter() - begin])
-                dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-                if number >= 5:
-                    times[backend].append(taken.item() * 1e3)
-        if dist.get_rank() == 0:
-            ours, theirs = (statistics.median(times[backend]) for backend in ("horoclone", "gloo"))
-            ratio = statistics.median(a / b for a, b in zip(times["horoclone"], times["gloo"], strict=True))
-            print(
-                f"{tool.__name__:16} horoclone {ours:7.2f} ms  gloo {theirs:7.2f} ms  ratio {ratio:.2f}",
-                flush=True,
-            )
-    dist.destroy_process_group()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if backend == "horoclone":
+        import horoclone.torch  # noqa: F401 - registers the backend
+    if backend == "fake":
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    else:
+        dist.init_process_group(backend)
+    mesh = init_device_mesh("cpu", (size,))
+    for name in tools:
+        if backend == "fake" and name in NOT_OF_FAKE:
+            continue
+        step = TOOLS[name](mesh, width)
+        times = []
+        for number in range(WARM_STEPS + steps):
+            dist.barrier()
+            began = time.perf_counter()
+            step()
+            if number >= WARM_STEPS:
+                times.append((time.perf_counter() - began) * 1e6)
+        by_rank: list[Any] = [times] * size
+        if backend != "fake":
+            dist.all_gather_object(by_rank, times)
+        if rank == 0:
+            print(json.dumps({"tool": name, "times_us": by_rank}), flush=True)
+    if backend != "fake":
+        dist.destroy_process_group()
+
+
+def run_job(backend: str, wish: argparse.Namespace) -> dict[str, list[float]]:
+    """A job of one backend: for each tool the steps of the slowest rank, in us."""
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={wish.np}", __file__]
+    command += ["--rank-of", backend, "--tools", ",".join(wish.tools), "--width", str(wish.width)]
+    command += ["--steps", str(wish.steps)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=ROUND_S, check=False)
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    missing = {name for name in wish.tools if backend != "fake" or name not in NOT_OF_FAKE}
+    missing -= {one["tool"] for one in found}
+    # gloo's threads end a process with SIGABRT now and then, after everything was measured.
+    if missing or (done.returncode and backend != "gloo"):
+        raise SystemExit(f"{backend}: exit code {done.returncode}, missing {sorted(missing)}\n{done.stderr}")
+    return {one["tool"]: slowest_rank(one["times_us"]) for one in found}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--np", type=int, default=2)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tools", type=lambda text: text.split(","), default=list(TOOLS))
+    parser.add_argument("--rank-of", choices=BACKENDS, help=argparse.SUPPRESS)
+    wish = parser.parse_args()
+    if unknown := [name for name in wish.tools if name not in TOOLS]:
+        parser.error(f"no tool {unknown[0]!r}; there are {', '.join(TOOLS)}")
+    if wish.rank_of:
+        return run_rank(wish.rank_of, wish.tools, wish.width, wish.steps)
+    rounds: dict[str, list[dict[str, list[float]]]] = {backend: [] for backend in BACKENDS}
+    for number in range(wish.rounds):
+        for backend in BACKENDS if number % 2 else reversed(BACKENDS):
+            rounds[backend].append(run_job(backend, wish))
+    print(
+        f"{wish.np} ranks, width {wish.width}, {wish.rounds} rounds of {wish.steps} steps; ms (spread of rounds)"
+    )
+    for name in wish.tools:
+        seen = {b: summarise([one[name] for one in rounds[b]]) for b in BACKENDS if name in rounds[b][0]}
+        cells = [
+            f"{b} {s.median_us / 1e3:8.3f} ({s.low_us / 1e3:.3f}-{s.high_us / 1e3:.3f})"
+            for b, s in seen.items()
+        ]
+        against = ratio_of(seen["gloo"].rounds_us, seen["horoclone"].rounds_us)  # ours over gloo's
+        line = (
+            f"{name:17} {'  '.join(cells)}  ratio {against.ratio:.2f} ({against.low:.2f}-{against.high:.2f})"
+        )
+        if "fake" in seen:
+            bare = np.asarray(seen["fake"].rounds_us)
+            ours, theirs = (np.asarray(seen[b].rounds_us) - bare for b in ("horoclone", "gloo"))
+            line += f"  on top of fake {np.median(ours) / np.median(theirs):.2f}"
+        print(line, flush=True)
+    return None
 
 
 if __name__ == "__main__":

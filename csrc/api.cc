@@ -232,6 +232,8 @@ hc_status* hc_wait(hc_runtime* rt, hc_handle handle, double timeout_s, int32_t* 
   });
 }
 
+int32_t hc_advance(hc_runtime* rt, hc_handle handle) { return rt->engine->advance(handle); }
+
 int32_t hc_finish(hc_runtime* rt, hc_handle handle) { return rt->engine->release_if_succeeded(handle); }
 int32_t hc_has_no_result(hc_runtime* rt, hc_handle handle) {
   const hc::Operation* op = rt->engine->finished(handle);

@@ -150,6 +150,11 @@ bool Calls::poll(int64_t handle) {
   return false;
 }
 
+bool Calls::advance(int64_t handle) {
+  Operation* op = intake_.handles().find(handle);
+  return !op || progress_.while_it_moves(op->done);
+}
+
 Operation* Calls::finished(int64_t handle) {
   Operation* op = intake_.handles().find(handle);
   return op && op->done.load(std::memory_order_acquire) ? op : nullptr;

@@ -36,6 +36,8 @@ class Calls {
   // Makes progress until the operation is done or timeout_s has passed (< 0: no limit). Returns the operation's own
   // status.
   Status wait(int64_t handle, double timeout_s, bool* done);
+  // Makes progress for as long as something moves, but not for long. True when done, failed or unknown.
+  bool advance(int64_t handle);
   // The operation behind a handle that is done; null when it is not, or unknown.
   Operation* finished(int64_t handle);
 

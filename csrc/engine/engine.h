@@ -48,6 +48,7 @@ class Engine {
   Status start(const Submission& s, int64_t* handle) { return calls_.start(s, handle); }
   bool poll(int64_t handle) { return calls_.poll(handle); }
   Status wait(int64_t handle, double timeout_s, bool* done) { return calls_.wait(handle, timeout_s, done); }
+  bool advance(int64_t handle) { return calls_.advance(handle); }
   Operation* finished(int64_t handle) { return calls_.finished(handle); }
   void release(int64_t handle) { intake_.handles().release(handle); }
   bool release_if_succeeded(int64_t handle) { return intake_.handles().release_if_succeeded(handle); }

@@ -165,6 +165,9 @@ HC_EXPORT int32_t hc_poll(hc_runtime* rt, hc_handle handle); /* 1 done (or unkno
 /* Makes progress until the handle is done or timeout_s passes (< 0: no limit; *done says which). The status is the
  * operation's. */
 HC_EXPORT hc_status* hc_wait(hc_runtime* rt, hc_handle handle, double timeout_s, int32_t* done);
+/* Makes progress on the calling thread for as long as something moves, about half a millisecond at most. 1 done (or
+ * unknown), 0 not. */
+HC_EXPORT int32_t hc_advance(hc_runtime* rt, hc_handle handle);
 /* 1: the operation has succeeded, and its handle is released. 0: it has not, or is unknown: call hc_wait. Never
  * blocks. */
 HC_EXPORT int32_t hc_finish(hc_runtime* rt, hc_handle handle);

@@ -236,6 +236,11 @@ class Runtime {
     }
   }
 
+  bool advance(hc_handle handle) {
+    WithoutGil released;
+    return hc_advance(rt_, handle) != 0;
+  }
+
   // Whether it is done within the limit; what became of it wait() tells.
   bool is_done_within(hc_handle handle, double limit_s) {
     using Clock = std::chrono::steady_clock;
@@ -491,6 +496,7 @@ PYBIND11_MODULE(_core, m) {
       .def("offer_memory", &Runtime::offer_memory, "free"_a)
       .def("poll", &Runtime::poll, "handle"_a)
       .def("wait", &Runtime::wait, "handle"_a)
+      .def("advance", &Runtime::advance, "handle"_a)
       .def("is_done_within", &Runtime::is_done_within, "handle"_a, "limit_s"_a)
       .def("result", &Runtime::result, "handle"_a, "index"_a = 0)
       .def("release", &Runtime::release, "handle"_a)

@@ -35,6 +35,7 @@ def polled(work: Any) -> None:
     work.wait()
 
 
+KINDS = ("all_reduce", "broadcast", "gather", "gather_apart", "scatter", "exchange", "barrier", "messages")
 ENDS = (
     lambda work: work.wait(),
     lambda work: work.wait(timedelta(seconds=60)),
@@ -53,9 +54,7 @@ def test_every_operation_ended_in_every_way() -> None:
             parts = [torch.arange(n * size, dtype=torch.float64) + 1000 * r + step for r in range(size)]
             mine, total = parts[rank].clone(), torch.stack(parts).sum(0)
             chunk = slice(rank * n, (rank + 1) * n)
-            kind = same.choice(
-                ("all_reduce", "broadcast", "gather", "scatter", "exchange", "barrier", "messages")
-            )
+            kind = same.choice(KINDS)
             works, root = [], same.randrange(size)
             if kind == "all_reduce":
                 works, got, wanted = [dist.all_reduce(mine, async_op=True)], mine, total
@@ -64,6 +63,9 @@ def test_every_operation_ended_in_every_way() -> None:
             elif kind == "gather":
                 got, wanted = torch.empty(n * size * size, dtype=torch.float64), torch.cat(parts)
                 works = [dist.all_gather_into_tensor(got, mine, async_op=True)]
+            elif kind == "gather_apart":
+                got, wanted = torch.empty(n * size * size, dtype=torch.float64), torch.cat(parts)
+                works = [dist.all_gather(list(got.chunk(size)), mine, async_op=True)]
             elif kind == "scatter":
                 got, wanted = torch.empty(n, dtype=torch.float64), total[chunk]
                 works = [dist.reduce_scatter_tensor(got, mine, async_op=True)]
@@ -118,6 +120,46 @@ def test_sizes_that_differ_are_told_when_the_work_is_waited_for() -> None:
                 x = torch.ones(3)
                 dist.all_reduce(x)
                 assert x.tolist() == [2.0, 2.0, 2.0]
+
+
+@ranks(2)
+def test_all_gather_fills_what_lies_in_one_memory_and_what_does_not() -> None:
+    with distributed() as (rank, _):
+        x = torch.arange(3.0) + 10 * rank
+        wanted = [[0.0, 1.0, 2.0], [10.0, 11.0, 12.0]]
+        whole = torch.empty(9)
+        forms = (
+            list(torch.empty(6).chunk(2)),  # one behind the other
+            list(torch.empty(2, 3)),
+            [whole[:3], whole[4:7]],
+            [whole[3:6], whole[:3]],
+            [torch.empty(3), torch.empty(3)],
+            list(torch.empty(3, 2).t()),
+            list(torch.zeros(6, dtype=torch.complex64).conj().imag.view(2, 3)),
+        )
+        for outputs in forms:
+            dist.all_gather(outputs, x)
+            assert [o.tolist() for o in outputs] == wanted
+            for o in outputs:
+                o.zero_()
+            work = dist.all_gather(outputs, x, async_op=True)
+            work.wait()
+            assert all(a is b for a, b in zip(work.result(), outputs, strict=True))
+            assert [o.tolist() for o in outputs] == wanted
+        row = torch.zeros(6)
+        row[3 * rank : 3 * rank + 3] = x
+        dist.all_gather(list(row.chunk(2)), row[3 * rank : 3 * rank + 3])  # in place
+        assert row.view(2, 3).tolist() == wanted
+        found: list[Any] = [None, None]
+        for step in range(30):
+            dist.all_gather_object(found, {"rank": rank, "text": "x" * (step * rank)})
+            assert found == [{"rank": 0, "text": ""}, {"rank": 1, "text": "x" * step}]
+        uneven = [torch.empty(3 + r) for r in range(2)]
+        dist.all_gather(uneven, torch.full((3 + rank,), float(rank)))
+        assert [o.tolist() for o in uneven] == [[0.0] * 3, [1.0] * 4]
+        with pytest.raises(ValueError, match="different sizes|elements"):
+            dist.all_gather(list(torch.empty(2, 3 + rank)), torch.ones(3 + rank))
+        dist.all_reduce(x)
 
 
 @ranks(2)

@@ -11,6 +11,8 @@ namespace hc {
 namespace {
 
 constexpr std::chrono::milliseconds kBusyLook{5};  // how often hc-engine looks whether a waiter has left
+constexpr std::chrono::milliseconds kHandOver{1};
+constexpr double kBesideS = 0.5e-3;  // for which a thread helps that has something else to do
 // How often the backend's work is looked at: at first as often as the kernel's timers allow, then ever more rarely.
 constexpr int64_t kBackendLookUs = 50, kRareBackendLookUs = 1000;
 constexpr int kSliceMs = 50;  // a waiter looks up (deadline, another waiter) at least this often
@@ -58,6 +60,32 @@ bool ProgressThreads::until_under_lock(const Over& over, const Deadline& deadlin
     if (is_over) return true;
     if (deadline.passed()) return false;
   }
+}
+
+bool ProgressThreads::while_it_moves(const Over& over) {
+  if (over()) return true;
+  if (!progress_lock_.try_acquire()) {
+    wake_sleepers();
+    progress_lock_.wait_until_free(kHandOver, std::nullopt, over);
+    if (over() || !progress_lock_.try_acquire()) return over();
+  }
+  try {
+    context_.mesh->set_asleep(Sleep::kAwake);
+    Idle idle(spin_pauses_, context_.config.yield_us);
+    const Deadline deadline = Deadline::in(kBesideS);
+    while (!over() && !progress_lock_.needed() && !context_.stopping.load(std::memory_order_relaxed)) {
+      if (loop_.step())
+        idle.reset();
+      else if (!idle.pause())
+        break;
+      if (deadline.passed()) break;
+    }
+  } catch (const std::exception& e) {
+    loop_.fail_after(e);
+  }
+  rest();
+  unlock();
+  return over();
 }
 
 // Whoever makes progress leaves at its next iteration, though what it waits for may never come.

@@ -44,6 +44,9 @@ class ProgressThreads {
   // The same, but `over` is called only while this thread holds the progress lock. It goes before the threads that wait
   // for operations.
   bool until_under_lock(const Over& over, const Deadline& deadline);
+  // Makes progress until over() is true, nothing has moved for as long as a thread yields before it sleeps, or some
+  // time has passed: the caller has something else to do, for which it may not have a core of its own. Returns over().
+  bool while_it_moves(const Over& over);
   // Wakes whoever sleeps on the mesh: something was submitted, and nobody waits for it at once.
   void wake_sleepers() {
     if (sleepers_.load(std::memory_order_seq_cst) > 0) context_.mesh->wake_self();

@@ -168,6 +168,26 @@ TEST_CASE("start: a message that nobody waits for arrives at one who does") {
   }));
 }
 
+TEST_CASE("start: a thread that helps goes on when nobody else comes, and ends what moves") {
+  World world(2);
+  std::atomic<bool> helped{false};
+  CHECK_OK(world.each([&](Engine& engine, int rank) {
+    Started early(&engine, Op::kAllreduce, 3, 3, rank);
+    early.end();
+    if (rank == 1)
+      while (!helped) std::this_thread::sleep_for(milliseconds(1));
+    Started sum(&engine, Op::kAllreduce, 100000, 100000, rank);
+    if (rank == 0) {
+      CHECK_LOCKED(!engine.advance(sum.handle));
+      helped = true;
+    }
+    while (sum.handle != 0 && !engine.advance(sum.handle)) continue;
+    sum.end();
+    CHECK_LOCKED(sum.out[99999] == 2 * 99999 + 1);
+    CHECK_LOCKED(engine.advance(12345678));  // unknown: there is nothing to wait for
+  }));
+}
+
 TEST_CASE("start: an alltoall writes into the caller's memory only where all parts are equal") {
   World world(2);
   CHECK_OK(world.each([&](Engine& engine, int rank) {

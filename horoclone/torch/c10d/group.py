@@ -31,6 +31,7 @@ from horoclone.torch.c10d.tensors import (
     check_exchanged,
     check_filled,
     copy_apart,
+    joined,
     listed,
     number_at,
     ops_name,
@@ -149,24 +150,27 @@ class HorocloneGroup(GroupFacts):
         return Work(self._flight, handle, outputs, kept, finish, **more)
 
     def _begin(
-        self, opts: Any, op: int, source: Any, target: Any, *, reduces: bool = False, root: int = 0
-    ) -> Any:
+        self, opts: Any, op: int, source: Any, target: Any, *, reduces: bool = False, root: int = 0,
+        outputs: Tensors | None = None,
+    ) -> Any:  # fmt: skip
         """Of a plain call (plain_calls.py) its work, None where torch waits and it has succeeded; NotImplemented of any
-        other. Raises what the work would raise where torch waits."""
+        other. Raises what the work would raise where torch waits. outputs: what the work gives, unless the target."""
+        if outputs is None:
+            outputs = () if target is None else (target,)
         waits, begun = self._plain.begin(opts, op, source, target, reduces=reduces, root=root)
         if begun is None:
             return NotImplemented
         if begun is True:
-            return None if waits else Finished(() if target is None else (target,))
+            return None if waits else Finished(outputs)
         finish = None
         if op == ops.ALLGATHER:
             finish = lambda runtime, handle: check_filled(runtime.result(handle), source, target)  # noqa: E731
         elif op == ops.ALLTOALL:
             expected = [target.numel() // self._size] * self._size
             finish = lambda runtime, handle: check_exchanged(runtime.result(handle), expected)  # noqa: E731
-        outputs = () if target is None else (target,)
         work = PlainWork(
-            self._flight, begun, outputs, source, finish, what=ops_name(op), group=self._name, limit_s=self._limit_s
+            self._flight, begun, outputs, (source, target), finish, what=ops_name(op), group=self._name,
+            limit_s=self._limit_s,
         )  # fmt: skip
         if not waits:
             return work
@@ -319,13 +323,18 @@ class HorocloneGroup(GroupFacts):
             ops.BROADCAST, data, data, root=root, outputs=[tensor], kept=tensor, finish=finish
         )
 
-    def allgather(self, outputs: Any, sources: Any, opts: Any = None) -> Work:
+    def allgather(self, outputs: Any, sources: Any, opts: Any = None) -> Work | None:
         """Gathers a tensor of every rank. outputs: a list of one tensor per rank, of that rank's size (sizes may
         differ)."""
         parts = outputs[0] if isinstance(outputs[0], (list, tuple)) else outputs
         (source,) = listed(sources)
         if len(parts) != self._size:
             raise ValueError(f"all_gather: {len(parts)} outputs for {self._size} ranks")
+        # As all_gather_object has them.
+        if (row := joined(parts)) is not None and row.numel() == source.numel() * self._size:
+            begun = self._begin(opts, ops.ALLGATHER, source, row, outputs=parts)
+            if begun is not NotImplemented:
+                return begun  # type: ignore[no-any-return]
         return self._gather_apart(as_row(source), list(parts), source)
 
     def _gather_apart(self, data: torch.Tensor, outputs: Tensors, kept: Any) -> Work:

@@ -143,6 +143,29 @@ def number_at(tensor: torch.Tensor) -> int:
     return number_of(tensor, None, True) % ON_GPU
 
 
+def joined(tensors: Tensors) -> torch.Tensor | None:
+    """One tensor over those that lie one behind the other in one memory, dense, alike; None where they do not."""
+    first = tensors[0]
+    step, n = first.nbytes, first.numel()
+    at = first.data_ptr() if type(first) is torch.Tensor and n else 0
+    for i, tensor in enumerate(tensors):
+        if (
+            type(tensor) is not torch.Tensor
+            or tensor.data_ptr() != at + i * step
+            or tensor.numel() != n
+            or tensor.dtype is not first.dtype
+            or not tensor.is_contiguous()
+            or tensor.is_neg()
+            or tensor.is_conj()
+        ):
+            return None
+    storage = first.untyped_storage()
+    begin = first.storage_offset()
+    if not at or storage.nbytes() < (begin + n * len(tensors)) * first.element_size():
+        return None
+    return first.detach().as_strided((n * len(tensors),), (1,), begin)
+
+
 def copy_apart(flat: torch.Tensor, outputs: Tensors) -> None:
     """Cuts `flat` (of the outputs' dtype, or bytes) into the outputs. ValueError when it does not fit."""
     flat = flat.reshape(-1)

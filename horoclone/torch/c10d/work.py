@@ -291,6 +291,8 @@ class Work(dist.Work):
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """A future with the list of outputs, or with the error (as a RuntimeError with its name and text)."""
+        if not self._done and self._place is HOST and self._flight.runtime.advance(self.handle):
+            self.complete()
         with self._lock:
             if self._future is None:
                 # What Python sets as an exception is a value to C++, which DDP would read as tensors: a callback that
