@@ -6,6 +6,7 @@ import copy
 import functools
 import sys
 import threading
+import time
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -342,10 +343,12 @@ def test_works_are_asynchronous_and_futures_complete() -> None:
         assert len(dist.group.WORLD._flight._works) <= 500  # those that nobody waits for end by themselves
         dist.all_reduce(torch.ones(1))
         if rank == 0:
+            time.sleep(0.05)
             dist.send(torch.ones(1), 1)
         else:
+            # It has not come in half a millisecond, so a thread waits for it.
             dist.irecv(torch.ones(1), 0).get_future().wait()
-        assert any(thread.name.startswith("hc-c10d") for thread in threading.enumerate())
+            assert any(thread.name.startswith("hc-c10d") for thread in threading.enumerate())
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("hc-c10d")]
 
 
