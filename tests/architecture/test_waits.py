@@ -70,6 +70,8 @@ PYTHON = {
     "torch/c10d/work.py result": OPERATION,
     "torch/c10d/work.py synchronize": OPERATION,
     "torch/c10d/work.py wait_no_longer": "it has failed, or its time limit is over",
+    "torch/torchcomms.py _end": OPERATION,
+    "torch/torchcomms.py wait": OPERATION,
     "plan/torch/running.py _way": OPERATION,
     "ps/torch.py _rows": "a request to a server, whose silence has a limit",
 }

@@ -5,9 +5,9 @@
 // still pending is no longer updated.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <cstring>
 #include <memory>
 #include <string>
 #include <vector>
@@ -84,7 +84,7 @@ class Recorder {
   static void keep_name(std::string_view name, Call* to) {
     to->name_hash = 0;
     if (name.size() > kNameBytes) return keep_ends(name, to);
-    std::memcpy(to->name, name.data(), name.size());
+    std::ranges::copy(name, to->name);
     to->name_bytes = static_cast<uint8_t>(name.size());
   }
   static void keep_ends(std::string_view name, Call* to);

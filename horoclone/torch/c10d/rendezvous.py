@@ -160,6 +160,16 @@ def serving_at_once(torchs_own: Callable[..., Iterator[Any]]) -> Callable[..., I
     return handler
 
 
+def job_store(rank: int, size: int, timeout: timedelta) -> Any:
+    """A store of the job's: torch's where its variables say where, else one among those who start as of hvd.init()."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if not (address and port):
+        lifecycle.init()
+        return _store(current.native(), timeout)
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return dist.TCPStore(address, int(port), size, serves, timeout, wait_for_workers=False, multi_tenant=True)
+
+
 def _store(native: Runtime, timeout: timedelta) -> Any:
     """A store for everybody: nothing but a dictionary alone, memory of rank 0 on one host, else TCP at rank 0."""
     if native.size == 1:
