@@ -112,7 +112,7 @@ Status Calls::begin_here(const Submission& s, int64_t* handle) {
     throw;
   }
   if (begun && *handle != 0 && s.will_wait) {
-    progress_lock_.release(loop_.has_news());  // the caller waits for it at once
+    progress_.progress_lock().release(loop_.has_news());  // the caller waits for it at once
     return Status::ok();
   }
   // Else whoever sleeps has said so, and it still says so.
@@ -133,7 +133,7 @@ bool Calls::takes_first_step(const Submission& s) const {
 bool Calls::repeat(const Submission& s, int64_t* handle) {
   ProcessSet* set = sets_.find(s.process_set);
   return set && loop_.outstanding() == 0 && !loop_.has_abort() && !loop_.has_word_of_worlds() &&
-         set->repeat(s, progress_lock_, progress_.spin_pauses(), handle);
+         set->repeat(s, progress_.progress_lock(), progress_.spin_pauses(), handle);
 }
 
 bool Calls::poll(int64_t handle) {

@@ -12,15 +12,8 @@ namespace hc {
 
 class Calls {
  public:
-  Calls(Context& context, Intake& intake, Backend& backend, SetTable& sets, Loop& loop, ProgressThreads& progress,
-        ProgressLock& progress_lock)
-      : context_(context),
-        intake_(intake),
-        backend_(backend),
-        sets_(sets),
-        loop_(loop),
-        progress_(progress),
-        progress_lock_(progress_lock) {}
+  Calls(Context& context, Intake& intake, Backend& backend, SetTable& sets, Loop& loop, ProgressThreads& progress)
+      : context_(context), intake_(intake), backend_(backend), sets_(sets), loop_(loop), progress_(progress) {}
 
   Status submit(const Submission& s, int64_t* handle);
   // Submits for a caller that waits immediately. *handle is 0 when the operation has already succeeded; then there is
@@ -51,8 +44,8 @@ class Calls {
   Status submit_elsewhere(const BucketSet& set, int process_set, BucketId bucket, const DeclaredCall& call,
                           int64_t* handle);
   Status begin_here(const Submission& s, int64_t* handle);
-  bool repeat(const Submission& s, int64_t* handle);
-  bool takes_first_step(const Submission& s) const;
+  bool repeat(const Submission& s, int64_t* handle) HC_REQUIRES(progress_.progress_lock());
+  bool takes_first_step(const Submission& s) const HC_REQUIRES(progress_.progress_lock());
   Status capture(const Submission& s, BucketId bucket, int64_t* handle);
 
   Context& context_;
@@ -61,8 +54,8 @@ class Calls {
   SetTable& sets_;
   Loop& loop_;
   ProgressThreads& progress_;
-  ProgressLock& progress_lock_;
-  int calls_without_a_look_ = 0;  // in a row, without an iteration of the engine; progress lock
+  // In a row, without an iteration of the engine.
+  int calls_without_a_look_ HC_GUARDED_BY(progress_.progress_lock()) = 0;
 };
 
 }  // namespace hc

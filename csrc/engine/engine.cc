@@ -33,7 +33,7 @@ Engine::Engine(Config config)
       loop_({context_, link_, intake_, completion_, records_, *backend_, sets_, messages_, stalls_, deadlocks_,
              between_worlds_, seat_, peers_, clock_}),
       progress_(context_, loop_, progress_lock_),
-      calls_(context_, intake_, *backend_, sets_, loop_, progress_, progress_lock_),
+      calls_(context_, intake_, *backend_, sets_, loop_, progress_),
       changes_(context_, intake_, *backend_, sets_, messages_, progress_, calls_) {}
 
 Engine::~Engine() {

@@ -39,6 +39,8 @@ runtime: Runtime | None = None
 job: Job | None = None  # kept between init calls: its server, secret and MPI survive shutdown()
 forked_from: int | None = None  # pid of the parent that had called init
 parent: Parent | None = None  # the rank that has started this process, which is none
+named_ranks: list[int] = []  # that init(comm=[...]) of this life has named; empty: it has named none
+has_remarked = False  # rank 0: on variables that change nothing
 dynamic = False  # whether add_process_set and remove_process_set are allowed in this life
 lock = threading.RLock()
 formed_s = 0.0  # until the members of this life's generation were known, in an elastic job

@@ -33,8 +33,6 @@ member = ElasticMember()  # what this process is in an elastic job
 elastic_sets = ElasticProcessSets()
 _FORMING_S = 30.0  # for the members of a generation to connect: all of them are in init()
 _MAX_GENERATIONS = 32  # so many may be lost one after the other before one init() gives up
-_remarked = False
-_ranks: list[int] = []  # that init(comm=[...]) of this life has named; empty: it has named none
 
 
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
@@ -55,7 +53,6 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     In an elastic job it waits for a generation that holds this process, and connects with its members; SystemExit when
     the others go on without this process or the job ends.
     """
-    global _ranks
     with current.lock:
         if current.forked_from is not None:
             raise current.forked_error()
@@ -75,7 +72,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         member.hear_signal()
         deadline = time.monotonic() + start_timeout_s(os.environ)
         current.job = exchange.open_job(comm, os.environ, deadline, say, current.job)
-        _ranks = _ranks_in(comm)
+        current.named_ranks = _ranks_in(comm)
         _begin(_connect(current.job, deadline), wanted)
 
 
@@ -88,7 +85,7 @@ def _check_again(comm: Any, process_sets: Sequence[ProcessSet] | str | None) -> 
     """Of an init() though the runtime is up. ValueError where it asks for something else than what there is."""
     runtime = current.native()
     asked = _ranks_in(comm)
-    if asked and asked != (_ranks or list(range(runtime.size))):
+    if asked and asked != (current.named_ranks or list(range(runtime.size))):
         raise ValueError(
             f"init(comm={asked}): hvd.init() has been called already, and this process is rank {runtime.rank} of "
             f"{runtime.size}. Call hvd.shutdown() before, on every rank, or hvd.add_process_set() for a part of them."
@@ -206,9 +203,8 @@ def _connect(job: Job, deadline: float) -> Runtime:
 
 def _remark() -> None:
     """Rank 0 says once in its life which variables change nothing."""
-    global _remarked
-    if not _remarked and current.job is not None and current.job.rank == 0:
-        _remarked = True
+    if not current.has_remarked and current.job is not None and current.job.rank == 0:
+        current.has_remarked = True
         for line in remarks(os.environ, json.loads(core().knobs())):
             say(line)
         if flag(os.environ, "ELASTIC") and not member.is_elastic():

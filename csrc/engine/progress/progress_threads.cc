@@ -161,6 +161,7 @@ void ProgressThreads::run() {
     if (outcome == ProgressLock::Outcome::kStopping) return;
     int64_t sleep_us = static_cast<int64_t>(loop_.timer_s() * 1e6) + 1000;
     if (outcome == ProgressLock::Outcome::kAcquired) {
+      progress_lock_.assume_held();
       try {
         sleep_us = work_until_idle();
       } catch (const std::exception& e) {

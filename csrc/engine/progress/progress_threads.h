@@ -26,6 +26,7 @@ class ProgressThreads {
   // The mesh is connected: hc-engine begins.
   Status start();
   int spin_pauses() const { return spin_pauses_; }
+  ProgressLock& progress_lock() HC_RETURN_CAPABILITY(progress_lock_) { return progress_lock_; }
 
   // What a thread waits for: a flag, or whatever a function returns. Keeps a reference to it.
   class Over {
@@ -54,12 +55,12 @@ class ProgressThreads {
 
   // Takes the progress lock, for a caller that needs the engine's state without making progress. It goes before the
   // threads that wait for operations.
-  void lock();
-  void unlock() { progress_lock_.release(loop_.outstanding() > 0 || loop_.has_news()); }
+  void lock() HC_ACQUIRE(progress_lock_);
+  void unlock() HC_RELEASE(progress_lock_) { progress_lock_.release(loop_.outstanding() > 0 || loop_.has_news()); }
   // The same for a short call of a waiting thread. False: another thread holds the lock or needs it.
-  bool try_lock() { return progress_lock_.try_acquire(); }
+  bool try_lock() HC_TRY_ACQUIRE(true, progress_lock_) { return progress_lock_.try_acquire(); }
   // After progress was made under the lock: hc-engine, if it sleeps, takes over the watch.
-  void rest();
+  void rest() HC_REQUIRES(progress_lock_);
   // Of what is under way: all was begun by threads that are likely to wait for it soon, and other ranks can end theirs
   // without a further step of this one, unless they ring for it. Then hc-engine is left asleep. Set under the progress
   // lock; false from any thread.
@@ -70,10 +71,12 @@ class ProgressThreads {
     may_rest_long_.store(may, std::memory_order_seq_cst);
     if (may && loop_.has_news()) may_rest_long_.store(false, std::memory_order_seq_cst);
   }
-  class Hold {
+  class HC_SCOPED_CAPABILITY Hold {
    public:
-    explicit Hold(ProgressThreads& progress) : progress_(progress) { progress_.lock(); }
-    ~Hold() { progress_.unlock(); }
+    explicit Hold(ProgressThreads& progress) HC_ACQUIRE(progress.progress_lock_) : progress_(progress) {
+      progress_.lock();
+    }
+    ~Hold() HC_RELEASE() { progress_.unlock(); }
     Hold(const Hold&) = delete;
     Hold& operator=(const Hold&) = delete;
 
@@ -88,9 +91,10 @@ class ProgressThreads {
 
  private:
   void run();  // hc-engine
-  int64_t work_until_idle();
-  void work(const Over& over, const Deadline& deadline, RankMetrics::Waiting* waiting = nullptr);
-  int64_t longest_sleep_us(int limit_ms);
+  int64_t work_until_idle() HC_REQUIRES(progress_lock_);
+  void work(const Over& over, const Deadline& deadline, RankMetrics::Waiting* waiting = nullptr)
+      HC_REQUIRES(progress_lock_);
+  int64_t longest_sleep_us(int limit_ms) HC_REQUIRES(progress_lock_);
   void sleep(int64_t us);
 
   Context& context_;
@@ -98,10 +102,10 @@ class ProgressThreads {
   ProgressLock& progress_lock_;
   NamedThread thread_;
   int spin_pauses_ = 0;
-  int backend_looks_ = 0;                   // sleeps since the backend has moved last; progress lock
-  int wait_fd_ = -1;                        // Mesh::wait_fd, once connected
-  std::atomic<int> sleepers_{0};            // threads in poll(2) on the mesh
-  std::atomic<bool> untimed_sleep_{false};  // hc-engine sleeps without a time limit
+  int backend_looks_ HC_GUARDED_BY(progress_lock_) = 0;  // sleeps since the backend has moved last
+  int wait_fd_ = -1;                                     // Mesh::wait_fd, once connected
+  std::atomic<int> sleepers_{0};                         // threads in poll(2) on the mesh
+  std::atomic<bool> untimed_sleep_{false};               // hc-engine sleeps without a time limit
   std::atomic<bool> engine_sleeps_{false};
   std::atomic<bool> may_rest_long_{false};
 };

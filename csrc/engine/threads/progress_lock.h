@@ -16,10 +16,10 @@
 
 namespace hc {
 
-class ProgressLock {
+class HC_CAPABILITY("progress lock") ProgressLock {
  public:
   // A waiting thread's attempt. True: it holds the lock now and must call release().
-  bool try_acquire() {
+  bool try_acquire() HC_TRY_ACQUIRE(true) {
     MutexLock lock(mu_);
     if (held_ || stopping_ || needed()) return false;
     held_ = true;
@@ -31,7 +31,7 @@ class ProgressLock {
   using Ticket = uint64_t;
   Ticket need() { return tickets_.fetch_add(1, std::memory_order_seq_cst); }
   bool needed() const { return tickets_.load(std::memory_order_seq_cst) != served_.load(std::memory_order_seq_cst); }
-  bool try_acquire_at_need(Ticket ticket) {
+  bool try_acquire_at_need(Ticket ticket) HC_TRY_ACQUIRE(true) {
     MutexLock lock(mu_);
     if (held_ || ticket != served_) return false;
     held_ = true;
@@ -69,7 +69,8 @@ class ProgressLock {
   }
   // engine_needed: work is left that hc-engine should take up now. Else it is not disturbed: in a loop of blocking
   // calls a wake-up after each of them would cost more than the calls.
-  void release(bool engine_needed) {
+  void release(bool engine_needed) HC_RELEASE() {
+    gave_up();  // for the analysis, which does not know held_
     MutexLock lock(mu_);
     held_ = false;
     if ((parked_ && engine_needed) || wanting_.load() > 0) changed_.notify_all();
@@ -80,6 +81,8 @@ class ProgressLock {
     MutexLock lock(mu_);
     changed_.notify_all();
   }
+  // Tells the analysis what it cannot see: that acquire_for_engine() has given it the lock.
+  void assume_held() const HC_ASSERT_CAPABILITY(this) {}
   bool is_held() const { return held_.load(std::memory_order_seq_cst); }
   bool wanted() const { return wanting_.load(std::memory_order_relaxed) > 0 || needed(); }
   // From now on no thread gets the lock; a holder may go on.
@@ -90,6 +93,7 @@ class ProgressLock {
   }
 
  private:
+  void gave_up() HC_RELEASE() HC_NO_THREAD_SAFETY_ANALYSIS {}
   bool is_free(std::optional<Ticket> ticket) const {
     if (held_.load()) return false;
     return ticket ? *ticket == served_.load() : !stopping_.load() && !needed();
