@@ -26,8 +26,21 @@ static_assert(static_cast<int>(hc::Code::kInternal) == HC_INTERNAL &&
               static_cast<int>(hc::Op::kReceive) == HC_RECEIVE && static_cast<int>(hc::Reduce::kXor) == HC_XOR &&
               hc::kReduceCount == HC_REDUCTIONS);
 
-hc::Status read_request(const hc_request& r, const hc_tensor* tensors, int32_t n,
-                        std::vector<hc::Submission::Tensor>* out, hc::Submission* s) {
+// A call's tensors as the engine takes them. Most calls have one, for which no memory is allocated.
+class Tensors {
+ public:
+  explicit Tensors(int32_t n) : many_(n > 1 ? static_cast<size_t>(n) : 0) {}
+  hc::Submission::Tensor& operator[](size_t i) { return many_.empty() ? one_ : many_[i]; }
+  std::span<const hc::Submission::Tensor> first(int32_t n) const {
+    return {many_.empty() ? &one_ : many_.data(), static_cast<size_t>(n)};
+  }
+
+ private:
+  hc::Submission::Tensor one_{};
+  std::vector<hc::Submission::Tensor> many_;
+};
+
+hc::Status read_request(const hc_request& r, const hc_tensor* tensors, int32_t n, Tensors* out, hc::Submission* s) {
   using hc::Code;
   if (r.version != HC_VERSION)
     return hc::error(Code::kInvalidArgument, "request version ", r.version, ", this library speaks ", HC_VERSION);
@@ -45,7 +58,8 @@ hc::Status read_request(const hc_request& r, const hc_tensor* tensors, int32_t n
     const hc_tensor& t = tensors[i];
     if (t.dtype < 0 || t.dtype >= hc::kDTypeCount) return hc::error(Code::kInvalidArgument, "unknown dtype ", t.dtype);
     if (t.rank < 0 || t.rank > 64) return hc::error(Code::kInvalidArgument, "a tensor with ", t.rank, " dimensions");
-    out->push_back({t.in, t.out, {t.shape, static_cast<size_t>(t.rank)}, static_cast<hc::DType>(t.dtype)});
+    (*out)[static_cast<size_t>(i)] = {
+        t.in, t.out, {t.shape, static_cast<size_t>(t.rank)}, static_cast<hc::DType>(t.dtype)};
   }
   s->op = static_cast<hc::Op>(r.op);
   s->reduce = static_cast<hc::Reduce>(r.reduce);
@@ -54,7 +68,7 @@ hc::Status read_request(const hc_request& r, const hc_tensor* tensors, int32_t n
   if (r.name) s->name = r.name;
   s->prescale = r.prescale;
   s->postscale = r.postscale;
-  s->tensors = *out;
+  s->tensors = out->first(n);
   s->tag = r.tag;
   s->priority = r.priority;
   s->left_out = r.left_out;
@@ -79,8 +93,7 @@ void call_done(void* context, int64_t handle, const hc::Status& status) {
 
 template <class Send>
 hc::Status submit(const hc_request& request, const hc_tensor* tensors, int32_t n, Send&& send) {
-  std::vector<hc::Submission::Tensor> list;
-  list.reserve(n > 0 ? static_cast<size_t>(n) : 0);
+  Tensors list(n);
   hc::Submission s;
   HC_TRY(read_request(request, tensors, n, &list, &s));
   std::unique_ptr<DoneContext> context;
@@ -188,7 +201,7 @@ hc_status* hc_start(hc_runtime* rt, const hc_request* request, const hc_tensor* 
 hc_status* hc_declare(hc_runtime* rt, const hc_request* common, const char* const* names, const hc_tensor* tensors,
                       int32_t n, int32_t* id) {
   return guarded([&]() -> hc::Status {
-    std::vector<hc::Submission::Tensor> list;
+    Tensors list(n);
     hc::Submission s;
     HC_TRY(read_request(*common, tensors, n, &list, &s));
     hc::BucketSet set;
@@ -197,12 +210,10 @@ hc_status* hc_declare(hc_runtime* rt, const hc_request* common, const char* cons
     set.prescale = s.prescale;
     set.postscale = s.postscale;
     for (int32_t i = 0; i < n; ++i) {
-      if (list[i].in != list[i].out)
+      const hc::Submission::Tensor& t = list[static_cast<size_t>(i)];
+      if (t.in != t.out)
         return hc::error(hc::Code::kInvalidArgument, "bucket ", hc::quoted(names[i]), " must be reduced in place");
-      set.buckets.push_back({names[i],
-                             static_cast<std::byte*>(list[i].out),
-                             {list[i].shape.begin(), list[i].shape.end()},
-                             list[i].dtype});
+      set.buckets.push_back({names[i], static_cast<std::byte*>(t.out), {t.shape.begin(), t.shape.end()}, t.dtype});
     }
     return rt->engine->declare(s.process_set, std::move(set), id);
   });

@@ -1,5 +1,6 @@
 #include "plain_tensors.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 
@@ -78,7 +79,8 @@ bool alike(const hc_tensor& a, const hc_tensor& b) {
 }  // namespace
 
 PlainTensors::~PlainTensors() {
-  for (Py_buffer& buffer : buffers_) PyBuffer_Release(&buffer);
+  for (size_t i = 0; i < std::min(buffer_count_, first_buffers_.size()); ++i) PyBuffer_Release(&first_buffers_[i]);
+  for (Py_buffer& buffer : more_buffers_) PyBuffer_Release(&buffer);
 }
 
 bool PlainTensors::read_exchanged(PyObject* object, hc_tensor* out) const {
@@ -105,7 +107,11 @@ bool PlainTensors::read_buffer(PyObject* object, bool writes, hc_tensor* out) {
     PyErr_Clear();
     return false;
   }
-  buffers_.push_back(buffer);
+  if (buffer_count_ < first_buffers_.size())
+    first_buffers_[buffer_count_] = buffer;
+  else
+    more_buffers_.push_back(buffer);
+  ++buffer_count_;
   out->dtype = dtype_of(buffer);
   if (out->dtype < 0 || buffer.ndim > kMaxDimensions || buffer.len == 0) return false;
   out->in = out->out = buffer.buf;
@@ -125,7 +131,11 @@ bool PlainTensors::add(PyObject* source, PyObject* target) {
     if (!read(target, true, &result) || !alike(tensor, result)) return false;
     tensor.out = result.out;
   }
-  tensors_.push_back(tensor);
+  if (count_ == 1) many_.push_back(one_);
+  if (count_++ == 0)
+    one_ = tensor;
+  else
+    many_.push_back(tensor);
   return true;
 }
 

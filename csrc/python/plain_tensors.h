@@ -5,6 +5,7 @@
 
 #include <Python.h>
 
+#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -44,17 +45,24 @@ class PlainTensors {
   bool add(PyObject* source, PyObject* target);
   // Describes one tensor, for a caller that lays it out itself. Its shape lives as long as the object.
   bool read(PyObject* object, bool writes, hc_tensor* out);
-  void reserve(size_t n) { tensors_.reserve(n); }
-  const hc_tensor* data() const { return tensors_.data(); }
-  int32_t count() const { return static_cast<int32_t>(tensors_.size()); }
+  void reserve(size_t n) {
+    if (n > 1) many_.reserve(n);
+  }
+  const hc_tensor* data() const { return many_.empty() ? &one_ : many_.data(); }
+  int32_t count() const { return count_; }
 
  private:
   bool read_exchanged(PyObject* object, hc_tensor* out) const;
   bool read_buffer(PyObject* object, bool writes, hc_tensor* out);
 
   const DlExchange* const exchange_;
-  std::vector<hc_tensor> tensors_;
-  std::vector<Py_buffer> buffers_;
+  // Most calls have one tensor, or a source and a target: for these no memory is allocated.
+  hc_tensor one_{};
+  std::vector<hc_tensor> many_;  // all of them, where there are several
+  int32_t count_ = 0;
+  std::array<Py_buffer, 2> first_buffers_;
+  std::vector<Py_buffer> more_buffers_;
+  size_t buffer_count_ = 0;
 };
 
 }  // namespace hc_python
