@@ -56,9 +56,15 @@ def _options(kind: type, async_op: bool, **more: Any) -> Any:
 
 
 def _reduction(op: Any) -> Any:
-    """torch's reduction for torchcomms'. ValueError for one that torch does not have."""
+    """torch's reduction for torchcomms'. ValueError for one that torch does not have; Unsupported for a PREMUL_SUM of
+    which torchcomms does not tell the factor."""
     name = op.type.name
     if name == "PREMUL_SUM":
+        if not hasattr(op, "factor"):
+            raise Unsupported(
+                "PREMUL_SUM: this torchcomms does not tell its backends in Python the factor; multiply the tensor by "
+                "it and use SUM"
+            )
         return dist._make_nccl_premul_sum(op.factor)  # type: ignore[attr-defined]
     kind = getattr(dist.ReduceOp, name, None)
     if kind is None:
@@ -90,17 +96,19 @@ class TorchCommHoroclone(TorchCommBackend):
         """Connects with everybody of the job. Ranks come from TORCHCOMM_RANK and _SIZE, RANK and WORLD_SIZE, or else
         from the launcher, as of hvd.init(); the store from the options, MASTER_ADDR and _PORT, or else from the job.
 
-        With the hint enable_reconfigure it waits for reconfigure(). Raises what init_process_group raises.
+        With enable_reconfigure, an option or a hint, it waits for reconfigure(). Raises what init_process_group raises.
         """
         if self._group is not None:
             raise ValueError(f"the communicator {name!r} has been initialised already")
         self._name, self._device = name, device
         self._timeout = getattr(options, "timeout", None) or DEFAULT_TIMEOUT
         hints = dict(getattr(options, "hints", None) or {})
+        waits = getattr(options, "enable_reconfigure", False)
+        waits = waits or hints.get("enable_reconfigure", "").lower() in ("1", "true", "on")
         rank, size = _place()
         self._handle = f"{BACKEND}:{rank}:{secrets.token_hex(8)}"
         self._store = getattr(options, "store", None) or job_store(rank, size, self._timeout)
-        if hints.get("enable_reconfigure", "").lower() not in ("1", "true", "on"):
+        if not waits:
             self._join(dist.PrefixStore(f"torchcomms/{name}", self._store), rank, list(range(size)))
 
     def _join(self, store: Any, rank: int, members: list[int]) -> None:
@@ -180,7 +188,7 @@ class TorchCommHoroclone(TorchCommBackend):
 
         Raises ValueError for handles without this process's, Timeout naming who is missing.
         """
-        handles = options.handles
+        handles = options.init_handles
         ordered = list(handles) if isinstance(handles, (list, tuple)) else sorted(handles)
         if self._handle not in ordered or len(set(ordered)) != len(ordered):
             raise ValueError(

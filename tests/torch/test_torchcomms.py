@@ -53,7 +53,7 @@ import horoclone.torch as hvd
 import horoclone.torch.torchcomms
 limit = timedelta(seconds=60)
 comm = torchcomms.new_comm("horoclone", torch.device("cpu"), name="all", timeout=limit,
-                           hints={"enable_reconfigure": "true"})
+                           enable_reconfigure=True)
 store, place = comm._impl._store, os.environ["RANK"]
 assert comm.get_rank() == -1
 store.set(f"handle/{place}", comm.get_init_handle())

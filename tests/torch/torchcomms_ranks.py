@@ -1,6 +1,7 @@
 """One rank of test_torchcomms.py: every operation of a communicator, ended at once and later, beside what it must be."""
 
 import sys
+import types
 from datetime import timedelta
 from typing import Any
 
@@ -112,6 +113,11 @@ def main() -> None:
         x = torch.ones(3 + rank)
         error = raised(lambda: comm.all_reduce(x, ReduceOp.SUM, False))
         assert isinstance(error, hvd.Mismatch), error
+        y = torch.ones(3, dtype=torch.float32 if rank == 0 else torch.int32)
+        error = raised(lambda: comm.all_reduce(y, ReduceOp.SUM, True).wait())
+        assert isinstance(error, hvd.Mismatch) and "int32" in str(error), error
+        unknown = types.SimpleNamespace(type=RedOpType.PREMUL_SUM)
+        assert "does not tell" in str(raised(lambda: comm.all_reduce(y, unknown, False)))
         assert isinstance(raised(lambda: comm.split([rank, rank], "twice")), ValueError)
         assert isinstance(raised(lambda: comm.all_reduce(x, ReduceOp(RedOpType.BAND), False)), ValueError)
         others = list(range(1, size))
@@ -121,6 +127,13 @@ def main() -> None:
         assert (comm.split([0] if rank == 0 else [], "alone") is None) == (rank != 0)
         child.finalize()
         check_operations(comm)
+        late = comm.split(list(range(size)), "late")
+        late.set_timeout(timedelta(seconds=1))
+        if rank == 0:
+            error = raised(lambda: late.all_reduce(x, ReduceOp.SUM, False))
+            assert isinstance(error, hvd.Timeout) and "1" in str(error), error
+        comm.barrier(False).wait()
+        late.finalize()
         # Others, in another order; and one fewer.
         mine = comm.get_init_handle()
         handles = hvd_handles(comm, mine)

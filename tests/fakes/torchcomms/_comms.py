@@ -1,5 +1,7 @@
 """A stand-in of torchcomms' interface for backends in Python, whose package is not on PyPI: written to its public
-repository (PyTorchCommBackend.hpp, TorchCommTypes.hpp, _comms.pyi), where C++ does what is done here."""
+repository, meta-pytorch/torchcomms (PyTorchCommBackend.hpp and nccl4py/backend.py of 4b337fe0 and cf7d81f8, _comms.pyi of
+055320c1 and 00d23f16), where C++ does what is done here. More than there: batches, reconfigure() and the factor of a
+PREMUL_SUM reach the backend."""
 
 from __future__ import annotations
 
@@ -35,12 +37,13 @@ class CommOptions:
         self.abort_process_on_timeout_or_error = True
         self.timeout = timedelta(seconds=600)
         self.store: Any = None
+        self.enable_reconfigure = False
         self.hints: dict[str, str] = {}
 
 
 class ReconfigureOptions:
     def __init__(self, uuid: int, handles: Any, timeout: timedelta | None = None) -> None:
-        self.uuid, self.handles, self.timeout, self.hints = uuid, handles, timeout, {}
+        self.uuid, self.init_handles, self.timeout, self.hints = uuid, handles, timeout, {}
 
 
 class P2POp:
@@ -118,13 +121,14 @@ def register_backend(name: str, kind: type) -> None:
 
 def new_comm(
     backend: str, device: torch.device, *, timeout: timedelta | None = None, store: Any = None,
-    name: str = "comm", hints: dict[str, str] | None = None,
+    name: str = "comm", hints: dict[str, str] | None = None, enable_reconfigure: bool = False,
 ) -> TorchComm:  # fmt: skip
     if backend not in _backends:
         (found,) = importlib.metadata.entry_points(group="torchcomms.backends", name=backend)
         found.load()
     options = CommOptions()
     options.timeout, options.store, options.hints = timeout or options.timeout, store, hints or {}
+    options.enable_reconfigure = enable_reconfigure
     impl = _backends[backend]()
     impl.init(device, name, options)
     return TorchComm(backend, impl)
