@@ -244,8 +244,8 @@ class Runtime:
         The handle stays valid until release(); an error releases it.
         """
     def advance(self, handle: int) -> bool:
-        """Drives the engine without the GIL for as long as something moves, some 100 us longer at most. Whether it is
-        done."""
+        """Drives the engine without the GIL for as long as something moves, half a millisecond at most. Whether it
+        is done."""
     def is_done_within(self, handle: int, limit_s: float) -> bool:
         """As wait(), for so long; what became of it wait() tells."""
     def result(self, handle: int, index: int = 0) -> Result: ...

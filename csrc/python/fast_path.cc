@@ -142,29 +142,6 @@ PyObject* break_off(const FastPath* fast_path, PyObject* source, PyObject* targe
   return nullptr;
 }
 
-enum class Waited { kSucceeded, kFailed, kLate, kRaised };
-
-// limit_s 0: none. kRaised: a signal's exception is set, and the operation goes on.
-Waited wait_in_slices(const FastPath* fast_path, hc_handle number, double limit_s) {
-  using Clock = std::chrono::steady_clock;
-  const Clock::time_point began = limit_s > 0 ? Clock::now() : Clock::time_point();
-  while (true) {
-    const double left_s =
-        limit_s > 0 ? limit_s - std::chrono::duration<double>(Clock::now() - began).count() : kWaitSliceS;
-    if (left_s <= 0) return Waited::kLate;
-    int32_t done = 0;
-    hc_status* status;
-    {
-      WithoutGil released;
-      status = hc_wait(fast_path->rt, number, std::min(left_s, kWaitSliceS), &done);
-    }
-    const bool failed = status != nullptr;
-    hc_status_destroy(status);
-    if (done) return failed ? Waited::kFailed : Waited::kSucceeded;
-    if (PyErr_CheckSignals() != 0) return Waited::kRaised;
-  }
-}
-
 enum class Outcome { kNotPlain, kDone, kHandle, kRaised };
 
 // Submits and waits. kHandle: it failed, or the limit is over, and whoever waits for `*object` gets the error. kDone:
@@ -175,7 +152,7 @@ Outcome wait_for(const FastPath* fast_path, const hc_request& request, const hc_
     hc_status_destroy(status);
     return Outcome::kNotPlain;
   }
-  const Waited waited = *number == 0 ? Waited::kSucceeded : wait_in_slices(fast_path, *number, limit_s);
+  const Waited waited = *number == 0 ? Waited::kSucceeded : wait_in_slices(fast_path->rt, *number, limit_s);
   if (waited == Waited::kSucceeded) return Outcome::kDone;
   if (waited == Waited::kRaised) {
     *object = break_off(fast_path, source, target, *number);
@@ -409,9 +386,12 @@ PyObject* end_collective(PyObject* self, PyObject* handle) {
   const auto* fast_path = reinterpret_cast<const FastPath*>(self);
   const hc_handle number = PyLong_AsLongLong(handle);
   if (number == -1 && PyErr_Occurred()) return nullptr;
-  if (!hc_has_no_result(fast_path->rt, number) && wait_in_slices(fast_path, number, 0) == Waited::kRaised)
-    return nullptr;
-  return PyBool_FromLong(hc_has_no_result(fast_path->rt, number) && hc_finish(fast_path->rt, number));
+  bool has_ended = hc_has_no_result(fast_path->rt, number);
+  if (!has_ended) {
+    if (wait_in_slices(fast_path->rt, number, 0) == Waited::kRaised) return nullptr;
+    has_ended = hc_has_no_result(fast_path->rt, number);
+  }
+  return PyBool_FromLong(has_ended && hc_finish(fast_path->rt, number));
 }
 
 PyObject* set_limit(PyObject* self, PyObject* limit_s) {

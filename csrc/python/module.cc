@@ -5,8 +5,6 @@
 
 #include <unistd.h>
 
-#include <algorithm>
-#include <chrono>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -243,23 +241,10 @@ class Runtime {
 
   // Whether it is done within the limit; what became of it wait() tells.
   bool is_done_within(hc_handle handle, double limit_s) {
-    using Clock = std::chrono::steady_clock;
-    const auto end = Clock::now() + std::chrono::duration<double>(limit_s);
-    int32_t done = 0;
-    while (!done) {
-      const double left_s = std::chrono::duration<double>(end - Clock::now()).count();
-      if (left_s <= 0) return hc_poll(rt_, handle) != 0;
-      hc_status* status;
-      {
-        WithoutGil released;
-        status = hc_wait(rt_, handle, std::min(left_s, hc_python::kWaitSliceS), &done);
-      }
-      hc_status_destroy(status);
-      if (done) break;
-      if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-      relieve_memory();
-    }
-    return true;
+    if (limit_s <= 0) return poll(handle);
+    const auto waited = hc_python::wait_in_slices(rt_, handle, limit_s, [&] { relieve_memory(); });
+    if (waited == hc_python::Waited::kRaised) throw py::error_already_set();
+    return waited != hc_python::Waited::kLate || poll(handle);
   }
 
   // `free` lets GPU memory go that the framework keeps for later; called from wait() when the core lacks some.
