@@ -115,7 +115,10 @@ def test_nobody_waits_for_a_newcomer_that_makes_its_model_while_ranks_are_lost(
         assert done.returncode == 1 and "who had the state of the training" in done.stderr, done.output
         return
     assert done.returncode == 0, done.output
-    assert job.generations()[4] == {0: pids[0]}, done.output
+    fourth = job.generations()[
+        4
+    ]  # on a busy machine the lost rank's successor is there already; the slow one is not
+    assert fourth[0] == pids[0] and len(fourth) < 3, done.output
     assert len(re.findall(r"\[\d\] done ", done.stdout)) >= 2, "those who came again have trained as well"
 
 
