@@ -373,6 +373,13 @@ def simulate(
     """One simulated step's agreement, as JSON. numbers: ranks, ranks_per_node, fanout, tensors, steps, processing;
     costs of a message in microseconds: send, latency, receive. ValueError for numbers out of range."""
 
+def locality(cpus: list[int], folder: str = "") -> list[int]:
+    """Socket, NUMA node and L3 cache of a process with these CPUs, each -1 where that is unknown or there are several.
+    folder: in the form of /sys/devices/system."""
+
+def levels_report(places: list[list[int]], bytes: int) -> str:
+    """JSON: levels of ranks at these places, and what an allreduce moves between sockets, flat and levelled."""
+
 def fail_at_exit() -> None:
     """The process, which is about to end with success, ends with exit code 1 once Python has finished. An exit handler
     of Python's cannot say so."""

@@ -40,6 +40,9 @@ constexpr SettingRow kRows[] = {
      "Ranks of one machine use shared memory; 0: TCP between all ranks."},
     {&Config::arena_bytes, "ARENA_BYTES", "", bytes(1073741824.0, 17592186044416.0),
      "Address space reserved for the shared memory of one rank (memory itself is taken only as it is used)."},
+    {&Config::topology, "TOPOLOGY", "", text(),
+     "Folder that describes the machine's sockets, NUMA nodes and caches; empty: /sys/devices/system; off: all ranks of a "
+     "machine count as near each other."},
     {&Config::segment_bytes, "SEGMENT_BYTES", "", bytes(16, 1073741824.0),
      "Bytes of one transfer between machines."},
     {&Config::flat_bytes, "FLAT_BYTES", "", bytes(0, kMaxFlatBytes),

@@ -27,6 +27,7 @@ inline constexpr size_t kMaxFlatBytes = 32 * kKiB;  // a rank's flat buffer in s
   /* shared memory and algorithms */          \
   X(bool, shared_memory, true)                \
   X(size_t, arena_bytes, 64 * kGiB)           \
+  X(std::string, topology, "")                \
   X(size_t, segment_bytes, 256 * kKiB)        \
   X(size_t, flat_bytes, 16 * kKiB)            \
   X(bool, bypass, true)                       \

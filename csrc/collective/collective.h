@@ -101,6 +101,8 @@ Result<std::unique_ptr<Collective>> make_shared_collective(Task task, const Grou
 
 // Private tensors through buffers of the shared segment. shared_blocked.cc.
 Result<std::unique_ptr<Collective>> make_blocked_collective(Task task, const Group& group);
+// The same with as few bytes as possible between the groups of SharedSegment::levels(). levelled.cc.
+Result<std::unique_ptr<Collective>> make_levelled_collective(Task task, const Group& group);
 // Allreduce over several nodes of which some have several ranks: shared memory within, channels between. two_level.cc.
 Result<std::unique_ptr<Collective>> make_two_level_allreduce(Task task, const Group& group);
 // Allreduce with Reduce::kAdasum: each piece is a tensor with coefficients of its own. adasum.cc.

@@ -80,6 +80,10 @@ Algorithm choose_in_shared_memory(const Task& task) {
   return select_in_shared_memory(task.op, payload, {.flat_bytes = task.flat_bytes});
 }
 
+bool goes_by_levels(Op op, const Levels& levels) {
+  return !levels.flat() && (op == Op::kAllreduce || op == Op::kBroadcast || op == Op::kAllgather);
+}
+
 Algorithm choose_between_nodes(const Task& task) {
   if (task.algorithm == Algorithm::kRing || task.algorithm == Algorithm::kRecursiveDoubling) return task.algorithm;
   const bool two_level = task.algorithm == Algorithm::kTwoLevel;

@@ -10,6 +10,7 @@
 
 #include "base/settings_table.h"
 #include "collective/collective.h"
+#include "collective/levels.h"
 
 namespace hc {
 
@@ -28,6 +29,8 @@ Algorithm select_algorithm(Op op, Reduce reduce, size_t bytes, Layout layout, co
 
 // All members share memory: one of the kShared algorithms. The task may demand kSharedInPlace or kSharedBlocked.
 Algorithm choose_in_shared_memory(const Task& task);
+// Of the blocked operations those that move less between sockets when they go by levels.
+bool goes_by_levels(Op op, const Levels& levels);
 // Several nodes. The task may demand a ring or recursive doubling; kTwoLevel permits two levels, which small tasks do
 // not use.
 Algorithm choose_between_nodes(const Task& task);

@@ -6,6 +6,8 @@
 #include "arithmetic/reduce.h"
 #include "base/hash.h"
 #include "base/nvtx.h"
+#include "base/thread.h"
+#include "base/topology.h"
 
 namespace hc {
 namespace {
@@ -55,6 +57,8 @@ Result<std::unique_ptr<Engine>> Engine::create(Config config) {
   options.socket_buffer_bytes = static_cast<int>(c.socket_buffer_bytes);
   options.keepalive_s = c.keepalive_s;
   options.node = c.node;
+  if (c.topology != "off")
+    options.locality = locality_of_cpus(c.topology.empty() ? kSystemFolder : c.topology, allowed_cpus());
   // Who talks to whom, and how. Whatever else the ranks must share is rank 0's (StartUp::agree_on_settings), or agreed
   // on as it is needed.
   options.must_agree = {{"HOROCLONE_SHARED_MEMORY", c.shared_memory ? "1" : "0"},

@@ -46,6 +46,14 @@ typedef struct hc_blocks {
 HC_EXPORT hc_status* hc_quantize(const hc_blocks* blocks, const float* in, float* residual, void* message);
 HC_EXPORT hc_status* hc_dequantize(const hc_blocks* blocks, const void* message, float* out, int32_t add);
 
+/* Where a process with these CPUs runs: place[3] = socket, NUMA node, L3 cache, each -1 where that is unknown or there
+ * are several. folder: in the form of /sys/devices/system, which NULL stands for. */
+HC_EXPORT void hc_locality(const char* folder, const int32_t* cpus, int32_t n, int32_t* place);
+/* What an allreduce of `bytes` bytes of float32 moves between sockets when `ranks` ranks share memory, places[3 * r] as
+ * from hc_locality: {"levels": [[group of each rank] ...], the finest first, "sockets": [of each rank],
+ * "flat": [[bytes from, to] ...], "levelled": ...}. */
+HC_EXPORT const char* hc_levels_report(const int32_t* places, int32_t ranks, int64_t bytes);
+
 /* Simulates the agreement of one step at any number of ranks, in this process, on a virtual clock: with the real
  * objects, and messages that cost what the struct says. *json is valid until the next call on the same thread. */
 typedef struct hc_simulation {

@@ -39,6 +39,7 @@ class ConnectedMesh final : public Mesh {
   Status connect(const MeshMembers& members) override;
 
   int node_of(int rank) const override { return node_[rank]; }
+  Locality locality_of(int rank) const override { return locality_[rank]; }
   int local_rank() const override { return local_[rank_]; }
   int local_size() const override { return local_size_; }
   int cross_rank() const override { return cross_rank_; }
@@ -113,6 +114,7 @@ class ConnectedMesh final : public Mesh {
   int local_size_ = 1, cross_rank_ = 0, cross_size_ = 1;
   bool homogeneous_ = true, connected_ = false;
   std::vector<int> node_{0}, local_{0};
+  std::vector<Locality> locality_{1};
   std::vector<bool> shares_{false};  // by rank: it maps the arenas of its node, and the others map its own
   std::vector<Peer> peers_;
   RingNews shared_peers_;

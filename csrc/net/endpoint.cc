@@ -44,6 +44,7 @@ std::string Endpoint::encode() const {
   out.put_text(identity.label);
   out.put_text(host_name);
   out.put(pid);
+  for (int what : {locality.socket, locality.numa_node, locality.l3}) out.put(static_cast<int32_t>(what));
   out.put(arena_bytes);
   out.put(room_bytes);
   out.put_text(unix_name);
@@ -78,6 +79,7 @@ Result<Endpoint> Endpoint::decode(const std::string& bytes) {
   one.identity.label = in.get_text(kMaxText);
   one.host_name = in.get_text(kMaxText);
   one.pid = in.get<int32_t>();
+  for (int* what : {&one.locality.socket, &one.locality.numa_node, &one.locality.l3}) *what = in.get<int32_t>();
   one.arena_bytes = in.get<uint64_t>();
   one.room_bytes = in.get<uint64_t>();
   one.unix_name = in.get_text(kMaxText);

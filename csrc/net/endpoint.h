@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "base/topology.h"
 #include "net/socket.h"
 
 namespace hc {
@@ -34,6 +35,7 @@ struct Endpoint {
   HostIdentity identity;
   std::string host_name;
   int32_t pid = 0;
+  Locality locality;
   uint64_t arena_bytes = 0;  // 0: it shares no memory
   uint64_t room_bytes = 0;   // address space that it has for the arenas of others
   std::string unix_name;     // abstract

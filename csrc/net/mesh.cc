@@ -31,6 +31,7 @@ Status ConnectedMesh::open() {
   own_endpoint_.identity = HostIdentity::of_this_process(options_.node);
   own_endpoint_.host_name = this_host_name();
   own_endpoint_.pid = ::getpid();
+  own_endpoint_.locality = options_.locality;
   own_endpoint_.settings = options_.must_agree;
   HC_TRY(open_listeners(options_.interfaces, {options_.keepalive_s, options_.socket_buffer_bytes}, &listeners_,
                         &own_endpoint_));

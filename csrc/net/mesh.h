@@ -18,6 +18,7 @@
 #include "base/clock.h"
 #include "base/settings_table.h"
 #include "base/status.h"
+#include "base/topology.h"
 #include "net/arena.h"
 #include "net/channel.h"
 #include "net/mpi_link.h"
@@ -34,6 +35,7 @@ struct MeshOptions {
   std::string interfaces;  // comma list of NICs to advertise; empty = every one that is up, loopback last
   int socket_buffer_bytes = defaults::socket_buffer_bytes;  // 0 = left to the kernel's autotuning; tests use 4096
   double keepalive_s = defaults::keepalive_s;               // TCP keep-alive and user timeout
+  Locality locality;                                        // where in its machine this rank runs
   std::string node;  // ranks with different texts are different nodes (tests of several nodes on one host)
   // With more ranks than this on a node a rank looks at those rings only of which there is news: each look at a ring
   // may miss the caches and the page tables, which a small node's rings do not.
@@ -83,6 +85,7 @@ class Mesh {
   int size() const { return size_; }
   // Nodes are numbered by their lowest rank. Local ranks = same boot id, network namespace and user.
   virtual int node_of(int rank) const = 0;
+  virtual Locality locality_of(int rank) const = 0;  // within its node
   virtual int local_rank() const = 0;
   virtual int local_size() const = 0;
   virtual int cross_rank() const = 0;  // position of this node among those with a rank of my local_rank

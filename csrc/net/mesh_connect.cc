@@ -81,12 +81,14 @@ void ConnectedMesh::number_nodes(const std::vector<Endpoint>& endpoints) {
   std::vector<int> first, members;  // by node: its lowest rank, its number of ranks
   node_.assign(size_, 0);
   local_.assign(size_, 0);
+  locality_.clear();
   for (int r = 0; r < size_; ++r) {
     auto at =
         std::find_if(first.begin(), first.end(), [&](int f) { return endpoints[f].identity == endpoints[r].identity; });
     node_[r] = static_cast<int>(at - first.begin());
     if (at == first.end()) first.push_back(r), members.push_back(0);
     local_[r] = members[node_[r]]++;
+    locality_.push_back(endpoints[r].locality);
   }
   local_size_ = members[node_[rank_]];
   cross_rank_ = cross_size_ = 0;

@@ -24,6 +24,7 @@
 #include "servers.h"
 #include "strict_numbers.h"
 #include "text.h"
+#include "tools/python/levels.h"
 #include "tools/python/simulate.h"
 #include "wait_slice.h"
 #include "without_gil.h"
@@ -456,6 +457,7 @@ PYBIND11_MODULE(_core, m) {
   hc_python::add_memory(m);
   hc_python::add_quantize(m);
   hc_python::add_servers(m);
+  hc_python::add_levels(m);
   hc_python::add_simulate(m);
   hc_python::add_fast_path(m);
   using namespace py::literals;

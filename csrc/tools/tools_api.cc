@@ -1,13 +1,17 @@
 // The C API of what needs no engine: the simulator, block quantisation, reports about this build and this machine.
+#include <algorithm>
 #include <string>
+#include <vector>
 
 #include "agreement/tuning.h"
 #include "arithmetic/quantize.h"
 #include "arithmetic/reduce.h"
 #include "base/build.h"
 #include "base/config.h"
+#include "base/topology.h"
 #include "c_api.h"
 #include "collective/selection.h"
+#include "collective/shared/level_schedule.h"
 #include "device/probe.h"
 #include "horoclone_tools.h"
 #include "net/mesh.h"
@@ -25,6 +29,19 @@ hc::Status check_blocks(const hc_blocks& b) {
     return hc::Status::ok();
   return hc::error(hc::Code::kInvalidArgument, b.count, " elements of ", b.shard, " in blocks of ", b.block,
                    " (version ", b.version, ")");
+}
+
+template <class Number>
+std::string json_of(const std::vector<Number>& numbers) {
+  std::string text;
+  for (const Number& n : numbers) text += (text.empty() ? "" : ",") + std::to_string(n);
+  return "[" + text + "]";
+}
+template <class Number>
+std::string json_of(const std::vector<std::vector<Number>>& rows) {
+  std::string text;
+  for (const auto& row : rows) text += (text.empty() ? "" : ",") + json_of(row);
+  return "[" + text + "]";
 }
 
 }  // namespace
@@ -66,6 +83,30 @@ hc_status* hc_dequantize(const hc_blocks* blocks, const void* message, float* ou
     hc::dequantize(format, static_cast<const std::byte*>(message), out, count, add != 0);
     return hc::Status::ok();
   });
+}
+
+void hc_locality(const char* folder, const int32_t* cpus, int32_t n, int32_t* place) {
+  const std::vector<int> all(cpus, cpus + n);
+  const hc::Locality found = hc::locality_of_cpus(folder ? folder : hc::kSystemFolder, all);
+  place[0] = found.socket, place[1] = found.numa_node, place[2] = found.l3;
+}
+const char* hc_levels_report(const int32_t* places, int32_t ranks, int64_t bytes) {
+  std::vector<hc::Locality> localities;
+  std::vector<int> numbers, socket;
+  for (int32_t r = 0; r < ranks; ++r) {
+    localities.push_back({places[3 * r], places[3 * r + 1], places[3 * r + 2]});
+    const auto at = std::find(numbers.begin(), numbers.end(), places[3 * r]);
+    socket.push_back(static_cast<int>(at - numbers.begin()));
+    if (at == numbers.end()) numbers.push_back(places[3 * r]);
+  }
+  if (ranks <= 0) return keep("{}");
+  const hc::Levels levels = hc::levels_of(localities);
+  const size_t count = static_cast<size_t>(std::max<int64_t>(bytes, 0)) / sizeof(float);
+  const auto moved = [&](const hc::Levels& by) {
+    return json_of(hc::bytes_between(hc::LevelSchedule::allreduce(by, ranks, count, 16), socket, sizeof(float)));
+  };
+  return keep(hc::text_of("{\"levels\":", json_of(levels.group), ",\"sockets\":", json_of(socket),
+                          ",\"flat\":", moved({}), ",\"levelled\":", moved(levels), "}"));
 }
 
 const char* hc_knobs(void) { return keep(hc::settings_json()); }

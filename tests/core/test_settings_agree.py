@@ -24,6 +24,7 @@ MAY_DIFFER = {
     "CACHE_CAPACITY": ("8192", "4"),
     "DYNAMIC_PROCESS_SETS": ("1", "0"),
     "ARENA_BYTES": ("68719476736", "1073741824"),
+    "TOPOLOGY": ("", "off"),
     "SEGMENT_BYTES": ("262144", "4096"),
     "FLAT_BYTES": ("16384", "0"),
     "BYPASS": ("1", "0"),

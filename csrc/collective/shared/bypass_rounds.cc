@@ -13,7 +13,7 @@ namespace hc {
 class BypassRound final : public ArrivalCollective {
  public:
   BypassRound(Task task, const Group& group, const BypassKey& key, BypassRounds* rounds)
-      : payload_(std::move(task), group.rank),
+      : payload_(std::move(task), group.rank, group.shared_segment->levels()),
         bytes_(payload_.bytes()),
         shared_(*group.shared_segment),
         rank_(group.rank),

@@ -60,10 +60,11 @@ void FlatPayload::reduce_at(std::span<const std::byte* const> buffers, size_t of
                             size_t count) const {
   if (!count) return;
   std::byte* const destinations[] = {out};
-  if (offset == 0) return reduce(task_.dtype, task_.reduce, destinations, buffers, count, task_.scale);
+  if (offset == 0)
+    return reduce_by_levels(levels_, task_.dtype, task_.reduce, destinations, buffers, count, task_.scale);
   std::vector<const std::byte*> sources(buffers.begin(), buffers.end());
   for (const std::byte*& source : sources) source += offset;
-  reduce(task_.dtype, task_.reduce, destinations, sources, count, task_.scale);
+  reduce_by_levels(levels_, task_.dtype, task_.reduce, destinations, sources, count, task_.scale);
 }
 
 void FlatPayload::reduce_pieces(std::span<const std::byte* const> buffers) const {

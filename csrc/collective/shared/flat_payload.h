@@ -1,6 +1,6 @@
 // What a member of a small operation writes into its buffer, and how it computes the result from all buffers. The
-// negotiated path (shared.cc) and the bypass (bypass_rounds.h) share it. Sums run in rank order. Thread: the thread
-// that makes progress.
+// negotiated path (shared.cc) and the bypass (bypass_rounds.h) share it. Sums run in the order of reduce_by_levels.
+// Thread: the thread that makes progress.
 #pragma once
 
 #include <cstddef>
@@ -8,13 +8,14 @@
 #include <utility>
 
 #include "collective/collective.h"
+#include "collective/levels.h"
 
 namespace hc {
 
 class FlatPayload {
  public:
-  // `rank`: the group rank of this member. alltoall: every member sends the same counts.
-  FlatPayload(Task task, int rank) : task_(std::move(task)), rank_(rank) {}
+  // `rank`: the group rank of this member; `levels` outlives the payload. alltoall: every member sends the same counts.
+  FlatPayload(Task task, int rank, const Levels& levels) : task_(std::move(task)), rank_(rank), levels_(levels) {}
 
   Op op() const { return task_.op; }
   int root() const { return task_.root; }
@@ -38,6 +39,7 @@ class FlatPayload {
 
   const Task task_;
   const int rank_;
+  const Levels& levels_;
 };
 
 }  // namespace hc

@@ -1,7 +1,7 @@
 // Collectives in shared memory. Three shapes: flat (everybody publishes a small payload, one flag each), blocked
 // (private tensors travel through buffers in blocks, pipelined) and in place (every buffer lies in an arena: rank r
 // reads slice r of all and writes it to all). Sums run in rank order, so every rank gets the same bits, from run to
-// run. Thread: the thread that makes progress.
+// run. On a machine with several NUMA nodes they run in the order of levels.h. Thread: the thread that makes progress.
 #include "collective/shared/shared.h"
 #include "collective/selection.h"
 
@@ -12,15 +12,17 @@
 
 #include "collective/shared/blocked.h"
 #include "collective/shared/flat_payload.h"
+#include "collective/shared/levelled.h"
 
 namespace hc {
 
 SharedSegment::SharedSegment(std::vector<std::shared_ptr<Arena>> arenas, std::vector<int> positions, int my_index,
-                             int number)
+                             int number, Levels levels)
     : arenas_(std::move(arenas)),
       positions_(std::move(positions)),
       my_index_(my_index),
-      offset_(kSharedSegmentsOffset + static_cast<size_t>(number) * kSharedSegmentBytes) {
+      offset_(kSharedSegmentsOffset + static_cast<size_t>(number) * kSharedSegmentBytes),
+      levels_(std::move(levels)) {
   for (const auto& arena : arenas_) bases_.push_back(arena->base() + offset_);
 }
 
@@ -51,7 +53,9 @@ constexpr size_t kInPlaceStepBytes = 1u << 20;  // how much one step() reduces b
 class FlatCollective : public Collective {
  public:
   FlatCollective(Task task, const Group& group)
-      : payload_(std::move(task), group.rank), shared_(*group.shared_segment), rank_(group.rank) {
+      : payload_(std::move(task), group.rank, group.shared_segment->levels()),
+        shared_(*group.shared_segment),
+        rank_(group.rank) {
     round_ = shared_.flat_total++;
     algorithm_ = "shm flat";
   }
@@ -182,6 +186,7 @@ class InPlaceAllreduce final : public PersistentCollective {
         round_(round.value_or(0)),
         slices_(task_.pieces[0].count, group.size, size_of(task_.dtype)) {
     algorithm_ = persistent_ ? "shm persistent" : "shm in place";
+    if (!shared_.levels().flat()) levelled_ = levelled_stages(shared_.levels(), n_, rank_, task_);
     bytes_ = task_.bytes();
   }
   Progress start() override {
@@ -195,6 +200,7 @@ class InPlaceAllreduce final : public PersistentCollective {
     arrival_ = {};
     buffers_.clear();
     at_ = slices_.begin(rank_);
+    levels_done_ = 0;
     flags_[rank_]->offset.store(shared_.arena(rank_).offset_of(task_.pieces[0].in), std::memory_order_relaxed);
     barrier_.enter(rank_, round_);
   }
@@ -212,7 +218,8 @@ class InPlaceAllreduce final : public PersistentCollective {
     }
     *moved = true;
     if (stage_ == Stage::kReducing) {
-      if (!reduce_some()) return Progress::kPending;
+      if (!levelled_.empty() && !levelled_some(moved)) return Progress::kPending;
+      if (levelled_.empty() && !reduce_some()) return Progress::kPending;
       shared_.publish_to_all(flags_[rank_]->finished, round_ + 1,
                              [&](int m) { return flags_[m]->finished.load(std::memory_order_seq_cst) > round_; });
       stage_ = Stage::kFinishing;
@@ -253,6 +260,16 @@ class InPlaceAllreduce final : public PersistentCollective {
     }
     return at_ == slices_.end(rank_);
   }
+  // The next stage that can be done. The buffers themselves are what the schedule reads and writes.
+  bool levelled_some(bool* moved) {
+    const uint64_t before = round_ * kMaxLevelStages + levels_done_;
+    const LevelStage& stage = levelled_[levels_done_];
+    for (int m : stage.sources)  // all have arrived, which the first stage waits for
+      if (levels_done_ > 0 && flags_[m]->stages.load(std::memory_order_acquire) < before) return *moved = false;
+    for (const LevelStep& step : stage.steps) run_level_step(task_, stage, step, buffers_, rank_);
+    shared_.publish(flags_[rank_]->stages, before + 1);
+    return ++levels_done_ == levelled_.size();
+  }
 
   Task task_;
   SharedSegment& shared_;
@@ -266,6 +283,8 @@ class InPlaceAllreduce final : public PersistentCollective {
   size_t at_ = 0;
   std::vector<std::byte*> buffers_, there_;
   std::vector<const std::byte*> from_;
+  std::vector<LevelStage> levelled_;  // empty where there are no levels
+  size_t levels_done_ = 0;
 };
 
 std::vector<InPlaceFlags*> flags_of(const Group& group, size_t bucket) {
@@ -297,6 +316,7 @@ Result<std::unique_ptr<Collective>> make_shared_collective(Task task, const Grou
   }
   if (chosen == Algorithm::kSharedFlat)
     return std::unique_ptr<Collective>(std::make_unique<FlatCollective>(std::move(task), group));
+  if (goes_by_levels(task.op, group.shared_segment->levels())) return make_levelled_collective(std::move(task), group);
   return make_blocked_collective(std::move(task), group);
 }
 

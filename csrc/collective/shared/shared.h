@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/settings_table.h"
+#include "collective/shared/level_schedule.h"
 #include "net/arena.h"
 
 namespace hc {
@@ -22,6 +23,11 @@ struct InPlaceFlags {
   std::atomic<uint64_t> offset;                        // my buffer's offset in my arena, for the operation just entered
   std::atomic<uint64_t> last;                          // what `arrived` was when I found that I was the last
   alignas(kCacheLine) std::atomic<uint64_t> finished;  // operations of which my slice is written everywhere
+  std::atomic<uint64_t> stages;  // where there are levels: kMaxLevelStages an operation, fewer in the last one
+};
+
+struct StageCounter {
+  alignas(kCacheLine) std::atomic<uint64_t> blocks;
 };
 
 inline constexpr size_t kTicketsKept = 64;
@@ -49,6 +55,7 @@ struct SegmentFlags {
   // Two halves: the number of the newest persistent bucket on GPUs that I have begun, and how many words of rank 0's
   // list I must read before I begin another, which rank 0 writes.
   alignas(kCacheLine) std::atomic<uint64_t> buckets_begun;
+  StageCounter stages[kMaxLevelStages - 1];  // blocks of which I have done a stage between filled and consumed
 };
 
 // One member's part of a round of the bypass. Two of them, used alternately.
@@ -80,8 +87,9 @@ static_assert(2 * sizeof(BypassCell) <= kPage);
 class SharedSegment {
  public:
   // arenas: one per member, in the order of `positions` (their group ranks); number: which of the arena's shared
-  // segments.
-  SharedSegment(std::vector<std::shared_ptr<Arena>> arenas, std::vector<int> positions, int my_index, int number);
+  // segments; levels: of the members.
+  SharedSegment(std::vector<std::shared_ptr<Arena>> arenas, std::vector<int> positions, int my_index, int number,
+                Levels levels = {});
   // Owner only, before any member uses the shared segment: makes its pages usable and zero.
   Status prepare();
 
@@ -109,6 +117,7 @@ class SharedSegment {
   std::byte* arena_base(int member) const { return arenas_[member]->base(); }
   const Arena& arena(int member) const { return *arenas_[member]; }
   const std::vector<int>& positions() const { return positions_; }
+  const Levels& levels() const { return levels_; }
 
   // Publishes: everything written before is visible to whoever sees the counter. The engine then rings sleepers.
   void publish(std::atomic<uint64_t>& counter, uint64_t value) {
@@ -145,6 +154,7 @@ class SharedSegment {
   std::vector<std::byte*> bases_;
   int my_index_;
   size_t offset_;
+  Levels levels_;
   bool published_ = false;
 };
 

@@ -31,7 +31,8 @@ class BlockedReduction : public BlockedCollective {
     view_.each(begin_of(block) + at, s.end(rank_) - at, [&](const Piece& part) {
       for (int m = 0; m < n_; ++m) sources_[m] = m == rank_ ? part.in : buffer(m, block) + at * item();
       std::byte* const destinations[] = {buffer(rank_, block) + at * item(), part.out};
-      reduce(task_.dtype, task_.reduce, std::span(destinations, collects_ ? 2 : 1), sources_, part.count, task_.scale);
+      reduce_by_levels(shared_.levels(), task_.dtype, task_.reduce, std::span(destinations, collects_ ? 2 : 1),
+                       sources_, part.count, task_.scale);
       at += part.count;
     });
   }
@@ -141,7 +142,7 @@ class BlockedReducescatter : public BlockedSlices {
     for (int m = 0; m < n_; ++m)
       sources_[m] = m == rank_ ? input_of(rank_, block) : buffer(m, block) + rank_ * part_ * item();
     std::byte* const destinations[] = {task_.pieces[0].out + block * part_ * item()};
-    reduce(task_.dtype, task_.reduce, destinations, sources_, count, task_.scale);
+    reduce_by_levels(shared_.levels(), task_.dtype, task_.reduce, destinations, sources_, count, task_.scale);
   }
   void drain(uint64_t) override {}
   std::vector<const std::byte*> sources_;

@@ -26,6 +26,7 @@ ProcessSet::ProcessSet(const SetParts& parts, std::shared_ptr<SetIntake> intake,
   group_.world_rank = m.ranks;
   std::vector<std::shared_ptr<Arena>> arenas;
   std::vector<int> positions;
+  std::vector<Locality> places;
   int my_index = 0;
   for (int position = 0; position < group_.size; ++position) {
     const int r = m.ranks[static_cast<size_t>(position)];
@@ -35,9 +36,11 @@ ProcessSet::ProcessSet(const SetParts& parts, std::shared_ptr<SetIntake> intake,
     if (r == me) my_index = static_cast<int>(arenas.size());
     arenas.push_back(mesh.arena(r));
     positions.push_back(position);
+    places.push_back(mesh.locality_of(r));
   }
   if (!arenas.empty()) {
-    shared_ = std::make_unique<SharedSegment>(std::move(arenas), std::move(positions), my_index, m.id);
+    shared_ =
+        std::make_unique<SharedSegment>(std::move(arenas), std::move(positions), my_index, m.id, levels_of(places));
     group_.shared_segment = shared_.get();
     bypass_.attach(shared_.get(), parts.context.config.bypass, 0, is_on_one_node());
     limit_bypass();

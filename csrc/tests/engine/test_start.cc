@@ -15,7 +15,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-uint64_t counted(const Engine& engine, const std::string& name) {
+uint64_t counter_of(const Engine& engine, const std::string& name) {
   const std::string json = engine.counters_json(), key = "\"" + name + "\":";
   const size_t at = json.find(key);
   return at == std::string::npos ? 0 : std::stoull(json.substr(at + key.size()));
@@ -104,10 +104,10 @@ TEST_CASE("start: loops of calls that are waited for at once take the bypass, in
       }
     };
     loop(30);
-    const uint64_t before = counted(engine, "bypassed"), sent = counted(engine, "request_lists_sent");
+    const uint64_t before = counter_of(engine, "bypassed"), sent = counter_of(engine, "request_lists_sent");
     loop(60);
-    CHECK_LOCKED(counted(engine, "bypassed") - before >= 250);
-    CHECK_LOCKED(counted(engine, "request_lists_sent") == sent);
+    CHECK_LOCKED(counter_of(engine, "bypassed") - before >= 250);
+    CHECK_LOCKED(counter_of(engine, "request_lists_sent") == sent);
   }));
 }
 

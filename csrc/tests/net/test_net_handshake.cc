@@ -275,6 +275,9 @@ TEST_CASE("endpoint: comes back as it was; damaged ones are refused") {
   REQUIRE(e.is_ok());
   CHECK(e.value().encode() == good);
   CHECK(e.value().pid == getpid());
+  Endpoint placed = e.value();
+  placed.locality = {1, 3, 28};
+  CHECK(Endpoint::decode(placed.encode()).value().locality == placed.locality);
   CHECK(e.value().addresses.at(0).is_loopback());
   for (size_t cut = 0; cut < good.size(); ++cut) CHECK_FALSE(Endpoint::decode(good.substr(0, cut)).is_ok());
   CHECK_FALSE(Endpoint::decode(good + "x").is_ok());

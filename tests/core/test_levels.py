@@ -1,0 +1,160 @@
+"""Levels of a machine by socket, NUMA node and cache: read from descriptions of machines that are not here (made with
+hwloc, turned into the form of /sys), and ranks that this machine's CPUs are put on sockets for."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+import horoclone as hvd
+
+MACHINES = Path(__file__).parent / "machines"
+XEONS = "two_sockets_one_cache_each"
+EPYCS = "two_sockets_four_nodes_three_caches"
+BYTES = 1 << 22
+
+
+def cpus_of(element: ElementTree.Element) -> list[int]:
+    """The CPUs of hwloc's "0xff,0x0f": words of 32 bits, the highest first."""
+    words = [int(word or "0", 16) for word in element.attrib["cpuset"].split(",")]
+    bits = sum(word << 32 * i for i, word in enumerate(reversed(words)))
+    return [cpu for cpu in range(bits.bit_length()) if bits >> cpu & 1]
+
+
+def describe(
+    folder: Path, sockets: list[list[int]], nodes: dict[int, list[int]], caches: list[list[int]]
+) -> Path:
+    """Writes what the kernel says about these CPUs in /sys/devices/system."""
+
+    def write(name: str, text: object) -> None:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+
+    def listed(cpus: list[int]) -> str:
+        return ",".join(map(str, cpus))
+
+    for number, cpus in enumerate(sockets):
+        for cpu in cpus:
+            write(f"cpu/cpu{cpu}/topology/physical_package_id", number)
+            write(f"cpu/cpu{cpu}/topology/package_cpus_list", listed(cpus))
+    for number, cpus in nodes.items():
+        write(f"node/node{number}/cpulist", listed(cpus))
+    for cpus in caches:
+        for cpu in cpus:
+            write(f"cpu/cpu{cpu}/cache/index0/level", 3)
+            write(f"cpu/cpu{cpu}/cache/index0/shared_cpu_list", listed(cpus))
+    return folder
+
+
+def from_hwloc(folder: Path, name: str) -> tuple[Path, list[list[int]]]:
+    """The machine as a folder, and the CPUs of each socket."""
+    objects = list(ElementTree.parse(MACHINES / f"{name}.xml").iter("object"))
+    found = {
+        kind: [o for o in objects if o.attrib["type"] == kind] for kind in ("Package", "NUMANode", "L3Cache")
+    }
+    sockets = [cpus_of(o) for o in found["Package"]]
+    nodes = {int(o.attrib["os_index"]): cpus_of(o) for o in found["NUMANode"]}
+    return describe(folder, sockets, nodes, [cpus_of(o) for o in found["L3Cache"]]), sockets
+
+
+def report(folder: Path, cpus: list[int]) -> dict[str, list[list[int]]]:
+    from horoclone import _core
+
+    places = [_core.locality([cpu], str(folder)) for cpu in cpus]
+    return dict(json.loads(_core.levels_report(places, BYTES)))
+
+
+@pytest.mark.parametrize("machine, groups", [(XEONS, [2]), (EPYCS, [24, 8, 2])])
+def test_a_machine_of_2_x_96_cores_has_the_levels_that_hwloc_finds(tmp_path, machine, groups):
+    folder, sockets = from_hwloc(tmp_path, machine)
+    assert [len(cpus) for cpus in sockets] == [96, 96]
+    levels = report(folder, [cpu for cpus in sockets for cpu in cpus])["levels"]
+    assert [len(set(level)) for level in levels] == groups
+
+
+@pytest.mark.parametrize("machine", [XEONS, EPYCS])
+@pytest.mark.parametrize("ranks", [8, 12, 24, 48, 96, 144, 190, 192])
+def test_the_link_between_sockets_carries_each_byte_once_in_each_direction(tmp_path, machine, ranks):
+    folder, sockets = from_hwloc(tmp_path, machine)
+    found = report(folder, [cpu for cpus in sockets for cpu in cpus[: ranks // 2]])
+    assert found["levelled"] == [[0, BYTES], [BYTES, 0]]
+    assert found["flat"][0][1] > ranks * BYTES * 0.49
+
+
+def test_uneven_sockets_move_no_more(tmp_path):
+    folder, sockets = from_hwloc(tmp_path, EPYCS)
+    found = report(folder, [*sockets[0][:61], *sockets[1][:7]])
+    assert found["levelled"] == [[0, BYTES], [BYTES, 0]]
+
+
+def test_a_rank_that_may_run_anywhere_makes_no_levels(tmp_path):
+    from horoclone import _core
+
+    folder, sockets = from_hwloc(tmp_path, XEONS)
+    anywhere = _core.locality([*sockets[0], *sockets[1]], str(folder))
+    assert anywhere == [-1, -1, -1]
+    assert _core.locality(sockets[1], str(folder)) == [1, 1, sockets[1][0]]
+    places = [_core.locality([cpus[0]], str(folder)) for cpus in sockets] * 4
+    assert json.loads(_core.levels_report(places, BYTES))["levels"]
+    assert json.loads(_core.levels_report([*places, anywhere], BYTES))["levels"] == []
+
+
+# ---- this machine's CPUs, each on a socket of its own
+
+
+def sums(topology: str, cpus: list[int]) -> list[bytes]:
+    """What ranks compute, two on each of two CPUs."""
+    before = os.sched_getaffinity(0)
+    os.environ["HOROCLONE_TOPOLOGY"] = topology
+    try:
+        os.sched_setaffinity(0, {cpus[int(os.environ["HOROCLONE_RANK"]) // 2 % 2]})
+        hvd.init()
+        values = []
+        for count in (1, 1000, 50_000, 1_000_003):
+            own = np.random.default_rng(hvd.rank()).standard_normal(count).astype(np.float32)
+            values.append(hvd.allreduce(own, op=hvd.Sum, name=f"sum {count}").tobytes())
+            everybody = hvd.allgather(own, name=f"all {count}").reshape(hvd.size(), count)
+            for rank in range(hvd.size()):
+                assert (
+                    everybody[rank, -1]
+                    == np.random.default_rng(rank).standard_normal(count).astype(np.float32)[-1]
+                )
+            sent = hvd.broadcast(own, 3, name=f"from 3 {count}")
+            np.testing.assert_array_equal(sent, everybody[3])
+        return values
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def in_pairs(count: int) -> bytes:
+    """(rank 0 + rank 1) + (rank 2 + rank 3): sums of each socket first."""
+    own = [np.random.default_rng(r).standard_normal(count).astype(np.float32) for r in range(4)]
+    return bytes(((own[0] + own[1]) + (own[2] + own[3])).tobytes())
+
+
+@pytest.mark.parametrize("sockets", [1, 2])
+def test_ranks_on_two_sockets_sum_each_socket_first_and_on_one_in_rank_order(worlds, tmp_path, sockets):
+    cpus = sorted(os.sched_getaffinity(0))[:2]
+    if len(cpus) < 2:
+        pytest.skip("needs two CPUs")
+    each = [[cpu] for cpu in cpus]
+    if sockets == 2:
+        describe(tmp_path, each, dict(enumerate(each)), each)
+    else:
+        describe(tmp_path, [cpus], {0: cpus}, each)
+    answers = worlds.run(4, sums, init=False, topology=str(tmp_path), cpus=cpus)
+    for values in answers:
+        assert values == answers[0]
+    own = [np.random.default_rng(r).standard_normal(50_000).astype(np.float32) for r in range(4)]
+    in_order = (((own[0] + own[1]) + own[2]) + own[3]).tobytes()
+    assert in_order != in_pairs(50_000)
+    if sockets == 1:
+        assert answers[0][2] == in_order
+    else:
+        assert answers[0] == [in_pairs(count) for count in (1, 1000, 50_000, 1_000_003)]
