@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/thread.h"
 #include "engine/engine.h"
 
 namespace hc {
@@ -24,6 +25,12 @@ class World {
   // Makes rank r count as a rank of machine `node[r]`.
   World& on_nodes(std::vector<std::string> node) {
     node_ = std::move(node);
+    return *this;
+  }
+
+  // Binds the thread of rank r, and what it starts, to CPU cpu[r].
+  World& on_cpus(std::vector<int> cpu) {
+    cpu_ = std::move(cpu);
     return *this;
   }
 
@@ -45,6 +52,7 @@ class World {
   Status run(int rank, uint64_t generation, std::vector<std::string>& endpoints, std::barrier<>& barrier,
              const Body& body) {
     auto settings = settings_;
+    const Status bound = cpu_.empty() ? Status::ok() : set_allowed_cpus({&cpu_[rank], 1});
     if (!node_.empty()) settings.emplace_back("HOROCLONE_NODE", node_[rank]);
     auto config = Config::read(settings);
     Status made = config.status();
@@ -56,6 +64,7 @@ class World {
     }
     if (engine) endpoints[rank] = engine->endpoint();
     barrier.arrive_and_wait();
+    HC_TRY(bound);
     HC_TRY(made);
     MeshMembers members;
     members.rank = rank;
@@ -71,6 +80,7 @@ class World {
   const int size_;
   std::vector<std::pair<std::string, std::string>> settings_;
   std::vector<std::string> node_;
+  std::vector<int> cpu_;
 };
 
 // One blocking allreduce-like call on a vector.

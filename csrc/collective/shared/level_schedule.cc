@@ -1,6 +1,7 @@
 #include "collective/shared/level_schedule.h"
 
 #include <algorithm>
+#include <bit>
 
 namespace hc {
 namespace {
@@ -152,6 +153,12 @@ std::vector<LevelStage> LevelSchedule::stages_of(int member) const {
   for (const LevelShare& s : of(0)) stage.steps.push_back({s.begin, s.end, {s.holder}});
   finish(std::move(stage));
   return stages;
+}
+
+size_t schedule_size(size_t count) {
+  if (count < 16) return count;
+  const size_t step = std::bit_floor(count) / 8;
+  return (count + step - 1) / step * step;
 }
 
 std::vector<std::vector<size_t>> bytes_between(const LevelSchedule& schedule, const std::vector<int>& domain,

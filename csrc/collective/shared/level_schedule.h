@@ -62,6 +62,10 @@ class LevelSchedule {
   std::vector<std::vector<Shares>> shares_;  // [level + 1][group]: who holds what of the group; [0]: of each member
 };
 
+// A larger number of elements whose schedule serves this one as well, cut at the end: an eighth more at most, so that
+// few schedules serve all sizes.
+size_t schedule_size(size_t count);
+
 // Bytes that cross from one domain to another in each direction, when members read each other's buffers: [from][to].
 // `domain`: of each member, such as its socket.
 std::vector<std::vector<size_t>> bytes_between(const LevelSchedule& schedule, const std::vector<int>& domain,

@@ -32,9 +32,9 @@ class LevelledCollective : public Collective {
       blocks_ = (total_ + block_ - 1) / block_;
     }
     if (blocks_ == 0) return;
-    stages_ = stages_for(task_.op == Op::kAllgather ? block_ : std::min(block_, total_));
-    last_stages_ = count_of(blocks_ - 1) == count_of(0) ? stages_ : stages_for(count_of(blocks_ - 1));
-    done_.resize(stages_.size() + 1);
+    stages_ = shared_.level_stages(task_.op, task_.root, count_of(0), item_);
+    last_stages_ = shared_.level_stages(task_.op, task_.root, count_of(blocks_ - 1), item_);
+    done_.resize(stages_->size() + 1);
     readers_ = readers_of_mine();
     others_ = others();
     buffers_.resize(static_cast<size_t>(n_));
@@ -61,23 +61,14 @@ class LevelledCollective : public Collective {
   size_t count_of(uint64_t block) const {
     return task_.op == Op::kAllgather ? block_ : std::min(block_, total_ - block * block_);
   }
-  std::vector<LevelStage> stages_for(size_t count) const {
-    const size_t unit = elements_in_a_line(item_);
-    if (task_.op == Op::kAllreduce) return LevelSchedule::allreduce(shared_.levels(), n_, count, unit).stages_of(rank_);
-    std::vector<LevelShare> given;
-    if (task_.op == Op::kBroadcast) given.push_back({0, count, task_.root});
-    for (int m = 0; m < n_ && task_.op == Op::kAllgather; ++m)
-      given.push_back({static_cast<size_t>(m) * slot_, static_cast<size_t>(m + 1) * slot_, m});
-    return LevelSchedule::distribution(shared_.levels(), n_, given, unit).stages_of(rank_);
-  }
   const LevelStage& stage_of(size_t stage, uint64_t block) const {
-    return (block + 1 == blocks_ ? last_stages_ : stages_)[stage - 1];
+    return (*(block + 1 == blocks_ ? last_stages_ : stages_))[stage - 1];
   }
   // Who may read my buffer in a block of this operation. In an allreduce whoever reads mine is read by me as well: what
   // one sums the other fetches.
   std::vector<int> readers_of_mine() const {
     std::vector<int> readers;
-    for (const LevelStage& stage : stages_) readers.insert(readers.end(), stage.sources.begin(), stage.sources.end());
+    for (const LevelStage& stage : *stages_) readers.insert(readers.end(), stage.sources.begin(), stage.sources.end());
     std::sort(readers.begin(), readers.end());
     readers.erase(std::unique(readers.begin(), readers.end()), readers.end());
     return task_.op == Op::kAllreduce ? readers : others();
@@ -91,7 +82,7 @@ class LevelledCollective : public Collective {
   std::atomic<uint64_t>& counter(int member, size_t stage) const {
     SegmentFlags& flags = shared_.flags(member);
     if (stage == 0) return flags.filled;
-    return stage == stages_.size() ? flags.consumed : flags.stages[stage - 1].blocks;
+    return stage == stages_->size() ? flags.consumed : flags.stages[stage - 1].blocks;
   }
   bool reached(const std::vector<int>& members, size_t stage, uint64_t value) const {
     return std::all_of(members.begin(), members.end(),
@@ -105,7 +96,7 @@ class LevelledCollective : public Collective {
     if (block >= done_.back() + kBlockBuffers) return false;
     // The first blocks use buffers of the operation before, which anybody may read.
     const std::vector<int>& readers = block < kBlockBuffers ? others_ : readers_;
-    return first_ + block < kBlockBuffers || reached(readers, stages_.size(), first_ + block + 1 - kBlockBuffers);
+    return first_ + block < kBlockBuffers || reached(readers, stages_->size(), first_ + block + 1 - kBlockBuffers);
   }
   void run(size_t stage) {
     const uint64_t block = done_[stage]++;
@@ -118,7 +109,7 @@ class LevelledCollective : public Collective {
         if (one.kind == LevelStage::Kind::kDeliver)
           deliver(block, step);
         else
-          run_level_step(task_, one, step, buffers_, rank_);
+          run_level_step(task_, one, step, count_of(block), buffers_, rank_);
       }
     }
     shared_.publish(counter(rank_, stage), first_ + block + 1);
@@ -134,7 +125,8 @@ class LevelledCollective : public Collective {
     const std::byte* from = buffers_[static_cast<size_t>(step.sources[0])];
     if (task_.op == Op::kAllgather) return deliver_slots(block, step, from);
     if (task_.op == Op::kBroadcast && rank_ == task_.root && !copies_own()) return;
-    view_.scatter(block * block_ + step.begin, step.end - step.begin, from + step.begin * item_);
+    const size_t end = std::min(step.end, count_of(block));
+    if (step.begin < end) view_.scatter(block * block_ + step.begin, end - step.begin, from + step.begin * item_);
   }
   bool copies_own() const {
     return std::any_of(task_.pieces.begin(), task_.pieces.end(), [](const Piece& p) { return p.in != p.out; });
@@ -172,8 +164,8 @@ class LevelledCollective : public Collective {
   const uint64_t first_;
   uint64_t blocks_ = 0;
   PieceView view_;
-  std::vector<LevelStage> stages_, last_stages_;  // of all blocks, and of the last
-  std::vector<uint64_t> done_;                    // [stage]: blocks
+  std::shared_ptr<const std::vector<LevelStage>> stages_, last_stages_;  // of all blocks, and of the last
+  std::vector<uint64_t> done_;                                           // [stage]: blocks
   std::vector<int> readers_, others_;
   std::vector<std::byte*> buffers_;
 };

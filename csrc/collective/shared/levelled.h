@@ -11,17 +11,11 @@
 
 namespace hc {
 
-inline size_t elements_in_a_line(size_t item) { return std::max<size_t>(1, 64 / item); }
-
-inline std::vector<LevelStage> levelled_stages(const Levels& levels, int members, int rank, const Task& task) {
-  const size_t unit = elements_in_a_line(size_of(task.dtype));
-  return LevelSchedule::allreduce(levels, members, task.count(), unit).stages_of(rank);
-}
-
-// A step of any member's allreduce, into its own buffer. buffers: [member], where the schedule's position 0 is.
-inline void run_level_step(const Task& task, const LevelStage& stage, const LevelStep& step,
+// A step into the member's own buffer, cut at `total` elements. buffers: [member], where the schedule's position 0 is.
+inline void run_level_step(const Task& task, const LevelStage& stage, const LevelStep& step, size_t total,
                            const std::vector<std::byte*>& buffers, int rank) {
-  const size_t from = step.begin * size_of(task.dtype), count = step.end - step.begin;
+  if (step.begin >= total) return;
+  const size_t from = step.begin * size_of(task.dtype), count = std::min(step.end, total) - step.begin;
   std::byte* const own = buffers[static_cast<size_t>(rank)] + from;
   if (stage.kind != LevelStage::Kind::kReduce) {
     const std::byte* const source = buffers[static_cast<size_t>(step.sources[0])] + from;

@@ -37,6 +37,23 @@ Status SharedSegment::prepare() {
   return Status::ok();
 }
 
+std::shared_ptr<const std::vector<LevelStage>> SharedSegment::level_stages(Op op, int root, size_t count, size_t item) {
+  constexpr size_t kept = 1000, line = 64;
+  const size_t unit = std::max<size_t>(1, line / item), all = op == Op::kAllgather ? count : schedule_size(count);
+  const size_t kind = op == Op::kBroadcast ? 2 + static_cast<size_t>(root) : op == Op::kAllgather ? 1 : 0;
+  if (level_stages_.size() >= kept) level_stages_.clear();
+  auto& found = level_stages_[{kind, all, unit}];
+  if (found) return found;
+  std::vector<LevelShare> given;
+  if (op == Op::kBroadcast) given.push_back({0, all, root});
+  const size_t slot = all / static_cast<size_t>(size());
+  for (int m = 0; m < size() && op == Op::kAllgather; ++m)
+    given.push_back({static_cast<size_t>(m) * slot, static_cast<size_t>(m + 1) * slot, m});
+  const LevelSchedule schedule = op == Op::kAllreduce ? LevelSchedule::allreduce(levels_, size(), all, unit)
+                                                      : LevelSchedule::distribution(levels_, size(), given, unit);
+  return found = std::make_shared<const std::vector<LevelStage>>(schedule.stages_of(my_index_));
+}
+
 Status SharedSegment::prepare_buckets(size_t first, size_t count) {
   const size_t from = kBucketFlagsOffset + first * sizeof(InPlaceFlags), bytes = count * sizeof(InPlaceFlags);
   HC_TRY(arenas_[my_index_]->commit(offset_ + from, bytes), "shared memory for the flags of ", count, " buckets");
@@ -186,7 +203,8 @@ class InPlaceAllreduce final : public PersistentCollective {
         round_(round.value_or(0)),
         slices_(task_.pieces[0].count, group.size, size_of(task_.dtype)) {
     algorithm_ = persistent_ ? "shm persistent" : "shm in place";
-    if (!shared_.levels().flat()) levelled_ = levelled_stages(shared_.levels(), n_, rank_, task_);
+    if (!shared_.levels().flat())
+      levelled_ = shared_.level_stages(Op::kAllreduce, 0, task_.count(), size_of(task_.dtype));
     bytes_ = task_.bytes();
   }
   Progress start() override {
@@ -218,8 +236,7 @@ class InPlaceAllreduce final : public PersistentCollective {
     }
     *moved = true;
     if (stage_ == Stage::kReducing) {
-      if (!levelled_.empty() && !levelled_some(moved)) return Progress::kPending;
-      if (levelled_.empty() && !reduce_some()) return Progress::kPending;
+      if (levelled_ ? !levelled_some(moved) : !reduce_some()) return Progress::kPending;
       shared_.publish_to_all(flags_[rank_]->finished, round_ + 1,
                              [&](int m) { return flags_[m]->finished.load(std::memory_order_seq_cst) > round_; });
       stage_ = Stage::kFinishing;
@@ -263,12 +280,12 @@ class InPlaceAllreduce final : public PersistentCollective {
   // The next stage that can be done. The buffers themselves are what the schedule reads and writes.
   bool levelled_some(bool* moved) {
     const uint64_t before = round_ * kMaxLevelStages + levels_done_;
-    const LevelStage& stage = levelled_[levels_done_];
+    const LevelStage& stage = (*levelled_)[levels_done_];
     for (int m : stage.sources)  // all have arrived, which the first stage waits for
       if (levels_done_ > 0 && flags_[m]->stages.load(std::memory_order_acquire) < before) return *moved = false;
-    for (const LevelStep& step : stage.steps) run_level_step(task_, stage, step, buffers_, rank_);
+    for (const LevelStep& step : stage.steps) run_level_step(task_, stage, step, task_.count(), buffers_, rank_);
     shared_.publish(flags_[rank_]->stages, before + 1);
-    return ++levels_done_ == levelled_.size();
+    return ++levels_done_ == levelled_->size();
   }
 
   Task task_;
@@ -283,7 +300,7 @@ class InPlaceAllreduce final : public PersistentCollective {
   size_t at_ = 0;
   std::vector<std::byte*> buffers_, there_;
   std::vector<const std::byte*> from_;
-  std::vector<LevelStage> levelled_;  // empty where there are no levels
+  std::shared_ptr<const std::vector<LevelStage>> levelled_;  // null where there are no levels
   size_t levels_done_ = 0;
 };
 

@@ -5,9 +5,11 @@
 // Thread: the thread that makes progress. Owner: the engine's process set.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <vector>
 
@@ -118,6 +120,9 @@ class SharedSegment {
   const Arena& arena(int member) const { return *arenas_[member]; }
   const std::vector<int>& positions() const { return positions_; }
   const Levels& levels() const { return levels_; }
+  // What this member does in an operation by levels on `count` elements or fewer, to be cut there. Allgather: `count`
+  // is the number of members times that of a slot. To find it takes longer than a small operation, so it is kept.
+  std::shared_ptr<const std::vector<LevelStage>> level_stages(Op op, int root, size_t count, size_t item);
 
   // Publishes: everything written before is visible to whoever sees the counter. The engine then rings sleepers.
   void publish(std::atomic<uint64_t>& counter, uint64_t value) {
@@ -155,6 +160,7 @@ class SharedSegment {
   int my_index_;
   size_t offset_;
   Levels levels_;
+  std::map<std::array<size_t, 3>, std::shared_ptr<const std::vector<LevelStage>>> level_stages_;
   bool published_ = false;
 };
 
