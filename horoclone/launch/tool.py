@@ -1,5 +1,5 @@
-"""The `horoclone` command and its subcommands: run, top, leave, doctor, debug, timeline, simulate, plan,
-check-build."""
+"""The `horoclone` command and its subcommands: run, top, leave, doctor, debug, timeline, simulate, sockets,
+plan, check-build."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def build_parser() -> Parser:
     """The parser of the command, in which each subcommand's `does` is what it runs."""
-    from horoclone import __version__, optional, simulate
+    from horoclone import __version__, optional, simulate, sockets
     from horoclone.launch import leaving
 
     parser = Parser(
@@ -91,6 +91,10 @@ def build_parser() -> Parser:
         "simulate", simulate.show_sizes, "what agreement costs, and how long a step takes, at any size"
     )
     simulate.add_arguments(simulated)
+    looked = command(
+        "sockets", sockets.show, "measure allreduces with and without levels of sockets and caches"
+    )
+    sockets.add_arguments(looked)
     if optional.is_there("plan"):
         optional.load("plan.launching").add_command(command)
     command("check-build", _check_build, "list what is available, and why not the rest")

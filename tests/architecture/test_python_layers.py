@@ -50,6 +50,7 @@ jax: arguments arrays compression elastic errors gradient_names objects ops opti
 keras: arguments arrays compression elastic errors gradient_names jax objects ops optional owned process_sets runtime
     runtime.exported stand_ins tensorflow torch torch.operations tracking
 launch: anonymous_file bootstrap errors failpoints live membership optional selection settings simulate
+    sockets
 lightning: errors objects runtime runtime.lifecycle torch tracking
 live: connection_limits
 membership: bootstrap errors failpoints
@@ -76,6 +77,7 @@ runtime.lifecycle: bootstrap errors failpoints process_sets runtime.elastic_sets
 selection:
 settings:
 simulate: replay runtime
+sockets: runtime
 spark: bootstrap connection_limits errors launch runner
 spark.keras: keras
 spark.torch: torch

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 
 import horoclone as hvd
+from horoclone import sockets as command
+from horoclone.launch import tool
 
 MACHINES = Path(__file__).parent / "machines"
 XEONS = "two_sockets_one_cache_each"
@@ -138,13 +141,13 @@ def in_pairs(count: int) -> bytes:
     return bytes(((own[0] + own[1]) + (own[2] + own[3])).tobytes())
 
 
-@pytest.mark.parametrize("sockets", [1, 2])
-def test_ranks_on_two_sockets_sum_each_socket_first_and_on_one_in_rank_order(worlds, tmp_path, sockets):
+@pytest.mark.parametrize("how_many", [1, 2])
+def test_ranks_on_two_sockets_sum_each_socket_first_and_on_one_in_rank_order(worlds, tmp_path, how_many):
     cpus = sorted(os.sched_getaffinity(0))[:2]
     if len(cpus) < 2:
         pytest.skip("needs two CPUs")
     each = [[cpu] for cpu in cpus]
-    if sockets == 2:
+    if how_many == 2:
         describe(tmp_path, each, dict(enumerate(each)), each)
     else:
         describe(tmp_path, [cpus], {0: cpus}, each)
@@ -154,7 +157,73 @@ def test_ranks_on_two_sockets_sum_each_socket_first_and_on_one_in_rank_order(wor
     own = [np.random.default_rng(r).standard_normal(50_000).astype(np.float32) for r in range(4)]
     in_order = (((own[0] + own[1]) + own[2]) + own[3]).tobytes()
     assert in_order != in_pairs(50_000)
-    if sockets == 1:
+    if how_many == 1:
         assert answers[0][2] == in_order
     else:
         assert answers[0] == [in_pairs(count) for count in (1, 1000, 50_000, 1_000_003)]
+
+
+# ---- the command that prints a table
+
+
+def core(cpu: int, socket: int) -> command.Core:
+    return command.Core(cpu, socket, socket, socket)
+
+
+def test_ranks_are_spread_over_the_sockets():
+    cores = [core(cpu, cpu // 3) for cpu in range(6)]
+    assert [one.cpu for one in command.spread(cores, 4)] == [0, 1, 3, 4]
+    assert [one.cpu for one in command.spread(cores[:4], 4)] == [0, 1, 2, 3]
+    assert [one.cpu for one in command.spread(cores, 3)] == [0, 1, 3]
+
+
+@pytest.mark.parametrize(
+    "cores, expected", [(1, []), (2, [2]), (6, [2, 4, 6]), (192, [2, 4, 8, 16, 32, 64, 128, 192])]
+)
+def test_ranks_go_up_to_all_cores(cores, expected):
+    assert command.counts(cores) == expected
+
+
+def test_of_each_core_one_cpu_counts(tmp_path):
+    folder = describe(tmp_path, [[0, 1, 2, 3]], {0: [0, 1, 2, 3]}, [[0, 1, 2, 3]])
+    for cpu in range(4):
+        (folder / f"cpu/cpu{cpu}/topology/thread_siblings_list").write_text(f"{cpu % 2},{cpu % 2 + 2}\n")
+    assert [one.cpu for one in command.cores_of(range(4), str(folder))] == [0, 1]
+
+
+def test_the_command_prints_a_table_of_a_machine_with_two_sockets(tmp_path, monkeypatch, capsys):
+    folder, by_socket = from_hwloc(tmp_path, EPYCS)
+    monkeypatch.setenv("HOROCLONE_TOPOLOGY", str(folder))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {cpu for cpus in by_socket for cpu in cpus})
+    assert tool.main(["sockets", "--no-times", "--sizes", "1048576", "--ranks", "8,192"]) == 0
+    out = capsys.readouterr().out
+    assert "192 cores:" in out
+    assert "socket 1: 96 cores, NUMA nodes: 4, L3 caches: 12" in out
+    assert re.search(r"^ +8 +1048576 +4194304 +1048576$", out, re.MULTILINE), out
+    assert re.search(r"^ +192 +1048576 +\d{9} +1048576$", out, re.MULTILINE), out
+
+
+def test_the_command_measures_with_and_without_levels(tmp_path, monkeypatch, capsys):
+    cpus = sorted(os.sched_getaffinity(0))[:2]
+    if len(cpus) < 2:
+        pytest.skip("needs two CPUs")
+    each = [[cpu] for cpu in cpus]
+    monkeypatch.setenv("HOROCLONE_TOPOLOGY", str(describe(tmp_path, each, dict(enumerate(each)), each)))
+    words = ["sockets", "--rounds", "1", "--seconds", "0.01", "--sizes", "65536", "--ranks", "2"]
+    assert tool.main(words) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^ +2 +65536 +65536 +- +[\d.]+$", out, re.MULTILINE), out  # two ranks make no groups
+    monkeypatch.setattr(
+        command, "cores_of", lambda *_: [core(cpu, i // 2) for i, cpu in enumerate(sorted([*cpus, *cpus]))]
+    )
+    assert tool.main([*words[:-1], "4"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^ +4 +65536 +131072 +65536 +[\d.]+ +[\d.]+ +[\d.]+$", out, re.MULTILINE), out
+
+
+def test_ranks_that_fail_are_an_error(monkeypatch, capsys):
+    monkeypatch.setattr(command, "RANK", "raise SystemExit('no memory')")
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two CPUs")
+    assert tool.main(["sockets", "--rounds", "1", "--sizes", "65536", "--ranks", "2"]) == 1
+    assert "no memory" in capsys.readouterr().err
