@@ -184,11 +184,16 @@ def allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = ...,
+    *,
+    weight: Any = None,
 ) -> NDArray[Any]:
     """Reduces arrays of one shape and dtype over all ranks; the same bits on every rank. Default op: Average.
 
     Integers average with truncation toward zero; bool reduces with Sum and Max = or, Min and
-    Product = and. And, Or and Xor take the bits of integers and bools; they are not in Horovod."""
+    Product = and. And, Or and Xor take the bits of integers and bools; they are not in Horovod. weight: how much
+    this rank counts in the mean, sum(weight * array) / sum(weight): a number of 0 or more, given on every rank or
+    on none. Also of the other forms; InvalidArgument on every rank where one's weight is negative or not finite, or
+    all are 0."""
 
 def allreduce_(
     array: NDArray[Any],
@@ -198,6 +203,8 @@ def allreduce_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = ...,
+    *,
+    weight: Any = None,
 ) -> NDArray[Any]:
     """Does allreduce with the result in the array itself, which is returned."""
 
@@ -211,6 +218,7 @@ def allreduce_async(
     process_set: ProcessSet = ...,
     *,
     priority: int = 0,
+    weight: Any = None,
 ) -> int:
     """Starts allreduce and returns a handle at once. Do not change the array before it is done.
 
@@ -226,6 +234,7 @@ def allreduce_async_(
     process_set: ProcessSet = ...,
     *,
     priority: int = 0,
+    weight: Any = None,
 ) -> int:
     """Starts allreduce_ and returns a handle at once. Do not touch the array before it is done. priority: as
     there."""
@@ -238,6 +247,8 @@ def grouped_allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = ...,
+    *,
+    weight: Any = None,
 ) -> list[NDArray[Any]]:
     """Reduces several arrays as one operation: none of them before all are ready on every rank."""
 
@@ -249,6 +260,8 @@ def grouped_allreduce_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = ...,
+    *,
+    weight: Any = None,
 ) -> list[NDArray[Any]]:
     """Reduces as grouped_allreduce does, with the results in the arrays themselves."""
 
@@ -260,6 +273,8 @@ def grouped_allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = ...,
+    *,
+    weight: Any = None,
 ) -> int:
     """Starts grouped_allreduce and returns one handle for the group at once."""
 
@@ -271,6 +286,8 @@ def grouped_allreduce_async_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = ...,
+    *,
+    weight: Any = None,
 ) -> int:
     """Starts grouped_allreduce_ and returns one handle for the group at once."""
 

@@ -74,7 +74,8 @@ std::string advice(const Subject& subject, const Found& found, int culprit, bool
   const char* one_name = "Every rank must submit one name with one dtype and shape";
   switch (found.what) {
     case Difference::kTensorCount:
-      return text_of("Mismatched ", op, " tensor counts. Every rank must put the same tensors into a group.");
+      return text_of("Mismatched ", op, " tensor counts. Every rank must put the same tensors into a group",
+                     subject.op == Op::kAllreduce ? ", and give weight= where the others do." : ".");
     case Difference::kDType:
       return text_of("Mismatched data types. ", one_name,
                      floats ? text_of("; is mixed precision on for rank ", culprit, " only?") : std::string("."));

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from horoclone import ops, runtime
 from horoclone.arrays.handles import synchronize, table
+from horoclone.errors import Unsupported
 from horoclone.handles import ROWS
 from horoclone.process_sets import ProcessSet, set_id
 from horoclone.requests import HOST as HOST
@@ -179,6 +180,19 @@ class Operations(Generic[Array]):
 
         make = rows if targets is None else self._behind(targets, place)
         return table.remember(native, handle, targets, (sources, targets), make)
+
+    def _start_weighted(
+        self, call: str, sources: Sequence[Any], targets: Sequence[Any], name: str | None, reduce: int,
+        factors: tuple[float, float], process_set: ProcessSet, weight: Any, output: Any,
+    ) -> int:  # fmt: skip
+        """Starts the weighted mean of several arrays, or of one; its output is `output`."""
+        if not self._memory.IN_HOST_MEMORY:
+            raise Unsupported(f"{call}: weight= is for arrays in host memory: pass cupy.asnumpy(array)")
+        from horoclone.arrays import weighted  # loaded only where it is used
+
+        return weighted.start(
+            self._start_group, call, sources, targets, name, reduce, factors, process_set, weight, output
+        )
 
     def _rows(self, native: Runtime, handle: int, index: int, like: Any) -> Any:
         return self._memory.rows(

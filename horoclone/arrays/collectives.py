@@ -49,14 +49,22 @@ class Collectives(Operations[Array]):
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
+        *,
+        weight: Any = None,
     ) -> Array:
         """Reduces arrays of one shape and dtype over all ranks; the same bits on every rank. Default op: Average.
 
         Integers average with truncation toward zero; bool reduces with Sum and Max = or, Min and
-        Product = and. And, Or and Xor take the bits of integers and bools; they are not in Horovod.
+        Product = and. And, Or and Xor take the bits of integers and bools; they are not in Horovod. weight: how much
+        this rank counts in the mean, sum(weight * array) / sum(weight): a number of 0 or more, given on every rank or
+        on none. Also of the other forms; InvalidArgument on every rank where one's weight is negative or not finite, or
+        all are 0.
         """
         source = self._readable(array)
         out = self._empty_like(source)
+        if weight is not None:
+            factors = (prescale_factor, postscale_factor)
+            return synchronize(self._weighted(source, out, average, name, op, factors, process_set, weight))  # type: ignore[no-any-return]
         return self._reduced(  # type: ignore[no-any-return]
             source, out, average, name, op, prescale_factor, postscale_factor, process_set
         )
@@ -70,8 +78,13 @@ class Collectives(Operations[Array]):
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
+        *,
+        weight: Any = None,
     ) -> Any:
         """Does allreduce with the result in the array itself, which is returned."""
+        if weight is not None:
+            factors = (prescale_factor, postscale_factor)
+            return synchronize(self._weighted(array, array, average, name, op, factors, process_set, weight))
         return self._reduced(array, array, average, name, op, prescale_factor, postscale_factor, process_set)
 
     def _reduced(
@@ -98,6 +111,7 @@ class Collectives(Operations[Array]):
         process_set: ProcessSet = global_process_set,
         *,
         priority: int = 0,
+        weight: Any = None,
     ) -> int:
         """Starts allreduce and returns a handle at once. Do not change the array before it is done.
 
@@ -105,6 +119,9 @@ class Collectives(Operations[Array]):
         """
         source = self._readable(array)
         out = self._empty_like(source)
+        if weight is not None:
+            factors = (prescale_factor, postscale_factor)
+            return self._weighted(source, out, average, name, op, factors, process_set, weight, priority)
         return self._reducing(
             source, out, average, name, op, prescale_factor, postscale_factor, process_set, priority
         )
@@ -120,9 +137,13 @@ class Collectives(Operations[Array]):
         process_set: ProcessSet = global_process_set,
         *,
         priority: int = 0,
+        weight: Any = None,
     ) -> int:
         """Starts allreduce_ and returns a handle at once. Do not touch the array before it is done. priority: as
         there."""
+        if weight is not None:
+            factors = (prescale_factor, postscale_factor)
+            return self._weighted(array, array, average, name, op, factors, process_set, weight, priority)
         return self._reducing(
             array, array, average, name, op, prescale_factor, postscale_factor, process_set, priority
         )
@@ -139,6 +160,18 @@ class Collectives(Operations[Array]):
         return self._start(
             ops.ALLREDUCE, name, process_set, source, target, out, reduce=reduce, prescale=prescale,
             postscale=postscale, priority=priority,
+        )  # fmt: skip
+
+    def _weighted(
+        self, source: Any, out: Any, average: bool | None, name: str | None, op: int | None,
+        factors: tuple[float, float], process_set: ProcessSet, weight: Any, priority: int = 0,
+    ) -> int:  # fmt: skip
+        if priority:
+            raise ValueError("allreduce: weight= does not work with priority=")
+        target = self._writable(out)
+        return self._start_weighted(
+            "allreduce", [target if source is out else source], [target], name, ops.resolve_reduce(average, op),
+            factors, process_set, weight, out,
         )  # fmt: skip
 
     # --- allgather, reducescatter, alltoall: results whose size only the core knows ---

@@ -32,6 +32,8 @@ def _allreduce(name: str, doc: str, *, in_place: bool = False, waits: bool = Fal
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
+        *,
+        weight: Any = None,
     ) -> Any:
         memory, reduce, scales = (
             self._memory,
@@ -44,6 +46,11 @@ def _allreduce(name: str, doc: str, *, in_place: bool = False, waits: bool = Fal
         else:
             sources = [memory.readable(array) for array in arrays]
             outs = [memory.empty_like(source) for source in sources]
+        if weight is not None:
+            means = self._start_weighted(
+                "grouped_allreduce", sources, outs, name, reduce, scales, process_set, weight, outs
+            )
+            return synchronize(means) if waits else means
         handle = table.start_plain_group(sources, outs, None, name, reduce, *scales, process_set, 0)
         if handle is None:
             handle = self._start_group(

@@ -29,7 +29,7 @@ MAY_IMPORT = {
 _keras: keras ops process_sets
 anonymous_file:
 arguments:
-arrays: arguments handles ops process_sets requests runtime
+arrays: arguments errors handles ops process_sets requests runtime weights
 bootstrap: connection_limits errors selection settings
 checkpoint: anonymous_file errors failpoints objects owned runtime
 checkpoint.jax:
@@ -96,12 +96,13 @@ torch.elastic: elastic errors objects owned runtime torch.functions torch.operat
 torch.functions: arguments objects process_sets runtime torch.operations
 torch.local_sgd: ops process_sets runtime torch.compression torch.compressor torch.operations torch.optimizer
 torch.mpi_ops: common errors ops runtime runtime.exported torch.operations
-torch.operations: arguments errors handles ops process_sets requests runtime torch.compression
+torch.operations: arguments errors handles ops process_sets requests runtime torch.compression weights
 torch.optimizer: arguments arrays errors gradient_names objects ops process_sets runtime stand_ins torch.compression
-    torch.compressor torch.functions torch.operations
+    torch.compressor torch.functions torch.operations weights
 torch.sync_batch_norm: errors ops process_sets torch.operations
 torch.torchft: torch.c10d
 tracking: runtime
+weights: arguments errors ops
 connection_limits:
 """,
         re.MULTILINE,

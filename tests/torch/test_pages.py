@@ -64,7 +64,9 @@ def test_every_block_runs(page: str, tmp_path: Path) -> None:
     blocks = blocks_of(page)
     for number, block in enumerate(blocks):
         names = namespace(tmp_path)
-        if re.search("set_backward_passes|clip_grad_norm_|consolidate", block):  # goes on with a wrapped one
+        if re.search(
+            "set_backward_passes|set_weight|clip_grad_norm_|consolidate", block
+        ):  # goes on with a wrapped one
             names["optimizer"] = hvd.DistributedOptimizer(
                 names["optimizer"],
                 names["model"].named_parameters(),

@@ -15,7 +15,9 @@ import torch
 from horoclone.ops import ALLGATHER, ALLREDUCE, REDUCESCATTER, Average, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.torch.compression import Compression
+from horoclone.torch.operations import weighted
 from horoclone.torch.operations.all_gather import rows_before
+from horoclone.torch.operations.all_reduce import weighted_now
 from horoclone.torch.operations.arguments import compressed, share_reduce, tuple_of
 from horoclone.torch.operations.calls import call_group, start_group
 from horoclone.torch.operations.gradients import anchor, grad_name, in_graph, require_linear, share_scale
@@ -62,11 +64,17 @@ def grouped_allreduce_async_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
+    *,
+    weight: Any = None,
 ) -> int:
     """Starts one reduction of several tensors in place (all or nothing); one handle, whose output is a tuple."""
     tensors = tuple_of("grouped_allreduce_async_", tensors)
-    reduce = resolve_reduce(average, op)
-    return _start(tensors, tensors, name, reduce, (prescale_factor, postscale_factor), process_set)
+    reduce, scales = resolve_reduce(average, op), (prescale_factor, postscale_factor)
+    if weight is not None:
+        return weighted.start(
+            "grouped_allreduce_async_", tensors, tensors, name, reduce, scales, process_set, weight
+        )
+    return _start(tensors, tensors, name, reduce, scales, process_set)
 
 
 def grouped_allreduce_(
@@ -77,10 +85,14 @@ def grouped_allreduce_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
+    *,
+    weight: Any = None,
 ) -> tuple[torch.Tensor, ...]:
     """Reduces several tensors in place as one operation and returns them."""
     return synchronize(
-        grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
+        grouped_allreduce_async_(
+            tensors, average, name, op, prescale_factor, postscale_factor, process_set, weight=weight
+        )
     )
 
 
@@ -92,13 +104,17 @@ def grouped_allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
+    *,
+    weight: Any = None,
 ) -> int:
     """Starts one reduction of several tensors into new ones; one handle, whose output is a tuple."""
     tensors = tuple_of("grouped_allreduce_async", tensors)
-    reduce = resolve_reduce(average, op)
-    return _start(
-        tensors, _like(tensors, name), name, reduce, (prescale_factor, postscale_factor), process_set
-    )
+    reduce, scales = resolve_reduce(average, op), (prescale_factor, postscale_factor)
+    if weight is not None:
+        return weighted.start(
+            "grouped_allreduce_async", tensors, None, name, reduce, scales, process_set, weight
+        )
+    return _start(tensors, _like(tensors, name), name, reduce, scales, process_set)
 
 
 def grouped_allreduce(
@@ -110,13 +126,21 @@ def grouped_allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
+    *,
+    weight: Any = None,
 ) -> list[torch.Tensor]:
-    """Returns the reductions of several tensors, done as one operation. Differentiable for Average and Sum."""
+    """Returns the reductions of several tensors, done as one operation. Differentiable for Average and Sum.
+
+    weight: how much this rank counts in the mean of all tensors; see allreduce.
+    """
     reduce, scales = resolve_reduce(average, op), (prescale_factor, postscale_factor)
     tensors = tuple_of("grouped_allreduce", tensors)
     pairs = [compressed("grouped_allreduce", compression, tensor, name) for tensor in tensors]
     wires = [wire for wire, _ in pairs]
-    if learns(wires, name):
+    if weight is not None:
+        weighted.check_compression("grouped_allreduce", compression, wires, tensors)
+        reduced = weighted_now("grouped_allreduce", wires, name, reduce, scales, process_set, weight)
+    elif learns(wires, name):
         *reduced, _ = GroupedAllreduce.apply(name, reduce, *scales, process_set, *wires)
     elif is_compiling():
         reduced = call_group(

@@ -26,6 +26,11 @@ OTHER_OPTIMIZER = (
     "on every rank, or give them names that differ: hvd.DistributedOptimizer(..., named_parameters="
     'model.named_parameters(prefix="generator"))'
 )
+WEIGHTS_DIFFER = (
+    "optimizer.set_weight() was called on rank {some}, and not on rank {others}: gradients would have been averaged in "
+    "two ways. Call it on every rank before backward(), with 0 on a rank that has nothing; "
+    "optimizer.set_weight(None), on every rank, ends it"
+)
 _formed = 0  # bucket layouts formed by this process: makes bucket names unique among its optimizers
 
 
@@ -55,13 +60,15 @@ def agree_on_parameters(
     changed: bool = False,
     local: bool = False,
     operation: str = "horoclone.optimizer",
+    weighted: bool = False,
 ) -> Parameters | None:
     """Checks that the ranks mean the same parameters; ValueError names the first difference.
 
     turn: of its optimizer; Mismatch where other ranks are in a step of another one with the same names. complete: given
     at the end of backward, and not in a step. Then the result is None where other ranks are with another optimizer,
     whose backward pass comes first there. changed: here, since they agreed last; the same on all as well. local: this
-    rank has parameters whose gradients stay here. operation: how names of operations begin.
+    rank has parameters whose gradients stay here. operation: how names of operations begin. weighted: here; Mismatch
+    unless it is alike on all.
     """
     ordered = by_name(states)
     form = [(s.name, tuple(s.parameter.shape), str(s.parameter.dtype), s.strides()) for s in ordered]
@@ -69,7 +76,7 @@ def agree_on_parameters(
     # A rank that has joined contributes the least of all numbers.
     here = [0] * (process_set.size() or 1)
     mine = process_set.rank() or 0
-    here[mine] = 1
+    here[mine] = 1 + weighted
     while True:
         own = turn.name(begins=complete is None) if turn else ""
         optimizer = zlib.crc32(own.encode())
@@ -83,6 +90,9 @@ def agree_on_parameters(
             break
         if complete is not None:
             return None
+    if 1 in present and 2 in present:
+        ranks = process_set.ranks or [0]
+        raise Mismatch(WEIGHTS_DIFFER.format(some=ranks[present.index(2)], others=ranks[present.index(1)]))
     if not alike:
         from horoclone.torch.functions import allgather_object
 
@@ -98,8 +108,8 @@ def agree_on_parameters(
         [row[0] for row in agreed],
         [DTYPE_OF[row[1] - 1] if row[1] else None for row in agreed],
         [not row[2] for row in agreed],
-        present.index(1) == mine,
-        min(present) == 1,
+        present.index(1 + weighted) == mine,
+        min(present) > 0,
         some_local == 1,
     )
 

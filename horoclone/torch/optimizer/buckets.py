@@ -15,6 +15,7 @@ import torch
 from horoclone.errors import HorovodInternalError
 from horoclone.torch.operations.gpu import HOST, memory_beside, place_of, registered_memory
 from horoclone.torch.operations.tensors import NUMBER_OF
+from horoclone.torch.operations.weighted import length
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
@@ -260,8 +261,9 @@ class Bucket:
         dtype: torch.dtype,
         states: Sequence[GradState],
         shards: int = 1,
+        ranks: int = 0,
     ) -> None:
-        """shards: the size is a multiple of so many aligned parts."""
+        """shards: the size is a multiple of so many aligned parts. ranks: whose weights travel in it."""
         self.index = index
         self.states = list(states)
         more = len(self.states) - 1
@@ -272,10 +274,12 @@ class Bucket:
             offsets.append(count)
             count += -(-state.parameter.numel() // align) * align
         mark_at = max(count, align)
-        count = -(-(mark_at + 1) // (align * shards)) * align * shards
+        end = mark_at + 1 + length(dtype, ranks)
+        count = -(-end // (align * shards)) * align * shards
         self.flat = _allocate(runtime, count, dtype, self.states[0].parameter)
         self.gradients = self.flat[:mark_at]  # with zeros where there are gaps between them
         self.mark = self.flat[mark_at : mark_at + 1]  # another one where some rank has other parameters now
+        self.weights = self.flat[mark_at + 1 : end]  # of the ranks; empty where gradients are not weighted
         self.place = place_of(self.flat)  # of the bucket; when it is submitted, with the stream that fills it
         self.address = self.flat.data_ptr()
         self._alias: torch.Tensor | None = None

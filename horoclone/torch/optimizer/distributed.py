@@ -114,6 +114,35 @@ class DistributedMixin(WrappedOptimizer):
         finally:
             self._should_synchronize = True
 
+    def set_weight(self, weight: Any) -> None:
+        """How much this rank counts in the mean of the next step's gradients: sum(weight * gradient) / sum(weight).
+
+        Call it before the first backward() of each step, on every rank: with the number of samples or tokens that the
+        local loss is a mean over, 0 where there are none. None: from then on all ranks count alike. A weight that is
+        negative or not finite, or that a rank has left out, is an InvalidArgument on every rank, and so are weights
+        that are all 0. RuntimeError when it comes too late, ValueError with options that it does not work with.
+        """
+        if weight is not None:
+            self._check_weighable()
+        if self._included:
+            self._reducer.set_weight(weight)
+
+    def _check_weighable(self) -> None:
+        terms = self._reducer._terms
+        wire = getattr(terms.compression, "wire_dtype", None)
+        apart = {
+            "op other than Average": terms.op != Average,
+            "gradient_predivide_factor": terms.predivide != 1.0,
+            "compression other than Compression.bf16": terms.compression is not Compression.none
+            and wire != torch.bfloat16,
+            "shard_optimizer_state": self._sharding is not None,
+            "cross_barrier": self._barrier is not None,
+            "local parameters": self._reducer.local,
+        }
+        for what, is_so in apart.items():
+            if is_so:
+                raise ValueError(f"optimizer.set_weight() does not work together with {what}")
+
     def register_local(self, parameters: Any) -> None:
         """Leaves the gradients of a parameter, a module's parameters, or several of either to this rank.
 
@@ -123,6 +152,8 @@ class DistributedMixin(WrappedOptimizer):
             raise RuntimeError(
                 "register_local() does not work with cross_barrier: make the optimizer without it"
             )
+        if self._reducer.weighted:
+            raise ValueError("optimizer.set_weight() does not work together with local parameters")
         local = parameters_of(parameters)
         _check_local(local, type(self)._wrapped_class)
         self._reducer.add_local(local)
@@ -249,7 +280,8 @@ class DistributedMixin(WrappedOptimizer):
                 self._reducer.check_alike()
             if isinstance(self, torch.optim.LBFGS) and self._included:
                 loss = torch.as_tensor(loss, dtype=torch.float64).detach().clone()
-                operations.allreduce_(loss, op=Average, process_set=self._process_set)
+                weight = self._reducer.weight
+                operations.allreduce_(loss, op=Average, process_set=self._process_set, weight=weight)
             return loss
 
         return reduced_closure

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from horoclone import weights
 from horoclone.errors import HorovodInternalError, Mismatch, Unsupported
 from horoclone.gradient_names import Turn
-from horoclone.ops import ALLGATHER, REDUCESCATTER, Average, Max, Min, Product
+from horoclone.ops import ALLGATHER, REDUCESCATTER, Average, Max, Min, Product, Sum
 from horoclone.process_sets import global_process_set, id_of
 from horoclone.runtime import is_initialized, native
 from horoclone.torch import operations
@@ -27,6 +28,7 @@ from horoclone.torch.operations import requests, spans
 from horoclone.torch.operations.barriers import joins
 from horoclone.torch.operations.gpu import HOST, follow, is_capturing, offer_memory, place_of
 from horoclone.torch.operations.tensors import from_result, uncompiled
+from horoclone.torch.operations.weighted import divide, weigh, wire_of
 from horoclone.torch.optimizer.agreement import (
     agree_on_order,
     agree_on_parameters,
@@ -87,6 +89,14 @@ UNREDUCED = (
     "or backward() does not wait"
 )
 NOT_EVERYWHERE = "it was not computed by every rank in the first step"
+WEIGHT_TOO_LATE = (
+    "optimizer.set_weight() came after backward() had begun to reduce gradients of this step, or was the first one and "
+    "came after a backward(): call it before the first backward() of each step"
+)
+WEIGHED_SPARSE = (
+    "the gradient of {name!r} is sparse, and optimizer.set_weight() weighs dense ones: make the optimizer with "
+    "sparse_as_dense=True"
+)
 IN_SHARDS = "with shard_optimizer_state each rank has the result of its own share only until then"
 
 
@@ -135,6 +145,11 @@ class Reducer:
         self._joins = 0  # that had happened when the ranks agreed
         self._scatter = False  # a bucket is reduced to shards: half of an allreduce, except in shared memory
         self._declared: int | None = None  # the core's number for the buckets
+        self.weighted = False  # this rank has given weights since it last took them back
+        self._weighs = False  # and so have all, as far as they have agreed: buckets have places for weights
+        self._next_weight = self._weight = (
+            weights.MISSING
+        )  # of the step that comes; of the one that has begun
         self._abandoned: list[Any] = []  # memory of reductions given up: the core may still write to it
         self._order: dict[GradState, None] = {}  # in a learning step: by the last time that each hook fired
         self._awaited = (
@@ -201,6 +216,27 @@ class Reducer:
         """Whether `add` or `add_local` has been called for it."""
         return parameter in self._state_of or parameter in self.local
 
+    def set_weight(self, weight: Any) -> None:
+        """Of this rank in the step that comes; None: from then on all count alike, and none is wanted."""
+        begun = self.outstanding and not self._was_skipped()
+        sent = any(state.pending or state.reduced for state in self.states) or any(
+            b.sent for b in self.buckets
+        )
+        if begun and (sent or not self.weighted or weight is None):
+            raise RuntimeError(WEIGHT_TOO_LATE)
+        self.weighted = weight is not None
+        self._next_weight = weights.number("set_weight", weight) if self.weighted else weights.MISSING
+        if begun:
+            self._take_weight()
+
+    def _take_weight(self) -> None:
+        self._weight, self._next_weight = self._next_weight, weights.MISSING
+
+    @property
+    def weight(self) -> float | None:
+        """Of this rank in the step that has begun; None: all count alike."""
+        return self._weight if self._weighs else None
+
     def set_passes(self, passes: int) -> None:
         """Backward passes per step from now on."""
         self.passes = passes
@@ -258,6 +294,7 @@ class Reducer:
                 self._learn_again()
             else:
                 self._forget_layout()
+        self._take_weight()
         self.outstanding = True
         self.reduced = self.partial = self._settled = self._agreed = False
         self._overflow_told = self._added_late = False
@@ -279,7 +316,7 @@ class Reducer:
             return True
         if not self._learned:
             return bool(self.buckets)
-        return any(state.form != form_of(state.parameter) for state in self.states)
+        return self._weighs != self.weighted or any(s.form != form_of(s.parameter) for s in self.states)
 
     def _observe(self, state: GradState) -> None:
         """Learning step: several calls within one backward are one pass, whose last call completes the gradient."""
@@ -298,7 +335,7 @@ class Reducer:
         state.arrived = state.used = True
         bucket = state.bucket
         if bucket is None:
-            submit_alone(state, self._terms)
+            submit_alone(state, self._terms, self.weight)
             state.note()
             with self._lock:
                 self._awaited -= state.counted
@@ -496,7 +533,7 @@ class Reducer:
             self._send_mark(prompt)
         for state in alone:
             if not state.arrived:
-                submit_alone(state, self._terms)
+                submit_alone(state, self._terms, self.weight)
         for bucket in buckets:
             if not bucket.sent:
                 self._submit(bucket)
@@ -507,6 +544,8 @@ class Reducer:
         for state in bucket.states:
             if not state.arrived:  # frozen, or unused in this step
                 self._fill(state)
+        if self._weighs:
+            self._weigh(bucket, self._weight)
         bucket.sent = True
         try:
             self._start(bucket)
@@ -514,6 +553,18 @@ class Reducer:
             # It was refused, in a capture say: synchronize() sends it again, or hears the reason again.
             bucket.sent, bucket.work, bucket.handle = False, None, None
             raise
+
+    @torch.no_grad()
+    def _weigh(self, bucket: Bucket, weight: float) -> None:
+        if is_capturing():
+            raise Unsupported(
+                "optimizer.set_weight() gives each step a weight of its own, which a captured CUDA graph cannot have"
+            )
+        weigh(bucket.gradients, bucket.weights, weight, self._terms.process_set)
+
+    def _reduction(self) -> dict[str, Any]:
+        terms = self._terms.reduction()
+        return {**terms, "reduce": Sum} if self._weighs else terms
 
     def _start(self, bucket: Bucket) -> None:
         if bucket.exposed is None:
@@ -646,6 +697,13 @@ class Reducer:
             if self._scatter:
                 self._keep_share(bucket, handle)
             self._runtime.release(handle)
+        if self._weighs and not self.is_marked(bucket):
+            divide(
+                bucket.gradients,
+                bucket.weights,
+                f"the gradients of {bucket.summary}",
+                self._terms.process_set,
+            )
         self._hand_out(bucket)
 
     def _keep_share(self, bucket: Bucket, handle: int) -> None:
@@ -795,9 +853,11 @@ class Reducer:
         residuals = {name: held.clone() for name, held in self.residuals.read(self.buckets).items()}
         self._send_mark(prompt)
         for state in alone:
-            start_alone(state, state.zeros(as_agreed=True), self._terms)
+            start_alone(state, state.zeros(as_agreed=True), self._terms, 1.0 if self._weighs else None)
         for bucket in buckets:
             bucket.flat.zero_()
+            if self._weighs:
+                self._weigh(bucket, 1.0)  # so that nobody complains of that
             if not self._marks_apart:
                 bucket.mark.fill_(self._mark_of()[1])
             self._start(bucket)
@@ -873,7 +933,7 @@ class Reducer:
             self._declared = self._runtime.declare(
                 names=[self._name_of(b) for b in self.buckets], data=[b.address for b in self.buckets],
                 counts=[b.flat.numel() for b in self.buckets], dtypes=[b.number for b in self.buckets],
-                process_set=self._set_id, device=self.buckets[0].place[0], **self._terms.reduction(),
+                process_set=self._set_id, device=self.buckets[0].place[0], **self._reduction(),
             )  # fmt: skip
 
     def _undeclare(self) -> None:
@@ -905,6 +965,7 @@ class Reducer:
                 (lambda state: state.passes == self.passes) if early else None,
                 self._changed,
                 bool(self.local),
+                weighted=self.weighted,
             )
         except ValueError as error:
             self.waits = self.may_wait  # it was no other optimizer that others were with
@@ -914,6 +975,7 @@ class Reducer:
             raise Mismatch(f"{text}. This has changed on some ranks since their last step.") from None
         if agreed is None:
             return False
+        self._weighs = self.weighted
         self._leads, self._all_here, self.some_local = agreed.leads, agreed.all_here, agreed.some_local
         for i, state in enumerate(by_name(states)):
             flag, dtype = agreed.sparse[i], agreed.dtypes[i]
@@ -924,6 +986,9 @@ class Reducer:
                 state.sparse_dim = max(0, flag - 1)
             elif flag > 1 and self.shards == 1:  # sharded by elements it is updated in dense pieces
                 state.becomes_sparse = True
+        sparse = next((s for s in states if self._weighs and s.sparse_dim), None)
+        if sparse is not None:
+            raise Unsupported(WEIGHED_SPARSE.format(name=sparse.name))
         self._agreed = True
         return True
 
@@ -949,8 +1014,10 @@ class Reducer:
                 size = GPU_BUCKET_BYTES
             plan = plan_buckets(runs, groups, self._wire_dtype_of, size)
             self._undeclare()
+            ranks = (self._terms.process_set.size() or 1) if self._weighs else 0
             self.buckets = [
-                Bucket(self._runtime, k, dtype, states, self.shards) for k, (dtype, states) in enumerate(plan)
+                Bucket(self._runtime, k, dtype, states, self.shards, ranks)
+                for k, (dtype, states) in enumerate(plan)
             ]
             on_gpu = any(bucket.place is not HOST for bucket in self.buckets)
             self._scatter = self.shards > 1 and (on_gpu or not self._runtime.shares_memory())
@@ -998,4 +1065,6 @@ class Reducer:
 
     def _wire_dtype_of(self, state: GradState) -> torch.dtype:
         dtype = state.dtype
+        if self._weighs:
+            dtype = wire_of(dtype) or dtype
         return getattr(self._terms.compression, "wire_dtype", dtype) if dtype.is_floating_point else dtype

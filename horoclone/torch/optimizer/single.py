@@ -40,8 +40,9 @@ def reduces_buckets(compression: Any) -> bool:
     return isinstance(compression, GradientCompressor)
 
 
-def submit_alone(state: GradState, terms: Terms) -> None:
-    """Starts the reduction of a gradient that lies in no bucket (zeros where this rank has none)."""
+def submit_alone(state: GradState, terms: Terms, weight: float | None = None) -> None:
+    """Starts the reduction of a gradient that lies in no bucket (zeros where this rank has none). weight: of this rank
+    in the mean; None: all count alike."""
     state.arrived = True
     grad = state.parameter.grad
     state.used = grad is not None
@@ -49,10 +50,10 @@ def submit_alone(state: GradState, terms: Terms) -> None:
         grad = state.zeros()
         if state.parameter.requires_grad:
             state.parameter.grad = grad
-    start_alone(state, grad, terms)
+    start_alone(state, grad, terms, weight)
 
 
-def start_alone(state: GradState, grad: torch.Tensor, terms: Terms) -> None:
+def start_alone(state: GradState, grad: torch.Tensor, terms: Terms, weight: float | None = None) -> None:
     """Starts it with this gradient, whatever parameter.grad is."""
     if grad.is_sparse and terms.sparse_as_dense:
         grad = grad.to_dense()
@@ -62,7 +63,9 @@ def start_alone(state: GradState, grad: torch.Tensor, terms: Terms) -> None:
         return
     wire, ctx = _single_compression(terms).compress(grad.detach())
     wire = wire.contiguous()
-    handle = operations.allreduce_async_(wire, None, state.name, terms.op, *terms.scales(), terms.process_set)
+    handle = operations.allreduce_async_(
+        wire, None, state.name, terms.op, *terms.scales(), terms.process_set, weight=weight
+    )
     state.pending = (handle, wire, ctx)
 
 

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
         def set_backward_passes_per_step(self, passes: int) -> None:
             """Changes how many backward passes are accumulated locally before gradients are reduced."""
 
+        def set_weight(self, weight: Any) -> None:
+            """How much this rank counts in the mean of the next step's gradients; call it before backward()."""
+
         def register_local(self, parameters: Any) -> None:
             """Leaves the gradients of a parameter, a module's parameters, or several of either to this rank."""
 

@@ -47,6 +47,10 @@ class WrappedOptimizer:
         """Within it self.state is of whole parameters."""
         return nullcontext()
 
+    def set_weight(self, weight: Any) -> None:
+        """ValueError: DistributedOptimizer(op=hvd.Average) without a quorum takes the mean of gradients."""
+        raise ValueError("optimizer.set_weight() does not work together with op=hvd.Adasum and quorum=")
+
     def _local_parameters(self) -> list[torch.Tensor]:
         """Those whose gradients stay on this rank."""
         return []

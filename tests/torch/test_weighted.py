@@ -1,0 +1,448 @@
+"""Weighted means of torch tensors and gradients: sum(w * x) / sum(w), as one process has on the whole batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from world import ranks
+
+import horoclone.torch as hvd
+from horoclone import metrics as observed
+from horoclone.errors import InvalidArgument, Mismatch, Unsupported
+
+WEIGHTS = [(3, 5, 2), (1000003, 1, 0), (0.1, 0.7, 0.25)]
+
+
+def _inputs(seed: int, shape: tuple[int, ...] = (4, 5)) -> list[np.ndarray]:
+    random = np.random.default_rng(seed)
+    return [random.standard_normal(shape) for _ in range(hvd.size())]
+
+
+def _mean(parts: list[np.ndarray], weights: Any) -> np.ndarray:
+    weights = weights[: len(parts)]
+    return np.asarray(sum(w * x for w, x in zip(weights, parts, strict=True)) / math.fsum(weights))
+
+
+def _assert_within_an_ulp(found: torch.Tensor, wanted: np.ndarray) -> None:
+    assert found.dtype == torch.float64
+    # Terms of both signs cancel: an ulp of what was added up.
+    assert np.all(np.abs(found.numpy() - wanted) <= np.spacing(np.maximum(np.abs(wanted), 1.0)))
+
+
+def _error(call: Callable[[], Any], kind: type[Exception]) -> str:
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
+@ranks(2, 3)
+def test_every_form_of_allreduce_takes_a_weight() -> None:
+    for seed, weights in enumerate(WEIGHTS):
+        parts, own = _inputs(seed), weights[hvd.rank()]
+        wanted = _mean(parts, weights)
+        x = torch.from_numpy(parts[hvd.rank()])
+        before = x.clone()
+        _assert_within_an_ulp(hvd.allreduce(x, name="x", weight=own), wanted)
+        _assert_within_an_ulp(
+            hvd.allreduce(x, op=hvd.Average, weight=torch.tensor(own, dtype=torch.float64)), wanted
+        )
+        _assert_within_an_ulp(hvd.synchronize(hvd.allreduce_async(x, name="x", weight=own)), wanted)
+        assert torch.equal(x, before)
+        for reduced in (
+            hvd.grouped_allreduce([x, 2 * x], name="g", weight=own),
+            hvd.synchronize(hvd.grouped_allreduce_async([x, 2 * x], weight=own)),
+        ):
+            _assert_within_an_ulp(reduced[0], wanted)
+            _assert_within_an_ulp(reduced[1] / 2, wanted)
+        y, z = x.clone(), x.clone()
+        assert hvd.allreduce_(y, name="y", weight=own) is y
+        _assert_within_an_ulp(y, wanted)
+        assert hvd.grouped_allreduce_([z], name="z", weight=own)[0] is z
+        _assert_within_an_ulp(z, wanted)
+        handle = hvd.allreduce_async_(x, name="x", weight=own)
+        assert hvd.synchronize(handle) is x and hvd.synchronize(handle) is None
+        _assert_within_an_ulp(x, wanted)
+
+
+@ranks(2, 3)
+def test_weights_keep_their_precision_in_narrow_dtypes() -> None:
+    weights = (1000003.0, 999.0, 17.0)[: hvd.size()]
+    share = sum(w * (r + 1) for r, w in enumerate(weights)) / sum(weights)
+    for dtype in torch.float32, torch.bfloat16, torch.float16:
+        x = torch.full((3,), 1.0 + hvd.rank(), dtype=dtype)
+        found = hvd.allreduce(x, name="x", weight=weights[hvd.rank()])
+        assert found.dtype == dtype
+        # In bfloat16 a sum of weights that was rounded there would be off by more than its neighbour.
+        assert torch.equal(found, torch.full((3,), share).to(dtype))
+    pair = hvd.grouped_allreduce(
+        [torch.ones(2).half(), torch.ones(2).double() * hvd.rank()], weight=weights[hvd.rank()]
+    )
+    assert [t.dtype for t in pair] == [torch.float16, torch.float64] and torch.equal(
+        pair[0], torch.ones(2).half()
+    )
+
+
+@ranks(2)
+def test_bfloat16_stays_bfloat16_under_compression() -> None:
+    x = torch.full((4,), 1.0 + hvd.rank())
+    found = hvd.allreduce(x, compression=hvd.Compression.bf16, weight=(1, 3)[hvd.rank()])
+    assert found.dtype == torch.float32 and torch.equal(found, torch.full((4,), 1.75))
+    for compression in (hvd.Compression.fp16,):
+        with pytest.raises(ValueError, match="Compression.none and hvd.Compression.bf16"):
+            hvd.allreduce(x, compression=compression, weight=1)
+
+
+@ranks(2, 3)
+def test_a_rank_of_weight_0_has_no_part_whatever_it_holds() -> None:
+    x = torch.full((2,), math.nan if hvd.rank() else 5.0)
+    assert torch.equal(hvd.allreduce(x, name="x", weight=int(hvd.rank() == 0)), torch.full((2,), 5.0))
+
+
+@ranks(3, init=False)
+def test_process_sets_have_means_and_errors_of_their_own() -> None:
+    hvd.init(process_sets="dynamic")
+    pair = hvd.add_process_set([0, 2])
+    if pair.included():
+        x = torch.tensor([1.0 + hvd.rank()])
+        assert hvd.allreduce(x, weight=1 + hvd.rank(), process_set=pair).item() == (1 * 1 + 3 * 3) / 4
+        call = lambda: hvd.allreduce(x, name="x", weight=1 - hvd.rank(), process_set=pair)  # noqa: E731
+        assert "rank 2 gave the weight -1, which is negative" in _error(call, InvalidArgument)
+    hvd.barrier()
+    hvd.shutdown()
+
+
+@ranks(2, 3)
+def test_a_wrong_weight_is_named_on_every_rank_and_the_runtime_goes_on() -> None:
+    x = torch.ones(3)
+    wrong = {math.nan: "which is not a number", math.inf: "which is infinite", -2: "which is negative"}
+    for value, why in {**wrong, 1e300: "which is infinite", -math.inf: "which is negative"}.items():
+        text = _error(
+            lambda v=value: hvd.allreduce(x, name="loss", weight=v if hvd.rank() == 1 else 1), InvalidArgument
+        )
+        assert (
+            "allreduce 'loss': rank 1 gave the weight" in text
+            and why in text
+            and "0 where it has none" in text
+        )
+    text = _error(lambda: hvd.grouped_allreduce([x, x], name="pair", weight=0), InvalidArgument)
+    assert "'pair'" in text and "all ranks gave the weight 0" in text
+    text = _error(lambda: hvd.allreduce(x, weight=math.nan), InvalidArgument)
+    assert all(f"rank {r} gave" in text for r in range(hvd.size())) and "unnamed" in text
+    text = _error(lambda: hvd.allreduce(x, name="big", weight=3e38), InvalidArgument)
+    assert "infinite in float32" in text
+    assert torch.equal(x, torch.ones(3))
+    assert hvd.allreduce(x, name="loss", weight=1)[0] == 1
+
+
+@ranks(2, 3)
+def test_a_weight_on_one_rank_only_is_a_mismatch() -> None:
+    x = torch.ones(3)
+    for call in hvd.allreduce, lambda t, **more: hvd.grouped_allreduce([t, t], **more):
+        more = {"weight": 2} if hvd.rank() == 1 else {}
+        assert "give weight= where the others do" in _error(
+            lambda c=call, m=more: c(x, name="x", **m), Mismatch
+        )
+    assert hvd.allreduce(x, name="x")[0] == 1
+
+
+@ranks(2)
+def test_what_is_no_weight_or_no_mean_is_refused() -> None:
+    x = torch.ones(3)
+    for weight in "3", [1], torch.ones(1), True, 1j, object():
+        with pytest.raises(TypeError, match="weight"):
+            hvd.allreduce(x, weight=weight)
+    for more in {"op": hvd.Sum}, {"prescale_factor": 2.0}, {"postscale_factor": 2.0}:
+        with pytest.raises(ValueError, match="weight= "):
+            hvd.allreduce(x, weight=1, **more)
+    with pytest.raises(ValueError, match="floating-point"):
+        hvd.allreduce(torch.ones(2, dtype=torch.int32), weight=1)
+    with pytest.raises(ValueError, match="priority"):
+        hvd.allreduce_async(x, weight=1, priority=1)
+    with pytest.raises(ValueError, match="has no gradient"):
+        hvd.allreduce(x, weight=torch.tensor(1.0, requires_grad=True))
+
+
+@ranks(2, 3)
+def test_the_gradient_of_a_weighted_mean_is_each_ranks_share() -> None:
+    weights = (1.0, 3.0, 4.0)[: hvd.size()]
+    for call in hvd.allreduce, lambda t, **more: hvd.grouped_allreduce([t], **more)[0]:
+        x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+        (call(x, name="x", weight=weights[hvd.rank()]) * (hvd.rank() + 1)).sum().backward()
+        own = weights[hvd.rank()] / sum(weights) * sum(range(1, hvd.size() + 1))
+        assert torch.allclose(x.grad, torch.full((2,), own, dtype=torch.float64), rtol=1e-15)
+
+
+@ranks(3)
+def test_a_rank_that_has_joined_has_the_weight_0() -> None:
+    if hvd.rank() == 2:
+        hvd.join()
+        return
+    x = torch.full((2,), 1.0 + hvd.rank())
+    assert hvd.allreduce(x, name="x", weight=1 + 2 * hvd.rank())[0] == 7 / 4
+    assert "all ranks gave" in _error(lambda: hvd.allreduce(x, name="x", weight=0), InvalidArgument)
+    hvd.join()
+
+
+@ranks(2)
+def test_the_weight_goes_with_the_tensor_in_one_operation_and_changes_from_call_to_call() -> None:
+    x = torch.full((1000,), float(hvd.rank()))
+    before = observed()["batches"]
+    for step in range(20):
+        mean = hvd.allreduce(x, name="x", weight=1 + step * hvd.rank())
+        assert mean[0].item() == pytest.approx((1 + step) / (2 + step), rel=1e-6)
+    assert observed()["batches"] - before == 20
+
+
+# --- the optimizer ---
+
+
+def _model(dtype: torch.dtype = torch.float64) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).to(dtype)
+
+
+def _batches(step: int, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of all ranks: as many samples as nobody else has, and none at times."""
+    random = torch.Generator().manual_seed(step)
+    counts = [(step + 3 * r) % 5 if r else 2 + step % 3 for r in range(size)]
+    return [
+        (
+            torch.randn(n, 6, generator=random, dtype=torch.float64),
+            torch.randn(n, 1, generator=random, dtype=torch.float64),
+        )
+        for n in counts
+    ]
+
+
+def _distributed(model: torch.nn.Module, **options: Any) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), **options)
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("options", [{}, {"groups": 2}, {"backward_passes_per_step": 2}], ids=str)
+def test_training_is_that_of_one_process_on_the_whole_batch(options: dict[str, Any]) -> None:
+    model, alone = _model(), _model()
+    optimizer, single = (
+        _distributed(model, **options),
+        torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9),
+    )
+    loss = torch.nn.MSELoss()  # the mean of no samples is NaN
+    passes = options.get("backward_passes_per_step", 1)
+    for step in range(12):
+        batches = _batches(step, hvd.size())
+        x, y = batches[hvd.rank()]
+        optimizer.set_weight(len(x))
+        for _ in range(passes):
+            (loss(model(x), y) / passes).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        whole = [torch.cat(parts) for parts in zip(*batches, strict=True)]
+        single.zero_grad()
+        loss(alone(whole[0]), whole[1]).backward()
+        single.step()
+    for own, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+        assert torch.allclose(own, wanted, rtol=1e-13, atol=1e-14)
+    assert all(p.abs().max() > 0 for p in model.parameters())
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_gradients_of_narrow_dtypes_have_the_mean_of_their_weights(dtype: torch.dtype) -> None:
+    weights = (1000003.0, 999.0, 17.0)[: hvd.size()]
+    wanted = sum(w * (r + 1) for r, w in enumerate(weights)) / sum(weights)
+    p = torch.nn.Parameter(torch.zeros(70, dtype=dtype))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), named_parameters=[("p", p)])
+    for _ in range(4):
+        optimizer.set_weight(weights[hvd.rank()])
+        (p * (hvd.rank() + 1.0)).sum().backward()
+        optimizer.synchronize()
+        assert torch.equal(p.grad, torch.full((70,), wanted).to(dtype))
+        optimizer.zero_grad()
+
+
+@ranks(2, 3)
+def test_gradients_are_the_weighted_mean_to_an_ulp() -> None:
+    p = torch.nn.Parameter(torch.zeros(33, dtype=torch.float64))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), named_parameters=[("p", p)])
+    for step in range(4):
+        for weights in WEIGHTS:
+            parts = _inputs(step, (33,))
+            optimizer.set_weight(weights[hvd.rank()])
+            (p * torch.from_numpy(parts[hvd.rank()])).sum().backward()
+            _assert_within_an_ulp(p.grad, _mean(parts, weights))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _step(optimizer: Any, model: torch.nn.Module, weight: Any = "none") -> None:
+    if weight != "none":
+        optimizer.set_weight(weight)
+    model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@ranks(2, 3)
+def test_wrong_weights_of_a_step_are_errors_on_every_rank_and_training_goes_on() -> None:
+    model = _model()
+    optimizer = _distributed(model)
+    for _ in range(4):  # the first step has no buckets yet
+        wrong = {math.nan: "not a number", -1: "negative", math.inf: "infinite"}
+        for value, why in wrong.items():
+            text = _error(
+                lambda v=value: _step(optimizer, model, v if hvd.rank() == 1 else 1), InvalidArgument
+            )
+            assert "rank 1 gave the weight" in text and why in text, text
+            assert any(name in text for name, _ in model.named_parameters()), text
+            optimizer.zero_grad()
+        text = _error(lambda: _step(optimizer, model, *([1] if hvd.rank() != 1 else [])), InvalidArgument)
+        assert "rank 1 gave no weight" in text and "set_weight() before the backward()" in text
+        optimizer.zero_grad()
+        assert "all ranks gave the weight 0" in _error(lambda: _step(optimizer, model, 0), InvalidArgument)
+        optimizer.zero_grad()
+        _step(optimizer, model, 1 + hvd.rank())
+    same = hvd.allgather_object([p.sum().item() for p in model.parameters()])
+    assert all(one == same[0] for one in same)
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("before", [0, 3])
+def test_weights_on_one_rank_only_are_a_mismatch_and_the_next_step_may_be_right(before: int) -> None:
+    model = _model()
+    optimizer = _distributed(model)
+    for _ in range(before):
+        _step(optimizer, model)
+    text = _error(lambda: _step(optimizer, model, *([1] if hvd.rank() == 1 else [])), Mismatch)
+    assert "set_weight() was called on rank 1, and not on rank 0" in text
+    optimizer.zero_grad()
+    for _ in range(3):
+        _step(optimizer, model, 1 + hvd.rank())
+    same = hvd.allgather_object([p.sum().item() for p in model.parameters()])
+    assert all(one == same[0] for one in same)
+
+
+@ranks(2, 3)
+def test_weights_may_begin_and_end_between_steps() -> None:
+    p = torch.nn.Parameter(torch.zeros(5, dtype=torch.float64))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), named_parameters=[("p", p)])
+    size = hvd.size()
+    plain, by_rank = (size - 1) / 2, sum(r * r for r in range(size)) / sum(range(size))
+    for weighted in False, True, False, True:
+        for _ in range(3):
+            optimizer.set_weight(hvd.rank() if weighted else None)
+            (p * hvd.rank()).sum().backward()
+            optimizer.synchronize()
+            assert p.grad[0].item() == pytest.approx(by_rank if weighted else plain, rel=1e-15)
+            optimizer.zero_grad()
+
+
+@ranks(2)
+def test_weights_cost_no_operation_of_their_own() -> None:
+    counts = []
+    for weighted in False, True:
+        model = _model()
+        optimizer = _distributed(model)
+        for step in range(6):
+            if step == 3:
+                before = observed()["batches"]
+            _step(optimizer, model, *([1 + step] if weighted else []))
+        counts.append(observed()["batches"] - before)
+    assert counts[0] == counts[1]
+
+
+@ranks(2)
+def test_a_step_that_is_left_out_does_not_use_the_next_ones_weight() -> None:
+    model = _model()
+    optimizer = _distributed(model)
+    for step in range(6):
+        optimizer.set_weight(1 + step * hvd.rank())
+        model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+        if step % 2:
+            model.zero_grad()  # past the optimizer, as scalers do
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@ranks(2)
+def test_a_weight_that_comes_too_late_is_refused() -> None:
+    model = _model()
+    optimizer = _distributed(model, backward_passes_per_step=2)
+    for _ in range(3):
+        optimizer.set_weight(1)
+        model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+        optimizer.set_weight(2)  # nothing has been sent
+        with pytest.raises(RuntimeError, match="before the first backward"):
+            optimizer.set_weight(None)
+        model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@ranks(2)
+def test_an_optimizer_says_what_weights_do_not_work_with() -> None:
+    def refused(match: str, **options: Any) -> None:
+        model = _model(torch.float32)
+        with pytest.raises(ValueError, match=match):
+            _distributed(model, **options).set_weight(1)
+
+    refused("op other than Average", op=hvd.Sum)
+    refused("Adasum", op=hvd.Adasum)
+    refused("gradient_predivide_factor", gradient_predivide_factor=2.0)
+    refused("compression", compression=hvd.Compression.fp16)
+    refused("compression", compression=hvd.Compression.topk(ratio=0.5))
+    refused("shard_optimizer_state", shard_optimizer_state=True)
+    model = _model()
+    refused("local parameters", local_parameters=[next(model.parameters())])
+    optimizer = _distributed(model)
+    optimizer.set_weight(1)
+    with pytest.raises(ValueError, match="local parameters"):
+        optimizer.register_local(next(model.parameters()))
+    with pytest.raises(TypeError, match="weight"):
+        optimizer.set_weight("3")
+
+
+@ranks(2)
+def test_sparse_gradients_are_weighed_when_they_are_made_dense() -> None:
+    for dense in False, True:
+        table = torch.nn.Embedding(4, 3, sparse=True)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(table.parameters(), lr=1.0), table.named_parameters(), sparse_as_dense=dense
+        )
+        for _ in range(3):
+            optimizer.set_weight(1 + 2 * hvd.rank())
+            loss = table(torch.tensor([hvd.rank()])).sum()
+            if not dense:
+                with pytest.raises(Unsupported, match="sparse_as_dense=True"):
+                    loss.backward()
+                    optimizer.step()
+                break
+            loss.backward()
+            optimizer.synchronize()
+            grad = table.weight.grad.to_dense()
+            assert grad[:, 0].tolist() == [0.25, 0.75, 0.0, 0.0]
+            optimizer.zero_grad()
+
+
+@ranks(2)
+def test_a_closure_of_lbfgs_sees_the_weighted_loss() -> None:
+    p = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    optimizer = hvd.DistributedOptimizer(torch.optim.LBFGS([p], max_iter=5), named_parameters=[("p", p)])
+    weight = 1 + 2 * hvd.rank()
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        optimizer.set_weight(weight)
+        loss = ((p - hvd.rank()) ** 2).mean()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    assert torch.allclose(p, torch.full((2,), 0.75, dtype=torch.float64))
