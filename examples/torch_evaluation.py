@@ -1,6 +1,6 @@
 """Exact metrics over a test set that is not divisible: each rank tests its share, counts and predictions are combined.
 
-DistributedSampler repeats samples to even the shares out, which falsifies metrics; here every sample counts once.
+DistributedSampler repeats samples to even the shares out, which falsifies metrics; hvd.EvaluationSampler does not.
     horoclonerun -np 2 python examples/torch_evaluation.py
 """
 
@@ -41,33 +41,27 @@ def main() -> None:
             F.cross_entropy(model(images[batch]), labels[batch]).backward()
             optimizer.step()
 
-    # Sums of counts are exact whatever the sizes of the shares; averages of averages would not be.
-    share = test[hvd.rank() :: hvd.size()]
+    share = test[hvd.EvaluationSampler(test)[:]]
     with torch.no_grad():
         scores = model(images[share])
     confusion = torch.zeros(10, 10, dtype=torch.int64)
     confusion.index_put_((labels[share], scores.argmax(1)), torch.tensor(1), accumulate=True)
-    confusion = hvd.allreduce(confusion, op=hvd.Sum, name="confusion")
-    loss = hvd.allreduce(
-        F.cross_entropy(scores, labels[share], reduction="sum").double(), op=hvd.Sum, name="loss"
-    )
-    shares = hvd.allgather(torch.tensor([len(share)]), name="shares").tolist()
-    # Predictions themselves can be gathered too: the first dimensions may differ.
-    everything = hvd.allgather(
-        torch.cat([share.view(-1, 1), scores.argmax(1, keepdim=True)], 1), name="predictions"
-    )
+    confusion = hvd.metric_sum(confusion)
+    loss = hvd.metric_mean(F.cross_entropy(scores, labels[share]), count=len(share))
+    shares = hvd.allgather_object(len(share))
+    # Predictions can be gathered, too; they come in the order of the test set.
+    predictions = hvd.allgather(scores.argmax(1), name="predictions")
 
     if hvd.rank() == 0:
         with torch.no_grad():  # the same on one rank alone
             alone = model(images[test])
         right = (alone.argmax(1) == labels[test]).sum().item()
-        assert int(confusion.sum()) == len(test) == len(everything)
+        assert int(confusion.sum()) == len(test)
         assert int(confusion.trace()) == right, "distributed and local accuracy differ"
-        assert torch.equal(everything[everything[:, 0].argsort(), 0], test.sort().values)
-        recall = (confusion.diag() / confusion.sum(1)).min().item()
-        mean = loss.item() / len(test)
+        assert torch.equal(predictions, alone.argmax(1))
+        recall = (confusion.diagonal() / confusion.sum(1)).min()
         print(
-            f"shares {shares}: {right} of {len(test)} right, accuracy {right / len(test):.2%}, loss {mean:.4f}"
+            f"shares {shares}: {right} of {len(test)} right, accuracy {right / len(test):.2%}, loss {loss:.4f}"
         )
         print(f"accuracy {right / len(test):.4f}, worst recall {recall:.4f}, equal to one rank's: True")
 

@@ -41,6 +41,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "reduce_async_", "gather", "gather_async", "scatter", "scatter_async", "send", "recv", "isend", "irecv",
     ),
     "objects": ("broadcast_object", "broadcast_object_fn", "allgather_object"),
+    "evaluation": ("EvaluationSampler", "metric_mean", "metric_sum"),
     "launch.api": ("run",),
 }  # fmt: skip
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -75,6 +75,11 @@ from horoclone.objects import (
     broadcast_object as broadcast_object,
     broadcast_object_fn as broadcast_object_fn,
 )
+from horoclone.evaluation import (
+    EvaluationSampler as EvaluationSampler,
+    metric_mean as metric_mean,
+    metric_sum as metric_sum,
+)
 from horoclone.launch.api import (
     run as run,
 )
@@ -173,6 +178,9 @@ __all__: list[str] = [
     "broadcast_object",
     "broadcast_object_fn",
     "allgather_object",
+    "EvaluationSampler",
+    "metric_mean",
+    "metric_sum",
     "run",
 ]
 

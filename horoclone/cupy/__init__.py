@@ -19,6 +19,7 @@ from horoclone.errors import (
     Timeout,
     Unsupported,
 )
+from horoclone.evaluation import EvaluationSampler, metric_mean, metric_sum
 from horoclone.objects import allgather_object, broadcast_object, broadcast_object_fn
 from horoclone.ops import *  # noqa: F403 - the reductions
 from horoclone.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
@@ -50,4 +51,5 @@ __all__ = [
     "broadcast_object_fn", "cross_rank", "cross_size", "cuda_built", "global_process_set", "init", "is_homogeneous",
     "is_initialized", "local_rank", "local_size", "nccl_built", "rank", "remove_process_set", "shutdown", "size",
     "start_timeline", "stop_timeline",
+    "EvaluationSampler", "metric_mean", "metric_sum",
 ]  # fmt: skip

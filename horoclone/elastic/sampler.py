@@ -20,6 +20,9 @@ class ElasticSampler:
     checkpoint: a job that goes on, also with another number of ranks, takes the samples that are left. All ranks take
     equally many: where the rest cannot be divided, the last round is filled up from the beginning of the rest. Those
     are the only samples that an epoch has twice. Needs hvd.init() first.
+
+    Its iterator has a state of its own, so that torchdata's StatefulDataLoader goes on behind the batches that it has
+    given out, without record_batch and whatever its workers have fetched ahead.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -53,6 +56,7 @@ class ElasticSampler:
     def reset(self) -> None:
         """Shares out what is left over the ranks that there are now."""
         self.num_replicas, self.rank = facts.size(), facts.rank()
+        self._begun_at = self.processed_num
         order = list(range(len(self.dataset)))
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(order)
@@ -61,8 +65,43 @@ class ElasticSampler:
         self.total_size = self.num_samples * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
+        return _Pass(self)
+
+    def _mine(self) -> list[int]:
         left = self.remaining_indices
-        return iter([left[i % len(left)] for i in range(self.rank, self.total_size, self.num_replicas)])
+        return [left[i % len(left)] for i in range(self.rank, self.total_size, self.num_replicas)]
 
     def __len__(self) -> int:
         return self.num_samples
+
+
+class _Pass(Iterator[int]):
+    """One pass over a sampler's share, whose state says where in the epoch it stands."""
+
+    def __init__(self, sampler: ElasticSampler) -> None:
+        self._sampler = sampler
+        self._begin()
+
+    def _begin(self) -> None:
+        sampler = self._sampler
+        self._indices = sampler._mine()
+        self._epoch, self._begun_at, self._replicas = sampler.epoch, sampler._begun_at, sampler.num_replicas
+        self._given = 0
+
+    def __next__(self) -> int:
+        if self._given == len(self._indices):
+            raise StopIteration
+        self._given += 1
+        return self._indices[self._given - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        """Which epoch, and the samples that all ranks have been given; the same on each after equally many."""
+        return {"epoch": self._epoch, "processed_num": self._begun_at + self._given * self._replicas}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Goes on behind those samples, with the ranks that there are now; not where the sampler, whose state came
+        first, has begun a later epoch since."""
+        if state_dict["epoch"] == self._sampler.epoch:
+            self._sampler.processed_num = state_dict["processed_num"]
+            self._sampler.reset()
+        self._begin()

@@ -13,6 +13,7 @@ from horoclone.errors import (
     Timeout,
     Unsupported,
 )
+from horoclone.evaluation import EvaluationSampler, metric_mean, metric_sum
 from horoclone.jax import elastic, native
 from horoclone.jax.compression import Compression
 from horoclone.jax.failures import horovod_error_of
@@ -49,6 +50,7 @@ __all__ = [
     "checkpoint", "cross_rank", "cross_size", "elastic", "flat_metrics", "flight_record", "global_process_set",
     "horovod_error_of", "init", "is_homogeneous", "is_initialized", "local_rank", "local_size", "metrics", "rank",
     "reducescatter", "remove_process_set", "shutdown", "size",
+    "EvaluationSampler", "metric_mean", "metric_sum",
 ]  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from horoclone.errors import (
     Timeout,
     Unsupported,
 )
+from horoclone.evaluation import EvaluationSampler, metric_mean, metric_sum
 from horoclone.keras import callbacks, elastic
 from horoclone.keras.distribute import Compression, PartialDistributedOptimizer, make_distributed
 from horoclone.keras.saving import load_model
@@ -45,6 +46,7 @@ __all__ = [
     "PartialDistributedOptimizer", "PeerLost", "Timeout", "Unsupported", "allgather", "allgather_object",
     "allreduce", "broadcast", "broadcast_global_variables", "broadcast_object", "broadcast_variables",
     "callbacks", "checkpoint", "elastic", "flat_metrics", "flight_record", "load_model", "metrics", "reducescatter",
+    "EvaluationSampler", "metric_mean", "metric_sum",
 ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from horoclone.errors import (
     Timeout,
     Unsupported,
 )
+from horoclone.evaluation import EvaluationSampler, metric_mean, metric_sum
 from horoclone.ops import *  # noqa: F403 - the reductions; what a star gives, mypy does not pass on through another
 from horoclone.runtime.exported import *  # noqa: F403 - facts, init() and shutdown(), for the same reason
 from horoclone.runtime.flat_metrics import flat_metrics
@@ -63,6 +64,7 @@ __all__ = [
     "elastic", "gpu_available", "grouped_allreduce", "grouped_reducescatter", "reducescatter",
     "flat_metrics", "flight_record", "metrics", "check_extension", "check_num_rank_power_of_2",
     "handle_average_backwards_compatibility", "refs_to_vars", "split_list", "vars_to_refs",
+    "EvaluationSampler", "metric_mean", "metric_sum",
 ]  # fmt: skip
 
 

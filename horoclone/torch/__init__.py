@@ -14,6 +14,7 @@ from horoclone.errors import (
     Timeout,
     Unsupported,
 )
+from horoclone.evaluation import EvaluationSampler, metric_mean, metric_sum
 from horoclone.ops import *  # noqa: F403 - the reductions; what a star gives, mypy does not pass on through another
 from horoclone.runtime import lifecycle
 from horoclone.runtime.exported import *  # noqa: F403 - facts, init() and shutdown(), for the same reason
@@ -46,6 +47,7 @@ __all__ = [
     "NotInitialized", "PeerLost", "SyncBatchNorm", "Timeout", "Unsupported", "allgather_object", "broadcast_object",
     "DiLoCo", "LocalSGD", "broadcast_optimizer_state", "broadcast_parameters", "c10d", "check_extension", "checkpoint",
     "elastic", "flat_metrics", "flight_record", "metrics",
+    "EvaluationSampler", "metric_mean", "metric_sum",
 ]  # fmt: skip
 
 

@@ -36,19 +36,20 @@ checkpoint.jax:
 checkpoint.torch:
 common: elastic errors ops process_sets runtime runtime.lifecycle
 compression:
-cupy: arrays errors objects ops process_sets runtime runtime.lifecycle
+cupy: arrays errors evaluation objects ops process_sets runtime runtime.lifecycle
 data:
 elastic: arrays errors failpoints objects optional owned runtime runtime.lifecycle
 errors:
+evaluation: objects process_sets
 failpoints: errors
 gradient_names: runtime runtime.lifecycle
 handles: arguments errors process_sets
 horoclone: optional
 horovod_alias: stand_ins
-jax: arguments arrays compression elastic errors gradient_names objects ops optional owned process_sets requests runtime
-    runtime.lifecycle
-keras: arguments arrays compression elastic errors gradient_names jax objects ops optional owned process_sets runtime
-    runtime.exported stand_ins tensorflow torch torch.operations tracking
+jax: arguments arrays compression elastic errors evaluation gradient_names objects ops optional owned process_sets requests
+    runtime runtime.lifecycle
+keras: arguments arrays compression elastic errors evaluation gradient_names jax objects ops optional owned process_sets
+    runtime runtime.exported stand_ins tensorflow torch torch.operations tracking
 launch: anonymous_file bootstrap errors failpoints live membership optional selection settings simulate
     sockets
 lightning: errors objects runtime runtime.lifecycle torch tracking
@@ -82,10 +83,10 @@ spark: bootstrap connection_limits errors launch runner
 spark.keras: keras
 spark.torch: torch
 stand_ins: errors
-tensorflow: arguments arrays bootstrap common compression elastic errors gradient_names objects ops optional owned process_sets
-    runtime runtime.exported runtime.lifecycle
+tensorflow: arguments arrays bootstrap common compression elastic errors evaluation gradient_names objects ops optional owned
+    process_sets runtime runtime.exported runtime.lifecycle
 tensorflow.keras: common keras process_sets runtime runtime.exported
-torch: common errors ops optional runtime runtime.exported runtime.lifecycle torch.c10d torch.compression
+torch: common errors evaluation ops optional runtime runtime.exported runtime.lifecycle torch.c10d torch.compression
     torch.elastic torch.functions torch.local_sgd torch.mpi_ops torch.operations torch.optimizer
     torch.sync_batch_norm
 torch.c10d: anonymous_file bootstrap errors handles objects ops runtime runtime.lifecycle settings torch.operations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -29,7 +29,8 @@ from horoclone.torch.optimizer.own_state import OwnState
 from horoclone.torch.optimizer.resharding import boxed, unboxed
 
 __all__ = [
-    "ModelStateHandler", "OptimizerStateHandler", "SamplerStateHandler", "StateHandler", "TorchState",
+    "LoaderStateHandler", "ModelStateHandler", "OptimizerStateHandler", "SamplerStateHandler", "StateHandler",
+    "TorchState",
     "get_handler_registry", "set_handler_registry",
 ]  # fmt: skip
 
@@ -55,6 +56,9 @@ class StateHandler:
     def sync(self) -> None:
         """Gives every rank's value the same state. A collective."""
         raise NotImplementedError
+
+    def reset(self) -> None:
+        """Fits the value to the ranks that there are now, before training goes on; sync() may follow or not."""
 
     def sync_saves(self) -> bool:
         """Returns whether sync() ends with the copy that save() would make, so that it need not be made twice."""
@@ -249,11 +253,74 @@ class SamplerStateHandler(StateHandler):
         """Sets epoch and number to the newest copy, and shares out what is left."""
         self.value.load_state_dict(self._saved_sampler_state)
 
+    def reset(self) -> None:
+        """Shares out what is left over the ranks that there are."""
+        self.value.reset()
+
     def sync(self) -> None:
         """Broadcasts epoch and number, and shares out what is left over the ranks that there are."""
         self.value.load_state_dict(
             broadcast_object(self.value.state_dict(), root_of_sync(), "hvd.elastic.sampler")
         )
+        self.save()
+
+
+@runtime_checkable
+class StatefulLoader(Protocol):
+    """What is handled of torchdata's StatefulDataLoader; the package need not be there."""
+
+    sampler: Any
+    next_iter_state: Any  # what load_state_dict() was given last, until the next pass begins
+    _iterator: Any  # of the newest pass; None before the first
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+class LoaderStateHandler(StateHandler):
+    """Handles such a loader over an ElasticSampler: which batches of the epoch it has given out.
+
+    ValueError for another sampler, whose state does not fit another number of ranks.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader)
+        if not isinstance(loader.sampler, ElasticSampler):
+            raise ValueError(
+                f"the loader in this TorchState draws from {type(loader.sampler).__name__}, which cannot be shared out "
+                f"anew when ranks come and go. Make it with sampler=hvd.elastic.ElasticSampler(dataset)."
+            )
+        self.save()
+
+    def save(self) -> None:
+        """Keeps the states of loader and sampler."""
+        self._saved_loader_state = self._state()
+
+    def _state(self) -> tuple[Any, Any]:
+        # Asked before it has begun, a loader would start its workers on an order that set_epoch() may still change.
+        has_begun = self.value._iterator is not None or self.value.next_iter_state is not None
+        state = (self.value.next_iter_state or self.value.state_dict()) if has_begun else {}
+        return copy.deepcopy((self.value.sampler.state_dict(), state))
+
+    def _set(self, states: tuple[Any, Any]) -> None:
+        sampler_state, loader_state = copy.deepcopy(states)
+        self.value.sampler.load_state_dict(sampler_state)
+        self.value.next_iter_state = None
+        self.value.load_state_dict(loader_state)
+
+    def restore(self) -> None:
+        """Sets both to the newest copy: the next loop over the loader goes on there."""
+        self._set(self._saved_loader_state)
+
+    def reset(self) -> None:
+        """Has the next loop go on where the loader stands, over the ranks that there are."""
+        self._set(self._state())
+
+    def sync(self) -> None:
+        """Broadcasts both, and shares out what is left over the ranks that there are."""
+        root = root_of_sync()
+        mine = self._state() if rank() == root else None
+        self._set(broadcast_object(mine, root, "hvd.elastic.loader"))
         self.save()
 
 
@@ -275,6 +342,7 @@ _registry: list[tuple[type, type[StateHandler]]] = [
     (torch.nn.Module, ModelStateHandler),
     (torch.optim.Optimizer, OptimizerStateHandler),
     (ElasticSampler, SamplerStateHandler),
+    (StatefulLoader, LoaderStateHandler),
 ]
 
 
@@ -383,8 +451,7 @@ class TorchState(ObjectState):
         """Has samplers share out what is left among the ranks that there are now; optimizers give up what was on its
         way."""
         for handler in self._handlers.values():
-            if isinstance(handler, SamplerStateHandler):
-                handler.value.reset()
+            handler.reset()
         for value in [*(one.value for one in self._handlers.values()), *self._attributes().kept()]:
             give_up = getattr(value, "_give_up", None)
             if give_up is not None:

@@ -1,6 +1,7 @@
 """A script for test_jobs.py: two epochs over 300 samples; the process that starts as rank 1 ends once, as it is told.
 
-argv: the signal, and a file that is made before it is sent. Rank 0 prints how many samples each epoch had.
+argv: the signal, a file that is made before it is sent, and the loader: "plain", or how many workers a
+StatefulDataLoader of torchdata has. Rank 0 prints how many samples each epoch had.
 """
 
 import os
@@ -12,20 +13,27 @@ import torch
 import horoclone.torch as hvd
 
 
-def main(how: int, mark: str) -> None:
+def main(how: int, mark: str, kind: str) -> None:
     hvd.init()
     torch.manual_seed(hvd.rank())
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     sampler = hvd.elastic.ElasticSampler(range(300), seed=1)
-    state = hvd.elastic.TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0, seen=[])
+    if kind == "plain":
+        where = {"sampler": sampler}
+        loader = torch.utils.data.DataLoader(range(300), 2, sampler=sampler)
+    else:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        loader = StatefulDataLoader(range(300), 2, sampler=sampler, num_workers=int(kind))
+        where = {"loader": loader}
+    state = hvd.elastic.TorchState(model=model, optimizer=optimizer, epoch=0, seen=[], **where)
 
     @hvd.elastic.run
     def train(state: hvd.elastic.TorchState) -> None:
         print(f"generation {hvd.elastic.generation().number} of {hvd.size()}", flush=True)
         while state.epoch < 2:
-            loader = torch.utils.data.DataLoader(range(300), 2, sampler=sampler)
             for index, samples in enumerate(loader):
                 optimizer.zero_grad()
                 model(samples.float()[:, None].expand(-1, 3) / 300).square().sum().backward()
@@ -33,7 +41,8 @@ def main(how: int, mark: str) -> None:
                     open(mark, "w").close()
                     os.kill(os.getpid(), how)
                 optimizer.step()
-                sampler.record_batch(index, len(samples))
+                if kind == "plain":
+                    sampler.record_batch(index, len(samples))
                 state.seen = state.seen + hvd.allgather(samples).tolist()
                 time.sleep(0.005)
                 if index % 3 == 2:
@@ -51,4 +60,4 @@ def main(how: int, mark: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]), *sys.argv[2:])
