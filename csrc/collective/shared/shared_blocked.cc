@@ -30,7 +30,7 @@ class BlockedReduction : public BlockedCollective {
     size_t at = s.begin(rank_);
     view_.each(begin_of(block) + at, s.end(rank_) - at, [&](const Piece& part) {
       for (int m = 0; m < n_; ++m) sources_[m] = m == rank_ ? part.in : buffer(m, block) + at * item();
-      std::byte* const destinations[] = {buffer(rank_, block) + at * item(), part.out};
+      std::byte* const destinations[] = {buffer(result_at(rank_), block) + at * item(), part.out};
       reduce_by_levels(shared_.levels(), task_.dtype, task_.reduce, std::span(destinations, collects_ ? 2 : 1),
                        sources_, part.count, task_.scale);
       at += part.count;
@@ -40,8 +40,12 @@ class BlockedReduction : public BlockedCollective {
     const Slices s = slices(block);
     for (int m = 0; m < n_ && collects_; ++m)
       if (m != rank_)
-        view_.scatter(begin_of(block) + s.begin(m), s.end(m) - s.begin(m), buffer(m, block) + s.begin(m) * item());
+        view_.scatter(begin_of(block) + s.begin(m), s.end(m) - s.begin(m),
+                      buffer(result_at(m), block) + s.begin(m) * item());
   }
+  // In whose buffer the sum of member m's slice lies: over the contribution of the next, whose cache lines m has just
+  // read and nobody else needs. A buffer of m's own would have to be fetched from those who read it last.
+  int result_at(int m) const { return m + 1 == n_ ? 0 : m + 1; }
 
   const bool collects_;
   size_t total_, block_;
