@@ -16,6 +16,9 @@ constexpr size_t kTwoLevelBytes = 8 * kKiB;
 // fuse it with, and in place is the faster there from kInPlaceAloneBytes on (docs/decisions/shared-memory.md).
 constexpr size_t kInPlaceBytes = 64 * kKiB, kInPlaceAloneBytes = 16 * kKiB;
 
+// Below this the second wait for each other costs more than half of the bytes (docs/decisions/bypass.md).
+constexpr size_t kHalvesFromBytes = 16 * kKiB;
+
 Algorithm select_in_shared_memory(Op op, size_t bytes, const Thresholds& t) {
   // Where my part lies in a peer's buffer depends on counts that I do not know.
   if (op == Op::kAlltoall) return Algorithm::kSharedBlocked;
@@ -119,15 +122,16 @@ Algorithm algorithm_in_plan(Op op, bool may_be_two_level) {
   return op == Op::kAllreduce && may_be_two_level ? Algorithm::kTwoLevel : Algorithm::kAuto;
 }
 
-// Two ranks read as much of each other's memory in a round as in blocks, and wait for each other once, not three times.
-size_t bypass_limit(int ranks, size_t flat_bytes) { return ranks == 2 ? 4 * flat_bytes : flat_bytes; }
-
-bool may_bypass(Op op, Reduce reduce, size_t bytes, size_t limit) {
+// Two ranks read as much of each other's memory in a round as in blocks, and wait for each other once or twice, not
+// three times.
+bool may_bypass(Op op, Reduce reduce, size_t bytes, int ranks, size_t flat_bytes) {
+  size_t limit = std::min(kBypassBytes, ranks == 2 ? 4 * flat_bytes : flat_bytes);
   switch (op) {
     case Op::kBarrier:
       return true;
     case Op::kAllreduce:
       if (!is_element_wise(reduce)) return false;
+      if (ranks == 2) limit = std::min(2 * kHalfBytes, 64 * flat_bytes);
       break;
     case Op::kBroadcast:
     case Op::kAllgather:
@@ -142,7 +146,11 @@ bool may_bypass(Op op, Reduce reduce, size_t bytes, size_t limit) {
     case Op::kReceive:
       return false;
   }
-  return bytes > 0 && bytes <= std::min(kBypassBytes, limit);
+  return bytes > 0 && bytes <= limit;
+}
+
+bool goes_in_halves(const Task& task, int ranks) {
+  return task.op == Op::kAllreduce && ranks == 2 && task.bytes() >= kHalvesFromBytes;
 }
 
 // A ring of length 0 leaves no batch that recursive doubling would reduce.

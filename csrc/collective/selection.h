@@ -49,9 +49,10 @@ Layout layout_of(std::span<const int> node);
 bool in_place_pays(size_t bytes, size_t tensors, bool caller_waits);
 // The algorithm that a plan names for a batch when nothing else was decided.
 Algorithm algorithm_in_plan(Op op, bool may_be_two_level);
-// Up to this size, small repeated operations of a set of `ranks` members are not negotiated (shared/bypass_rounds.h).
-size_t bypass_limit(int ranks, size_t flat_bytes);
-bool may_bypass(Op op, Reduce reduce, size_t bytes, size_t limit);
+// Whether such an operation of a set of `ranks` members is not negotiated when it repeats (shared/bypass_rounds.h).
+bool may_bypass(Op op, Reduce reduce, size_t bytes, int ranks, size_t flat_bytes);
+// Whether each of two members sums one half, in such a round.
+bool goes_in_halves(const Task& task, int ranks);
 // The largest batch into which buffers in arenas may be fused without changing any bit (docs/decisions/buckets.md).
 size_t most_fused_in_arenas(bool one_node, size_t ring_from_bytes);
 

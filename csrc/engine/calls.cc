@@ -15,7 +15,15 @@ constexpr int kCallsWithoutALook = 256;
 constexpr double kLookS = 0.05;
 // What a thread that has other things to do copies or reduces at most, when it starts an operation.
 constexpr size_t kFirstStepBytes = 64 * kKiB;
+// A larger round may go in halves, in which the others wait for this rank a second time.
+constexpr size_t kRestLongBytes = 16 * kKiB;
 constexpr std::chrono::seconds kOtherWorldsEnd{1};  // all of them have, unless a machine is very busy
+
+size_t bytes_of(const Submission& s) {
+  size_t bytes = 0;
+  for (const Submission::Tensor& t : s.tensors) bytes += hc::bytes_of(t);
+  return bytes;
+}
 
 // Tells who looks for deadlocks that a thread waits.
 class Awaits {
@@ -99,7 +107,7 @@ Status Calls::begin_here(const Submission& s, int64_t* handle) {
   Status queued;
   try {
     begun = repeat(s, handle);
-    if (begun && *handle != 0) progress_.set_may_rest_long(true);
+    if (begun && *handle != 0) progress_.set_may_rest_long(bytes_of(s) < kRestLongBytes);
     if (!begun && takes_first_step(s)) {
       begun = true;
       progress_.set_may_rest_long(is_message(s.op));
@@ -125,15 +133,13 @@ Status Calls::begin_here(const Submission& s, int64_t* handle) {
 bool Calls::takes_first_step(const Submission& s) const {
   if (s.will_wait || loop_.has_news()) return false;
   if (loop_.outstanding() != 0 && !(is_message(s.op) && progress_.may_rest_long())) return false;
-  size_t bytes = 0;
-  for (const Submission::Tensor& t : s.tensors) bytes += bytes_of(t);
-  return bytes <= kFirstStepBytes;
+  return bytes_of(s) <= kFirstStepBytes;
 }
 
 bool Calls::repeat(const Submission& s, int64_t* handle) {
   ProcessSet* set = sets_.find(s.process_set);
-  return set && loop_.outstanding() == 0 && !loop_.has_abort() && !loop_.has_word_of_worlds() &&
-         set->repeat(s, progress_.progress_lock(), progress_.spin_pauses(), handle);
+  return set && (s.will_wait || bytes_of(s) <= kFirstStepBytes) && loop_.outstanding() == 0 && !loop_.has_abort() &&
+         !loop_.has_word_of_worlds() && set->repeat(s, progress_.progress_lock(), progress_.spin_pauses(), handle);
 }
 
 bool Calls::poll(int64_t handle) {

@@ -101,15 +101,4 @@ class BlockedCollective : public Collective {
   unsigned passes_ = 0;
 };
 
-// Boundaries of member m's slice of `count` elements: near equal, whole cache lines where there are enough elements.
-struct Slices {
-  Slices(size_t count, int n, size_t item) : count_(count), each_((count + n - 1) / n) {
-    const size_t line = std::max<size_t>(1, 64 / item);
-    if (each_ > line) each_ = (each_ + line - 1) / line * line;
-  }
-  size_t begin(int m) const { return std::min(count_, each_ * m); }
-  size_t end(int m) const { return std::min(count_, each_ * (m + 1)); }
-  size_t count_, each_;
-};
-
 }  // namespace hc

@@ -1,15 +1,20 @@
 #include "collective/shared/bypass_rounds.h"
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 #include <vector>
 
+#include "collective/selection.h"
 #include "collective/shared/flat_payload.h"
+#include "collective/shared/halves.h"
 
 namespace hc {
 
 // One round. The payload is read only when all members have published equal keys; a member overwrites it only after a
-// later round has succeeded, which all have entered after they had read this one.
+// later round has succeeded, which all have entered after they had read this one. A large allreduce of two goes in
+// halves: with equal keys each sums one, and then waits for the other's. Its payload is free again when the round is
+// over.
 class BypassRound final : public ArrivalCollective {
  public:
   BypassRound(Task task, const Group& group, const BypassKey& key, BypassRounds* rounds)
@@ -22,6 +27,7 @@ class BypassRound final : public ArrivalCollective {
         round_(rounds->round()),
         place_(rounds->place()),
         at_(rounds->place_for(bytes_)) {
+    if (goes_in_halves(payload_.task(), group.size)) halves_.emplace(payload_.task(), rank_);
     algorithm_ = "shm bypass";
   }
 
@@ -34,7 +40,10 @@ class BypassRound final : public ArrivalCollective {
     mine.cache_id.store(key_.cache_id, std::memory_order_relaxed);
     mine.sequence.store(key_.sequence, std::memory_order_relaxed);
     mine.signature.store(key_.signature, std::memory_order_relaxed);
-    payload_.contribute(payload_of(rank_));
+    if (halves_)
+      halves_->contribute(shared_.half(rank_));
+    else
+      payload_.contribute(payload_of(rank_));
     if (shared_.publish_to_all(mine.round, round_,
                                [&](int m) { return cell(m).round.load(std::memory_order_seq_cst) == round_; }))
       mine.last.store(round_, std::memory_order_release);
@@ -42,6 +51,7 @@ class BypassRound final : public ArrivalCollective {
   }
 
   Progress step(bool* moved) override {
+    if (is_summed_) return collect_half(moved);
     View seen = look();
     // A member that has closed a later round has left this one with success, so everybody must be here by now; one that
     // has closed this round never enters it.
@@ -51,12 +61,19 @@ class BypassRound final : public ArrivalCollective {
     *moved = true;
     if (arrival_.last >= 0) arrival_ = {last_one(), Clock::now()};
     withdrawn_ = seen != View::kAllHere;
+    if (!withdrawn_ && halves_) {
+      halves_->sum(shared_.half(1 - rank_));
+      shared_.publish(shared_.mine().bypass_summed, round_);
+      is_summed_ = true;
+      return collect_half(moved);
+    }
     if (!withdrawn_) collect();
     rounds_->leave_round(!withdrawn_, bytes_);
     return Progress::kDone;
   }
 
   std::vector<int> late_members() const override {
+    if (is_summed_) return {1 - rank_};
     std::vector<int> late;
     for (int m = 0; m < shared_.size(); ++m)
       if (cell(m).round.load(std::memory_order_acquire) != round_) late.push_back(m);
@@ -103,8 +120,18 @@ class BypassRound final : public ArrivalCollective {
     payload_.collect(payloads);
   }
 
+  Progress collect_half(bool* moved) {
+    if (shared_.flags(1 - rank_).bypass_summed.load(std::memory_order_acquire) < round_) return Progress::kPending;
+    *moved = true;
+    halves_->collect(shared_.half(rank_));
+    rounds_->leave_round(true, 0);
+    return Progress::kDone;
+  }
+
   const FlatPayload payload_;
   const size_t bytes_;
+  std::optional<Halves> halves_;
+  bool is_summed_ = false;
   SharedSegment& shared_;
   const int rank_;
   const BypassKey key_;

@@ -47,7 +47,7 @@ class BypassRounds {
   void open(uint64_t first_round);
   // Only between rounds of mine.
   void close();
-  // Enters the next round with a task that puts at most kBypassBytes into a cell. Null: no session is open (any more).
+  // Enters the next round with a task that may_bypass() permits. Null: no session is open (any more).
   // The task is valid only if every member calls the same operation; the round finds that out.
   std::unique_ptr<ArrivalCollective> enter(Task task, const Group& group, const BypassKey& key);
 

@@ -17,6 +17,7 @@ class FlatPayload {
   // `rank`: the group rank of this member; `levels` outlives the payload. alltoall: every member sends the same counts.
   FlatPayload(Task task, int rank, const Levels& levels) : task_(std::move(task)), rank_(rank), levels_(levels) {}
 
+  const Task& task() const { return task_; }
   Op op() const { return task_.op; }
   int root() const { return task_.root; }
   // Only the root's buffer is read.

@@ -49,6 +49,7 @@ struct SegmentFlags {
   std::atomic<uint64_t> peers_closed;  // 1: I have forgotten the others' device memory
   alignas(kCacheLine)
       std::atomic<uint64_t> bypass_closed;  // I enter no round of the bypass before this one (bypass_rounds.h)
+  alignas(kCacheLine) std::atomic<uint64_t> bypass_summed;  // the newest round of which my half is summed (halves.h)
   // Launch tickets (engine/gpu/launch_tickets.h): given by rank 0 of the world, in its shared segment; taken by each
   // member.
   alignas(kCacheLine) std::atomic<uint64_t> tickets_given;
@@ -73,14 +74,16 @@ static_assert(sizeof(BypassCell) == kCacheLine);
 // Larger payloads go one behind the other into a ring. It is larger than it need be: to write lines that the other core
 // still has in its cache takes half as long again as lines that both have dropped (docs/decisions/bypass.md).
 inline constexpr size_t kBypassBytes = 64u << 10;
-inline constexpr size_t kBypassRingBytes = 20 * kBypassBytes;
+inline constexpr size_t kBypassRingBytes = 12 * kBypassBytes;
+inline constexpr size_t kHalfBytes = 512u << 10;  // one half of a large allreduce of two members (halves.h)
 
 inline constexpr size_t kFlatBufferBytes = kMaxFlatBytes;  // two of them, used alternately
 inline constexpr int kBlockBuffers = 4;
 inline constexpr size_t kBlockBufferBytes = 512u << 10;
 inline constexpr size_t kBypassOffset = kPage + 2 * kFlatBufferBytes + kBlockBuffers * kBlockBufferBytes;
 inline constexpr size_t kBypassRingOffset = kBypassOffset + kPage;
-inline constexpr size_t kBucketFlagsOffset = kBypassRingOffset + kBypassRingBytes;
+inline constexpr size_t kHalfOffset = kBypassRingOffset + kBypassRingBytes;
+inline constexpr size_t kBucketFlagsOffset = kHalfOffset + kHalfBytes;
 inline constexpr size_t kMaxPersistentBuckets = 4096;
 static_assert(kBucketFlagsOffset + kMaxPersistentBuckets * sizeof(InPlaceFlags) <= kSharedSegmentBytes);
 static_assert(sizeof(SegmentFlags) <= kPage);
@@ -116,6 +119,7 @@ class SharedSegment {
     return reinterpret_cast<BypassCell*>(bases_[member] + kBypassOffset)[place & 1];
   }
   std::byte* bypass_ring(int member) const { return bases_[member] + kBypassRingOffset; }
+  std::byte* half(int member) const { return bases_[member] + kHalfOffset; }
   std::byte* arena_base(int member) const { return arenas_[member]->base(); }
   const Arena& arena(int member) const { return *arenas_[member]; }
   const std::vector<int>& positions() const { return positions_; }

@@ -23,10 +23,10 @@ bool rows_are_alike(const PlanBatch& batch, size_t size) {
 
 }  // namespace
 
-void Bypass::attach(SharedSegment* shared_segment, bool allowed, size_t limit_bytes, bool all_share_memory) {
+void Bypass::attach(SharedSegment* shared_segment, bool allowed, bool all_share_memory) {
   rounds_.attach(shared_segment);
+  ranks_ = shared_segment->size();
   allowed_ = allowed;
-  limit_bytes_ = limit_bytes;
   all_share_memory_ = all_share_memory;
 }
 
@@ -34,7 +34,7 @@ bool Bypass::takes(const Operation& op) const {
   const Signature& s = op.signature();
   if (s.device || s.in_arena || (s.op == Op::kAllreduce && !op.out[0])) return false;
   const bool one_tensor = s.op == Op::kBarrier || s.tensors.size() == 1;
-  return one_tensor && may_bypass(s.op, s.reduce, bytes_of(s), limit_bytes_);
+  return one_tensor && may_bypass(s.op, s.reduce, bytes_of(s), ranks_, flat_bytes_);
 }
 
 void Bypass::open(uint64_t first_round, const Pending& pending) {

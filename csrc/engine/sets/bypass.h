@@ -16,9 +16,10 @@ namespace hc {
 
 class Bypass {
  public:
-  // Called once, before use. limit_bytes: larger operations are negotiated; equal on all members.
-  void attach(SharedSegment* shared_segment, bool allowed, size_t limit_bytes, bool all_share_memory);
-  void set_limit(size_t bytes) { limit_bytes_ = bytes; }
+  // Called once, before use.
+  void attach(SharedSegment* shared_segment, bool allowed, bool all_share_memory);
+  // Equal on all members: larger operations are negotiated (may_bypass).
+  void set_flat_bytes(size_t bytes) { flat_bytes_ = bytes; }
   void allow(bool allowed) { allowed_ = allowed; }
 
   bool is_on() const { return rounds_.is_on(); }
@@ -50,7 +51,8 @@ class Bypass {
   BypassRounds rounds_;
   bool allowed_ = true;
   bool all_share_memory_ = false;
-  size_t limit_bytes_ = 0;
+  int ranks_ = 0;
+  size_t flat_bytes_ = 0;
   Trial trial_;
 };
 

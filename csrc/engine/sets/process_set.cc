@@ -42,7 +42,7 @@ ProcessSet::ProcessSet(const SetParts& parts, std::shared_ptr<SetIntake> intake,
     shared_ =
         std::make_unique<SharedSegment>(std::move(arenas), std::move(positions), my_index, m.id, levels_of(places));
     group_.shared_segment = shared_.get();
-    bypass_.attach(shared_.get(), parts.context.config.bypass, 0, is_on_one_node());
+    bypass_.attach(shared_.get(), parts.context.config.bypass, is_on_one_node());
     limit_bypass();
   }
   may_be_two_level_ = mesh.every_rank_shares() && layout_of(group_.node) == Layout::kSeveralNodesOfSeveral;
@@ -59,7 +59,7 @@ void ProcessSet::set_tuning(const Tuning& tuning) {
 }
 
 void ProcessSet::limit_bypass() {
-  bypass_.set_limit(bypass_limit(members().size(), parts_.tuner.flat_bytes_at_init()));
+  bypass_.set_flat_bytes(parts_.tuner.flat_bytes_at_init());
 }
 
 // ---- operations come in, and end
