@@ -38,6 +38,9 @@ enum class FrameKind : uint8_t {
   // The same for circles through several worlds of the processes (process_worlds.h):
   kWaitingInWorlds = 26,
   kDeadlockOfWorlds = 27,
+  // A rank is silent. Body: i32 its world rank.
+  kIsHeard = 28,  // to another one: say so when you hear it
+  kHeard = 29,    // the answer, or its process is seen to run
 };
 
 }  // namespace hc

@@ -126,9 +126,9 @@ constexpr SettingRow kRows[] = {
     {&Config::liveness_probe_s, "LIVENESS_PROBE_S", "", seconds(0.001, 1e7),
      "A rank that has waited this long asks the late rank's engine for a sign of life."},
     {&Config::liveness_warn_s, "LIVENESS_WARN_S", "", seconds(0.001, 1e7),
-     "Silence after a probe that is worth a warning; at most half of LIVENESS_ERROR_S if unset."},
+     "Silence that is worth a warning; at most half of LIVENESS_ERROR_S if unset."},
     {&Config::liveness_error_s, "LIVENESS_ERROR_S", "GLOO_TIMEOUT_SECONDS", seconds(0.001, 1e7),
-     "Silence after a probe at which the rank counts as lost."},
+     "Silence after which a rank that others wait for counts as lost, unless somebody else hears it."},
     // waiting
     {&Config::spin_pauses, "SPIN_PAUSES", "", count(0, 1e9),
      "CPU pause instructions of a wait before it yields its core. Not set: none where there are more ranks than cores."},

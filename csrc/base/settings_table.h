@@ -63,9 +63,9 @@ inline constexpr size_t kMaxFlatBytes = 32 * kKiB;  // a rank's flat buffer in s
   X(double, stall_shutdown_s, 0)              \
   X(double, deadlock_s, 60)                   \
   X(bool, stall_stacks, true)                 \
-  X(double, liveness_probe_s, 1)              \
+  X(double, liveness_probe_s, 0.25)           \
   X(double, liveness_warn_s, 5)               \
-  X(double, liveness_error_s, 15)             \
+  X(double, liveness_error_s, 2)              \
   /* waiting */                               \
   X(int, spin_pauses, 20)                     \
   X(double, yield_us, 80)                     \

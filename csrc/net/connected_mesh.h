@@ -47,6 +47,8 @@ class ConnectedMesh final : public Mesh {
   bool is_homogeneous() const override { return homogeneous_; }
   std::string describe(int rank) const override;
   std::string process_of(int rank) const override { return peers_[rank].process_name; }
+  ProcessState process_state(int rank) const override;
+  uint64_t bytes_from(int rank) const override { return peers_[rank].channel->bytes_received(); }
   bool shares_memory(int rank) const override { return arena(rank) != nullptr; }
   const std::shared_ptr<Arena>& arena(int rank) const override;
   Channel& channel(int rank) override {
@@ -80,6 +82,7 @@ class ConnectedMesh final : public Mesh {
     std::shared_ptr<Arena> arena;
     Doorbell doorbell;
     Fd doorbell_fd, liveness, process;  // eventfd, unix socket, pidfd
+    pid_t pid = 0;                      // of that process
     std::string name;                   // "rank 3 (node-b, pid 812)"
     std::string process_name;           // process_of
     bool reported = false;

@@ -171,6 +171,7 @@ bool FramedChannel::read_control() {
     any = true;
     total += result.bytes;
     traffic_->bytes_received.add(result.bytes);
+    bytes_received_ += result.bytes;
     const size_t before = frames_in_.frames();
     const Status status = frames_in_.took(result.bytes);
     traffic_->frames_received.add(frames_in_.frames() - before);
@@ -205,6 +206,7 @@ bool FramedChannel::read_data() {
     }
     total += result.bytes;
     traffic_->bytes_received.add(result.bytes);
+    bytes_received_ += result.bytes;
     if (control_over_) control_ended_at_ = Clock::now();
     const size_t before = inbox_.segments();
     const bool expected = inbox_.waiting();

@@ -44,6 +44,7 @@ class FramedChannel : public Channel {
   // It has failed, but the peer's last frames may still arrive; until then the failure is not reported.
   bool held_back() const;
   bool has_frames() const { return frames_in_.has_frames(); }
+  uint64_t bytes_received() const { return bytes_received_; }  // on both lines
   // One stream has ended in order and the other has not yet: look again soon.
   bool closing() const { return (data_ended_ || control_over_) && failed_.is_ok(); }
   // Nothing waits to be written and both streams are open, so only arriving bytes can move anything.
@@ -80,6 +81,7 @@ class FramedChannel : public Channel {
   Traffic* const traffic_;
   bool goodbye_ = false;
   bool stranded_ = false;  // a send can never be done
+  uint64_t bytes_received_ = 0;
   Status failed_;
   std::string reason_;
   TimePoint hold_until_{};

@@ -64,6 +64,9 @@ struct MeshMembers {
 // to wait for it to move data, and who is about to sleep for that rings it (wake_those_with_work).
 enum class Sleep : uint32_t { kAwake = 0, kAsleepIdle = 1, kAsleepWaiting = 2, kAsleepBegun = 3 };
 
+// Of a peer on this host, as the kernel says. kStopped: by a signal (SIGSTOP), not by a debugger.
+enum class ProcessState : uint8_t { kUnknown, kRuns, kStopped };
+
 // A peer that will not answer any more.
 struct Loss {
   int rank = -1;
@@ -94,6 +97,10 @@ class Mesh {
   virtual std::string describe(int rank) const = 0;  // "rank 3 (node-b, pid 812)"
   // Equal for one process in each mesh that it is in; no other process of the job has it.
   virtual std::string process_of(int rank) const = 0;
+  // kUnknown: it is on another host, or its process cannot be seen from here.
+  virtual ProcessState process_state(int rank) const = 0;
+  // Has grown since the last look: `rank` is alive.
+  virtual uint64_t bytes_from(int rank) const = 0;
   // Whether `rank` (or this rank itself) has its arena mapped here.
   virtual bool shares_memory(int rank) const = 0;
   virtual const std::shared_ptr<Arena>& arena(int rank) const = 0;  // null unless shares_memory

@@ -216,7 +216,10 @@ Status ConnectedMesh::make_shared_channel(int rank, PeerLinks links) {
   auto who = peer_credentials(peer.liveness.get());
   if (who.is_ok() && who.value().pid != ::getpid())
     peer.process = open_peer_pidfd(peer.liveness.get(), who.value().pid);
-  if (peer.process) HC_TRY(watch(peer.process.get(), static_cast<uint64_t>(rank) + 1));
+  if (peer.process) {
+    peer.pid = who.value().pid;
+    HC_TRY(watch(peer.process.get(), static_cast<uint64_t>(rank) + 1));
+  }
   shared_peers_.add(rank, local_[rank]);
   return Status::ok();
 }

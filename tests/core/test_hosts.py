@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import worker_pool as worker_pools
-from worker_pool import say
+from worker_pool import held, say
 
 import horoclone as hvd
 
@@ -241,9 +241,21 @@ def reduce_and_count():
     os._exit(0)
 
 
-@pytest.mark.long(40)
-def test_with_the_real_deadlines_a_break_of_five_seconds_passes_and_a_cut_cable_is_a_loss(team, hosts):
+def test_with_the_real_deadlines_a_cut_cable_is_a_loss_within_seconds(team, hosts):
     started = team(reduce_and_count)
+    for rank in range(4):
+        started.wait_for(rank, "done")
+    hosts.cut()
+    cut = time.monotonic()
+    for rank in range(4):
+        heard = started.wait_for(rank, "error", 30)
+        assert heard["error"] == "PeerLost" and heard["rank"] // 2 != rank // 2, heard
+        assert 1.9 < heard["at"] - cut < 8, heard
+
+
+@pytest.mark.long(40)
+def test_who_wants_to_wait_longer_survives_a_break_of_five_seconds(team, hosts):
+    started = team(reduce_and_count, env={"HOROCLONE_LIVENESS_ERROR_S": "15"})
     for rank in range(4):
         started.wait_for(rank, "done")
     hosts.lose()
@@ -260,6 +272,63 @@ def test_with_the_real_deadlines_a_break_of_five_seconds_passes_and_a_cut_cable_
         heard = started.wait_for(rank, "error", 30)
         assert heard["error"] == "PeerLost" and heard["rank"] // 2 != rank // 2, heard
         assert 14 < heard["at"] - cut < 40, heard
+
+
+@pytest.fixture
+def three_hosts():
+    """Each behind one cable to a switch."""
+    tag = secrets.token_hex(3)
+    third = secrets.randbelow(250)
+    names = [f"hc-{tag}-{side}" for side in ("a", "b", "c", "switch")]
+    addresses = [f"10.217.{third}.{host}" for host in (1, 2, 3)]
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("-n", names[3], "link", "add", "name", "switch", "type", "bridge")
+        ip("-n", names[3], "link", "set", "switch", "up")
+        for name, address in zip(names, addresses, strict=False):
+            ip("-n", name, "link", "add", "cable", "type", "veth", "peer", "name", name, "netns", names[3])
+            ip("-n", names[3], "link", "set", name, "master", "switch", "up")
+            ip("-n", name, "addr", "add", f"{address}/29", "dev", "cable")
+            ip("-n", name, "link", "set", "cable", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield names[:3], addresses
+    except (subprocess.CalledProcessError, OSError) as error:
+        pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', error)}")
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20)
+
+
+def test_a_break_between_two_hosts_of_whom_a_third_hears_both_is_no_loss(worker_pool, three_hosts):
+    names, addresses = three_hosts
+    started = worker_pool(reduce_and_count, 3, namespaces=names, addresses=[f"{addresses[0]}:0"])
+    for rank in range(3):
+        started.wait_for(rank, "done")
+    ends = ((0, 2), (2, 0))
+    for here, there in ends:
+        ip("-n", names[here], "neigh", "replace", addresses[there], "lladdr", "02:00:00:00:00:01", "dev", "cable", "nud", "permanent")  # fmt: skip
+    time.sleep(4)
+    assert not any(started.said(rank, "error") for rank in range(3)), started.outputs()
+    for here, there in ends:
+        ip("-n", names[here], "neigh", "del", addresses[there], "dev", "cable")
+    mended, before = time.monotonic(), len(started.said(0, "done"))
+    while len(started.said(0, "done")) < before + 3:
+        assert time.monotonic() - mended < 20 and not started.said(0, "error"), started.outputs()
+        time.sleep(0.05)
+
+
+def test_a_rank_that_another_one_on_its_host_sees_running_is_waited_for(team):
+    started = team(reduce_and_count)
+    for rank in range(4):
+        started.wait_for(rank, "done")
+    with held(started.pids[3]):
+        time.sleep(4)
+    before = len(started.said(0, "done"))
+    while len(started.said(0, "done")) < before + 3:
+        assert not started.said(0, "error"), started.outputs()
+        time.sleep(0.05)
+    assert "is not responding for 1 s" in started.output(0)
 
 
 def test_a_reset_connection_is_an_error_at_once(team, hosts):

@@ -11,7 +11,7 @@ constexpr unsigned kLooksAtSockets = 1024;  // iterations between two, where all
 
 void Loop::start() {
   const Config& config = parts_.context.config;
-  timer_s_ = std::min({1.0, config.liveness_probe_s, config.stall_check_s});
+  timer_s_ = std::min({0.5, config.liveness_probe_s / Liveness::kTicksInProbe, config.stall_check_s / 2});
   next_timer_ = Clock::now();
 }
 
@@ -83,7 +83,6 @@ Status Loop::receive_frames() {
     while (!parts_.context.has_failed() && !parts_.link.has_left(r) && mesh.channel(r).receive(&received_)) {
       last_.moved = true;
       parts_.link.count_received(r, received_.size());
-      parts_.peers.heard(r);
       HC_TRY(handle_frame(r, received_));
     }
   }
@@ -127,7 +126,11 @@ Status Loop::handle_frame(int from, std::span<const uint8_t> frame) {
       parts_.link.begin(FrameKind::kPong);
       return checked(parts_.link.send(from, false));
     case FrameKind::kPong:
-      return Status::ok();
+      return parts_.peers.take_pong(from);
+    case FrameKind::kIsHeard:
+      return checked(parts_.peers.take_question(from, &in));
+    case FrameKind::kHeard:
+      return checked(parts_.peers.take_witness(&in));
     case FrameKind::kDeviceAsk:
     case FrameKind::kLaunchTicket:
     case FrameKind::kMessageAsk:
@@ -252,7 +255,7 @@ void Loop::rest() {
 }
 
 void Loop::run_timers(TimePoint now) {
-  next_timer_ = now + std::chrono::milliseconds(static_cast<int>(timer_s_ * 500));
+  next_timer_ = now + std::chrono::milliseconds(static_cast<int>(timer_s_ * 1000));
   parts_.intake.beat();
   if (parts_.context.has_failed()) return;
   if (Status checked = check_late(now); !checked.is_ok()) fail(checked);

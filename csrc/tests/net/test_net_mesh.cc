@@ -53,6 +53,7 @@ void exchange(Mesh& mesh, int rank) {
       REQUIRE(mesh.poll(100, &moved, &losses).is_ok());
     }
     REQUIRE(p.in == std::vector<std::byte>(kSegment, static_cast<std::byte>(peer * 16 + rank)));
+    REQUIRE(mesh.bytes_from(peer) > kSegment + 200000);
   }
   REQUIRE(losses.empty());
 }
