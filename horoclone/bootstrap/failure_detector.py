@@ -1,16 +1,24 @@
 """Who can still be heard: the ranks of a rendezvous server (by number), and the members of an elastic job (by name).
 
-It knows when somebody was heard last, how many connections each has, and whom others have lost, and it has the three
+It knows when somebody was heard last, how many connections each has, and whom others have lost, and it has the
 limits after which silence counts. Pure: times come in as arguments. failures.py and membership/coordinator.py ask it.
+
+Whom others cannot hear is asked, by its own connection: its silence is too long after ANSWER_S without an answer. That
+time does not run while this process itself does not (runs()).
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Generic, TypeVar
 
 RECONNECT_S = 0.5  # for a rank to make a broken connection again
 SUSPECT_TIMEOUT_S = 5.0  # for a member that another one has lost to be heard again
+SILENT_TIMEOUT_S = 2.0  # for one that is silent to others as well; nobody is who was heard later
+ANSWER_S = 0.2  # for it to answer, once it was asked
+POLL_S = 1.5  # each member says something more often
+LOOK_EVERY_S = 0.1  # so often does this process run while somebody is asked
 HEARTBEAT_TIMEOUT_S = 30.0  # for a member that nobody has lost; it may compute. It says something each second
 
 Who = TypeVar("Who", int, bytes)
@@ -24,9 +32,21 @@ class FailureDetector(Generic[Who]):
         self._connections: Counter[Who] = Counter()
         self._broken_s: dict[Who, float] = {}  # since when somebody has no connection any more
         self._suspected: set[Who] = set()
+        self._asked_s: dict[Who, float] = {}  # since when, by this process's own time, it has not answered
+        self._ran_s = float("inf")
+
+    def runs(self, now: float) -> None:
+        """This process is not stopped, and has the processor: before what has come in meanwhile is looked at. Where it
+        had not, the others are given their time anew."""
+        pause_s, self._ran_s = now - self._ran_s, now
+        if pause_s > ANSWER_S:
+            self._asked_s = dict.fromkeys(self._asked_s, now)
+        if pause_s > POLL_S:
+            self._heard_s = {who: heard_s + pause_s for who, heard_s in self._heard_s.items()}
 
     def heard(self, who: Who, now: float) -> None:
         self._heard_s[who] = now
+        self._asked_s.pop(who, None)
 
     def connected(self, who: Who, now: float) -> None:
         """One more connection; a new one may come before the end of the old one is seen."""
@@ -44,6 +64,20 @@ class FailureDetector(Generic[Who]):
         """Somebody else has lost it."""
         self._suspected.add(who)
 
+    def ask(self, who: Who, now: float) -> None:
+        """It is silent to somebody else, and is asked now whether it is there."""
+        self._asked_s.setdefault(who, now)
+
+    def is_asked(self, who: Who) -> bool:
+        return who in self._asked_s
+
+    def ask_nobody(self) -> None:
+        self._asked_s.clear()
+
+    def look_s(self) -> float:
+        """When runs() is to be called again, as somebody is asked."""
+        return self._ran_s + LOOK_EVERY_S if self._asked_s else float("inf")
+
     def trust(self, who: Who) -> None:
         """It has met the others again."""
         self._suspected.discard(who)
@@ -58,9 +92,15 @@ class FailureDetector(Generic[Who]):
         """Nobody can hear it: others have lost it, and it has no connection here."""
         return self.is_suspected(who) and not self.is_connected(who)
 
-    def silent_s(self, who: Who, is_suspected: bool) -> float:
-        """When its silence will have been too long. is_suspected: it, or another one that fails with it, is."""
-        return self._heard_s[who] + (SUSPECT_TIMEOUT_S if is_suspected else HEARTBEAT_TIMEOUT_S)
+    def silent_s(self, who: Who, is_suspected: bool, beside: Iterable[Who] = ()) -> float:
+        """When its silence will have been too long. is_suspected: it, or another one that fails with it, is. beside:
+        those who are silent with it."""
+        heard_s = self._heard_s[who]
+        until_s = heard_s + (SUSPECT_TIMEOUT_S if is_suspected else HEARTBEAT_TIMEOUT_S)
+        for one in beside:
+            if one in self._asked_s:
+                until_s = min(until_s, max(heard_s + SILENT_TIMEOUT_S, self._asked_s[one] + ANSWER_S))
+        return until_s
 
     def gone(self, now: float) -> dict[Who, float]:
         """Who has not come back since its connection broke, and since when; each is told once."""

@@ -176,10 +176,11 @@ class MembershipClient(Client):
         failpoints.reach("membership.leave")
         self._tell_coordinator(bytes([wire.DEPART, at_once]) + reason.encode(errors="replace")[:512])
 
-    def suspect(self, number: int, rank: int) -> bool:
-        """Tells the coordinator that this process has lost a rank of this generation. Whether it could be told."""
+    def suspect(self, number: int, rank: int, is_silent: bool) -> bool:
+        """Tells the coordinator that this process has lost a rank of this generation. is_silent: it does not answer,
+        and may live. Whether it could be told."""
         failpoints.reach("membership.suspect")
-        return self._tell_coordinator(struct.pack("<BQI", wire.SUSPECT, number, rank))
+        return self._tell_coordinator(struct.pack("<BQIB", wire.SUSPECT, number, rank, is_silent))
 
     def _tell_coordinator(self, payload: bytes) -> bool:
         try:

@@ -132,13 +132,16 @@ class Coordinator(JobState):
             self._lose(member, "its connections ended")
         self.step(now)
 
-    def suspect(self, number: int, rank: int, now: float) -> None:
-        """A member of this generation has lost another one."""
+    def suspect(self, number: int, rank: int, now: float, is_silent: bool = False) -> None:
+        """A member of this generation has lost another one. is_silent: it does not answer, and nothing more is known.
+        This coordinator is the second witness then: those in_question() are to be asked."""
         record = self.record
         if record is None or record.number != number or not 0 <= rank < len(record.members):
             return
         member = self.members[record.members[rank]]
         self.detector.suspect(member.id)
+        if is_silent and member.is_live:
+            self.detector.ask(member.id, now)
         if member.incarnation and self.detector.is_lost(member.id):
             self._lose(member, "its connections ended")
         self.step(now)
@@ -307,6 +310,7 @@ class Coordinator(JobState):
                 due.append(self.first_waits_until_s())
             if self.quorum_lost_since_s is None:
                 due += [self.silent_until_s(one) for one in self.old() if not self.comes(one)]
+                due.append(self.detector.look_s())
         elif self.record is not None:
             due += [one.waiting_s + TOGETHER_S for one in self.newcomers()]
         if self._handing_over_s is not None:
@@ -370,6 +374,7 @@ class Coordinator(JobState):
             one.on(Event.ADMITTED)
         if self.limits.majority and before is not None:
             self.fenced += [id_ for id_ in before.members if self.members[id_].state is State.FENCED]
+        self.detector.ask_nobody()
         if len(members) == 1:
             self.established(number)  # it meets nobody
         self.forming_since_s = None

@@ -121,7 +121,12 @@ class JobState:
         """Until when a silent member is waited for; a host whose network is gone takes all its members with it."""
         members = () if self.record is None else map(self.members.__getitem__, self.record.members)
         beside = [one.id for one in members if one.host == member.host]
-        return self.detector.silent_s(member.id, any(map(self.detector.is_suspected, beside)))
+        return self.detector.silent_s(member.id, any(map(self.detector.is_suspected, beside)), beside)
+
+    def in_question(self) -> set[bytes]:
+        """Members of the hosts of whom somebody is silent to others."""
+        hosts = {one.host for one in self.members.values() if self.detector.is_asked(one.id)}
+        return {one.id for one in self.members.values() if one.host in hosts}
 
     def first_waits_until_s(self) -> float:
         """Until when the first generation, which could begin, waits for others that are being started; -inf: nobody

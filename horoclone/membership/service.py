@@ -64,6 +64,7 @@ class MembershipService:
         """An answer to give at once; None: it comes by answers(). FrameError for what makes no sense."""
         now = time.monotonic()
         with self.mutex:
+            self.coordinator.detector.runs(now)
             self._is_new |= kind != wire.NOTICE
             if kind == wire.JOIN:
                 return self._join(connection, reader, now)
@@ -97,8 +98,16 @@ class MembershipService:
                     errors="replace"
                 )
             elif kind == wire.SUSPECT:
-                self.coordinator.suspect(reader.number("Q"), reader.number("I"), now)
+                number, rank, is_silent = reader.number("Q"), reader.number("I"), bool(reader.number("B"))
+                self.coordinator.suspect(number, rank, now, is_silent)
+                self._ask(self.coordinator.in_question(), now)
             return wire.OK, b""
+
+    def _ask(self, ids: set[bytes], now: float) -> None:
+        """Ends their polls: who lives begins another one at once."""
+        for session in self._sessions.values():
+            if session.id in ids:
+                session.deadline = min(session.deadline, now)
 
     def _join(self, connection: Any, reader: wire.Reader, now: float) -> tuple[int, bytes]:
         id_, incarnation = reader.take(ID_BYTES), reader.take(INCARNATION_BYTES)
@@ -136,6 +145,7 @@ class MembershipService:
     def answers(self, now: float) -> list[tuple[Any, int, bytes]]:
         """Whom to tell what: [(connection, status, body)]."""
         with self.mutex:
+            self.coordinator.detector.runs(now)
             if not self._is_new and now < self._due:
                 return []
             self._is_new = False

@@ -159,7 +159,7 @@ def _join_generation(comm: Any, wanted: list[ProcessSet]) -> None:
             if attempt >= _MAX_GENERATIONS:
                 raise
             if isinstance(error, errors.PeerLost) and error.rank >= 0:
-                current.lost.add(error.rank)
+                current.lost.setdefault(error.rank, False)
             elastic_sets.not_connected(wanted)
             say(f"generation {member.number()} could not be connected: {error}")
 

@@ -148,7 +148,8 @@ class ElasticMember:
             link, answer, trouble = self._follow(), None, ""
             try:
                 tells = self.assignment is None or all(
-                    link.suspect(self.assignment.number, rank) for rank in current.lost
+                    link.suspect(self.assignment.number, rank, is_silent)
+                    for rank, is_silent in current.lost.items()
                 )
                 if self.failover is not None and not tells:
                     raise errors.Timeout(link.where())

@@ -64,9 +64,12 @@ def _why_not(error: ImportError) -> str:
     )
 
 
+SILENT = " has not responded for "  # of the core's text about a rank that may live
+
+
 def _peer_lost(text: str, culprit: int) -> errors.PeerLost:
     if culprit >= 0:
-        current.lost.add(culprit)
+        current.lost[culprit] = current.lost.get(culprit, False) or SILENT in text
     return errors.PeerLost(text, culprit)
 
 

@@ -155,6 +155,22 @@ def test_the_cut_off_side_ends_with_75_and_new_workers_come_when_the_network_is_
 
 
 @pytest.mark.netns
+@pytest.mark.parametrize("how", ["cut", "stopped"])
+def test_a_host_that_falls_silent_is_lost_within_seconds(job: Any, hosts: Hosts, how: str) -> None:
+    """With the real deadlines: 2.4 s until the next step on a machine that does nothing else."""
+    run = job("-np", 4, "--min-np", 2, "-H", ",".join(f"{one}:2" for one in hosts.addresses), steps=10000)
+    first = run.whole(1)
+    run.step(5)
+    silent = time.monotonic()
+    if how == "cut":
+        hosts.cut()
+    for rank in (2, 3) if how == "stopped" else ():
+        os.kill(first[rank], signal.SIGSTOP)
+    assert run.of_size(2, after=1) == {0: first[0], 1: first[1]}
+    assert 1.5 < time.monotonic() - silent < 8
+
+
+@pytest.mark.netns
 def test_ranks_on_two_hosts_go_on_when_their_launcher_dies(job: Any, hosts: Hosts, tmp_path: Path) -> None:
     where, lines = ",".join(f"{one}:2" for one in hosts.addresses), tmp_path / "lines"
     run = job(

@@ -169,6 +169,24 @@ def test_notices_come_while_a_generation_runs(two: Rendezvous) -> None:
     two.server.wake()
 
 
+def test_a_member_that_is_silent_to_another_is_asked_at_once_and_not_given_up(two: Rendezvous) -> None:
+    first, second = two.link(), two.link()
+    with ThreadPoolExecutor(2) as both:
+        waiting = [both.submit(link.form, 0, (), 5.0) for link in (first, second)]
+        assignments = [one.result(10) for one in waiting]
+        assert all(isinstance(one, Assignment) for one in assignments)
+        number, rank = assignments[0].number, assignments[1].rank
+        poll = both.submit(second.notice, 0, 0)
+        time.sleep(0.1)
+        began = time.monotonic()
+        assert first.suspect(number, rank, True)
+        assert poll.result(5) is None and time.monotonic() - began < 0.6, "its poll would have lasted 0.9 s"
+        forms = both.submit(first.form, number, (), 2.5)
+        while not forms.done():
+            second.notice(0, 0)
+        assert forms.result(5) is None and not two.service.coordinator.fenced
+
+
 def test_the_end_of_the_job_reaches_everybody(two: Rendezvous) -> None:
     a = two.link()
     with ThreadPoolExecutor(1) as pool:

@@ -231,6 +231,63 @@ def test_a_host_that_is_cut_off_takes_all_its_silent_members_with_it() -> None:
     assert one.fenced == [name(2), name(3)] and one.answer(name(1)) is one.record
 
 
+def two_hosts() -> Coordinator:
+    """Members 0 and 1 on the first, 2 and 3 on the second, in generation 1; heard at second 10."""
+    one = Coordinator(Limits(4), lambda size: bytes(size))
+    for number in range(4):
+        one.start(name(number), f"host-{number // 2}", number, 0)
+        one.join(name(number), b"i", f"host-{number // 2}", number, 0)
+    formed(one, [0, 1, 2, 3], 0)
+    for number in range(4):
+        one.heard(name(number), 10)
+    return one
+
+
+def lose(one: Coordinator, rank: int, now: float) -> None:
+    """Members 0 and 1 do not hear this one any more."""
+    one.detector.runs(now)
+    one.suspect(1, rank, now, is_silent=True)
+    one.form(name(0), 1, (), now)
+    one.form(name(1), 1, (), now)
+
+
+def test_a_host_that_is_silent_to_others_and_to_the_coordinator_is_lost_at_once() -> None:
+    one = two_hosts()
+    lose(one, 2, 12.1)
+    assert one.in_question() == {name(2), name(3)} and one.answer(name(0)) is None
+    for tenth in range(122, 125):
+        one.detector.runs(tenth / 10)
+        one.step(tenth / 10)
+        assert bool(one.fenced) == (tenth / 10 >= 12.1 + failure_detector.ANSWER_S)
+    assert one.fenced == [name(2), name(3)] and isinstance(one.answer(name(0)), Record)
+
+
+def test_a_host_whose_member_answers_the_coordinator_is_waited_for() -> None:
+    one = two_hosts()
+    lose(one, 2, 12.1)
+    one.heard(name(2), 12.2)
+    assert not one.in_question()
+    one.detector.runs(14.9)
+    one.step(14.9)
+    assert not one.fenced and one.answer(name(0)) is None
+
+
+def test_a_coordinator_that_was_stopped_itself_gives_time_to_answer() -> None:
+    one = two_hosts()
+    lose(one, 2, 12.1)
+    one.detector.runs(12.2)
+    one.detector.runs(20)  # stopped in between
+    one.step(20)
+    assert not one.fenced
+    one.heard(name(2), 20.05)  # what had come meanwhile
+    one.step(20.05)
+    one.heard(name(3), 20.06)
+    one.form(name(2), 1, (), 20.1)
+    one.form(name(3), 1, (), 20.1)
+    record = one.answer(name(0))
+    assert isinstance(record, Record) and len(record.members) == 4
+
+
 def test_a_silent_member_of_whom_nobody_says_anything_is_waited_for_a_while() -> None:
     one = job(2)
     formed(one, [0, 1], 0)
