@@ -42,10 +42,13 @@ class EvaluationSampler(Sequence[int]):
     def __getitem__(self, index: int) -> int: ...
 
     @overload
-    def __getitem__(self, index: slice) -> range: ...
+    def __getitem__(self, index: slice) -> Any: ...
 
-    def __getitem__(self, index: int | slice) -> int | range:
-        return self._part()[index]
+    def __getitem__(self, index: int | slice) -> Any:
+        found = self._part()[index]
+        return (
+            found if isinstance(found, int) else np.array(found, np.int64)
+        )  # which indexes arrays of any framework
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._part())
@@ -112,6 +115,8 @@ def _on_host(value: Any) -> Any:
     if hasattr(value, "detach"):  # torch's
         value = value.detach().cpu()
         value = (value.double() if value.is_floating_point() else value).numpy()
+    elif hasattr(value, "numpy"):  # TensorFlow's
+        value = value.numpy()
     elif type(value).__module__.startswith("cupy"):
         value = value.get()
     array = np.asarray(value)

@@ -1,0 +1,19 @@
+"""hvd.metric_mean and metric_sum with arrays of JAX; the rest is in tests/torch/test_evaluation.py."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import pytest
+from world import ranks
+
+import horoclone.jax as hvd
+
+
+@ranks(2)
+def test_arrays_of_jax_are_counted() -> None:
+    mine = jnp.arange(11.0)[hvd.EvaluationSampler(range(11))[:]]
+    found = hvd.metric_mean({"loss": mine.mean(), "half": mine.astype(jnp.bfloat16).mean()}, count=len(mine))
+    assert found == {"loss": 5.0, "half": 5.0}
+    assert hvd.metric_sum(jnp.full(3, hvd.rank() + 1)).tolist() == [3, 3, 3]
+    with pytest.raises(ValueError, match="rank 0 gave what is no number"):
+        hvd.metric_sum(jnp.complex64(1j))
