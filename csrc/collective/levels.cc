@@ -38,7 +38,9 @@ Levels levels_of(std::span<const Locality> places) {
   }
   Levels levels;
   int within = 1;  // groups of the next coarser level
-  if (groups_in(partition_by(node)) == 1) return levels;
+  // Virtual machines may show sockets that they do not have; a node's memory is equally far from all of its CPUs.
+  const auto same = [&](const Locality& p) { return p.numa_node == places.front().numa_node; };
+  if (nodes && std::all_of(places.begin(), places.end(), same)) return levels;
   for (const auto* keys : {&socket, &node, &cache}) {
     Partition found = partition_by(*keys);
     const int groups = groups_in(found);

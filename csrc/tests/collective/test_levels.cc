@@ -126,6 +126,8 @@ TEST_CASE("levels: those that tell nothing are left out") {
   CHECK(levels_of(spread({.sockets = 1, .nodes = 1, .caches = 4, .cpus = 8}, 32)).flat());  // one node
   CHECK(levels_of(spread({.sockets = 1, .nodes = 2, .caches = 1, .cpus = 8}, 16)).group.size() == 1);
   CHECK(levels_of({}).flat());
+  const std::vector<Locality> one_node{{0, 0, 0}, {0, 0, 0}, {1, 0, 2}, {1, 0, 2}};  // as virtual machines show it
+  CHECK(levels_of(one_node).flat());
 }
 
 TEST_CASE("levels: an unknown place counts as near all others") {
