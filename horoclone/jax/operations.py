@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from horoclone import arrays, ops, runtime
+from horoclone import arrays, ops, runtime, weights
 from horoclone.arguments import check, check_compression, given, root, wrong_type
 from horoclone.errors import Unsupported
 from horoclone.jax import native
@@ -25,6 +25,7 @@ from horoclone.jax.call import NAMES, Call, is_tracing, name_for, paths_and_leav
 from horoclone.jax.compression import Compression, Compressor
 from horoclone.jax.primitives import bind
 from horoclone.jax.random_keys import with_keys, without_keys
+from horoclone.jax.weighted import Weights, check_wires
 from horoclone.process_sets import ProcessSet, global_process_set, set_id
 
 _MOVABLE = {
@@ -148,11 +149,15 @@ def allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
+    *,
+    weight: Any = None,
 ) -> Any:
     """Reduces every array of the tree over the ranks, all in one call; the same bits on every rank. Default: Average.
 
     Differentiable for Average and Sum (the gradient is the same reduction of the cotangents). vmap: the whole batch in
-    one call.
+    one call. weight: how much this rank counts in the mean, sum(weight * array) / sum(weight): a number of 0 or more,
+    also one that is computed in the program, given on every rank or on none. InvalidArgument on every rank (under jit
+    JaxRuntimeError) where one's weight is negative or not finite, or all are 0.
     """
     _check(
         "allreduce",
@@ -163,7 +168,9 @@ def allreduce(
     )
     check_compression("allreduce", compression)
     reduce = ops.resolve_reduce(average, op)
-    return _reduced(tree, name, compression, process_set, reduce, prescale_factor, postscale_factor)
+    return _reduced(
+        tree, name, compression, process_set, reduce, prescale_factor, postscale_factor, weight=weight
+    )
 
 
 def reduce_gradients(
@@ -174,9 +181,20 @@ def reduce_gradients(
     process_set: ProcessSet,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    weight: Any = None,
 ) -> Any:
     """As allreduce, in an optimizer's step: Mismatch where a rank has left one out that others have made."""
-    return _reduced(tree, name, compression, process_set, op, prescale_factor, postscale_factor, is_step=True)
+    return _reduced(
+        tree,
+        name,
+        compression,
+        process_set,
+        op,
+        prescale_factor,
+        postscale_factor,
+        is_step=True,
+        weight=weight,
+    )
 
 
 def _reduced(
@@ -188,18 +206,37 @@ def _reduced(
     prescale: float,
     postscale: float,
     is_step: bool = False,
+    weight: Any = None,
 ) -> Any:
     paths, leaves, structure = paths_and_leaves(tree)
-    pressed = [
-        compression.compress(_array("allreduce", path, leaf))
-        for path, leaf in zip(paths, leaves, strict=True)
-    ]
+    leaves = [_array("allreduce", path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
+    pressed = [compression.compress(leaf) for leaf in leaves]
     small = jax.tree_util.tree_unflatten(structure, [array for array, _ in pressed])
     scales = {"prescale": float(prescale), "postscale": float(postscale)}
-    reduced = _call(small, ops.ALLREDUCE, name, process_set, reduce=reduce, **scales, is_step=is_step)
-    back = jax.tree_util.tree_leaves(reduced)
+    if weight is None or not leaves:
+        reduced = _call(small, ops.ALLREDUCE, name, process_set, reduce=reduce, **scales, is_step=is_step)
+        back = jax.tree_util.tree_leaves(reduced)
+    else:
+        weights.check_mean("allreduce", reduce, (prescale, postscale))
+        check_wires("allreduce", leaves, [array for array, _ in pressed])
+        back = _weighted([array for array, _ in pressed], paths, name, process_set, is_step, weight)
     restored = [compression.decompress(array, kept) for array, (_, kept) in zip(back, pressed, strict=True)]
     return jax.tree_util.tree_unflatten(structure, restored)
+
+
+def _weighted(
+    leaves: list[Any], paths: list[str], name: str | None, process_set: ProcessSet, is_step: bool, weight: Any
+) -> list[Any]:
+    """The name is that of the call without weights, which must not wait for one with them."""
+    if name is None and (is_tracing() or is_step):
+        terms = {"is_step": is_step, "postscale": 1.0, "prescale": 1.0, "reduce": ops.Average}
+        alike = [value for _, value in sorted(terms.items())]
+        name = name_for(ops.ALLREDUCE, paths, leaves, native.members_of(process_set), *alike)
+    members = _members(process_set)
+    ranks = process_set.ranks or list(range(members["size"]))
+    own = Weights("allreduce", weight, ranks, members["position"])
+    received = _call(own.weigh(leaves), ops.ALLREDUCE, name, process_set, reduce=ops.Sum, is_step=is_step)
+    return own.divide(received, leaves, name)
 
 
 def broadcast(

@@ -42,7 +42,9 @@ def DistributedOptimizer(
     With backward_passes_per_step = k gradients are gathered locally (averaged, or summed with
     average_aggregated_gradients=False) and every k-th update reduces and applies them; the others return zeros.
     gradient_predivide_factor f (Average only) divides by f before the sum over the ranks and by size / f after it.
-    `params` and further arguments of update() go to the wrapped transformation. Raises ValueError for wrong arguments.
+    `params` and further arguments of update() go to the wrapped transformation, but for weight: how much this rank
+    counts in the mean of the gradients (see allreduce), given in every update on every rank. Raises ValueError for
+    wrong arguments.
     """
     import optax
 
@@ -56,10 +58,14 @@ def DistributedOptimizer(
     turn = Turn((name, None if process_set is global_process_set else tuple(process_set.ranks or ())))
     turn.announce()
 
-    def reduced(gradients: Any) -> Any:
-        how: dict[str, Any] = {"op": reduce}
+    def reduced(gradients: Any, weight: Any) -> Any:
+        how: dict[str, Any] = {"op": reduce, "weight": weight}
+        if weight is not None and (passes > 1 or gradient_predivide_factor != 1.0):
+            raise ValueError(
+                "update(weight=...) does not work with backward_passes_per_step and gradient_predivide_factor"
+            )
         if gradient_predivide_factor != 1.0:
-            how = _predivided(gradient_predivide_factor, process_set)
+            how |= _predivided(gradient_predivide_factor, process_set)
         if not (own := turn.name()):
             return reduce_gradients(gradients, name, compression, process_set=process_set, **how)
         called = None if name is None else f"{name}{own}"  # by the paths in the tree, where it has no name
@@ -69,16 +75,18 @@ def DistributedOptimizer(
         gathered = None if passes == 1 else jax.tree_util.tree_map(_wide_zeros, params)
         return DistributedState(wrapped.init(params), gathered, jnp.zeros((), jnp.int32))
 
-    def update(updates: Any, state: DistributedState, params: Any = None, **more: Any) -> Any:
+    def update(
+        updates: Any, state: DistributedState, params: Any = None, *, weight: Any = None, **more: Any
+    ) -> Any:
         _require_arrays(updates)
         if passes == 1:
-            changes, inner = wrapped.update(reduced(updates), state.inner, params, **more)
+            changes, inner = wrapped.update(reduced(updates, weight), state.inner, params, **more)
             return changes, DistributedState(inner, None, state.passes)
         gathered = _added(state.gathered, updates)
 
         def finish(gathered: Any) -> Any:
             whole = _like(gathered, updates, passes if average_aggregated_gradients else 1)
-            changes, inner = wrapped.update(reduced(whole), state.inner, params, **more)
+            changes, inner = wrapped.update(reduced(whole, weight), state.inner, params, **more)
             empty = jax.tree_util.tree_map(jnp.zeros_like, gathered)
             return changes, DistributedState(inner, empty, jnp.zeros((), jnp.int32))
 

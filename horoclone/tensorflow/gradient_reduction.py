@@ -19,7 +19,7 @@ from horoclone.ops import Adasum, Average, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set, id_of
 from horoclone.tensorflow import mpi_ops
 from horoclone.tensorflow.compression import Compression
-from horoclone.tensorflow.reductions import grouped_allreduce
+from horoclone.tensorflow.reductions import SPARSE_WEIGHT, grouped_allreduce
 
 # Large enough that one operation more costs little beside it, small enough that a network has several.
 GROUP_BYTES = 8 << 20
@@ -51,6 +51,7 @@ class GradientReduction:
     process_set: ProcessSet = global_process_set
     scale_local_gradients: bool = True
     local_sources: set[Hashable] = field(default_factory=set)
+    weight: Any = None  # how much this rank counts in the mean
 
     def __post_init__(self) -> None:
         resolve_reduce(None, self.op)
@@ -65,6 +66,8 @@ class GradientReduction:
             warnings.warn(text, DeprecationWarning, stacklevel=4)
             self.groups = self.num_groups if self.groups is None else self.groups
         self._check_groups()
+        if self.weight is not None and (self.op != Average or self.gradient_predivide_factor != 1.0):
+            raise ValueError("weight= works with op=hvd.Average and without gradient_predivide_factor")
 
     def _check_groups(self) -> None:
         if self.groups is None or (isinstance(self.groups, int) and self.groups >= 0):
@@ -92,6 +95,8 @@ class GradientReduction:
         if self.process_set is not global_process_set and not self._included():
             return result
         keys = [key_of(source) for source in sources]
+        if self.weight is not None and self.local_sources:
+            raise ValueError("weight= does not work together with local layers and sources")
         there = [i for i, gradient in enumerate(result) if gradient is not None]
         for i in there:
             if keys[i] in self.local_sources and self.scale_local_gradients:
@@ -114,6 +119,7 @@ class GradientReduction:
                     prescale_factor=1.0 / self.gradient_predivide_factor,
                     postscale_factor=self.gradient_predivide_factor,
                     process_set=self.process_set,
+                    weight=self.weight,
                     name=_name("HorovodGroupedAllreduce", f"_{number}", which),
                 )
                 for i, gradient in zip(places, reduced, strict=True):
@@ -137,6 +143,8 @@ class GradientReduction:
         """Replaces the IndexedSlices at these places by everybody's rows."""
         if not places:
             return
+        if self.weight is not None:
+            raise NotImplementedError(SPARSE_WEIGHT)
         if self.op == Adasum:
             raise NotImplementedError(
                 "The Adasum reduction does not currently support sparse tensors. As a workaround please pass "

@@ -17,6 +17,11 @@ from horoclone.tensorflow import mpi_ops
 from horoclone.tensorflow.compression import Compression
 from horoclone.tensorflow.mpi_ops import _as_it_is, to_tensor
 
+SPARSE_WEIGHT = (
+    "weight= is not supported with tf.IndexedSlices; make it dense with tf.convert_to_tensor(), or gradients with "
+    "sparse_as_dense=True"
+)
+
 
 def _resolved(average: bool | None, op: int | None) -> int:
     """The reduction meant; WrongReduction for none of ours, ValueError for both arguments."""
@@ -40,16 +45,23 @@ def allreduce(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
+    *,
+    weight: Any = None,
 ) -> Any:
     """Reduces a tf.Tensor, tf.Variable or tf.IndexedSlices over all ranks; the same bits on every rank.
 
     op: Average (the default), Sum, Min, Max, Product, Adasum; for anything else, and for Adasum of integers, an error
     that is both UnknownError (as in Horovod) and ValueError. Integers average with truncation toward zero.
-    NotImplementedError for an IndexedSlices with another op than Average and Sum, or with factors.
+    NotImplementedError for an IndexedSlices with another op than Average and Sum, with factors or a weight. weight: how
+    much this rank counts in the mean, sum(weight * tensor) / sum(weight): a number of 0 or more, or a tensor, given on
+    every rank or on none. tf.errors.InvalidArgumentError on every rank where one's weight is negative or not finite, or
+    all are 0.
     """
     check_compression("allreduce", compression)
     reduce = _resolved(average, op)
     if isinstance(tensor, tf.IndexedSlices):
+        if weight is not None:
+            raise NotImplementedError(SPARSE_WEIGHT)
         if prescale_factor != 1.0 or postscale_factor != 1.0:
             raise NotImplementedError(
                 "prescale_factor and postscale_factor are not supported with tf.IndexedSlices; scale the values, or "
@@ -58,7 +70,17 @@ def allreduce(
         with tf.device(device_sparse):
             return _allreduce_sparse(tensor, reduce, name, process_set, ignore_name_scope)
     with tf.device(device_dense):
-        wire, context = compression.compress(to_tensor("allreduce", tensor))
+        given = to_tensor("allreduce", tensor)
+        wire, context = compression.compress(given)
+        if weight is not None:
+            from horoclone.tensorflow import weighted  # loaded only where it is used
+
+            weighted.check_compression("allreduce", [wire], [given])
+            factors = (prescale_factor, postscale_factor)
+            (reduced,) = weighted.mean(
+                "allreduce", [wire], weight, reduce, factors, name, ignore_name_scope, process_set
+            )
+            return compression.decompress(reduced, context)
         reduced = mpi_ops._allreduce(
             wire, name, reduce, prescale_factor, postscale_factor, ignore_name_scope, process_set
         )
@@ -96,10 +118,12 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
     name: str | None = None,
+    *,
+    weight: Any = None,
 ) -> list[Any]:
     """Reduces several tensors, of any shapes and dtypes, as one operation: none before all are ready everywhere.
 
-    Entries that are tf.IndexedSlices are reduced one by one.
+    Entries that are tf.IndexedSlices are reduced one by one. weight: as for allreduce.
     """
     check_compression("grouped_allreduce", compression)
     reduce = _resolved(average, op)
@@ -109,14 +133,24 @@ def grouped_allreduce(
         own = None if name is None else f"{name}_{i}"
         results[i] = allreduce(
             results[i], None, device_dense, device_sparse, compression, reduce, prescale_factor,
-            postscale_factor, own, process_set, ignore_name_scope,
+            postscale_factor, own, process_set, ignore_name_scope, weight=weight,
         )  # fmt: skip
     with tf.device(device_dense):
-        packed = [compression.compress(to_tensor("grouped_allreduce", results[i])) for i in dense]
-        reduced = mpi_ops._grouped_allreduce(
-            [wire for wire, _ in packed], name, reduce, prescale_factor, postscale_factor, ignore_name_scope,
-            process_set,
-        )  # fmt: skip
+        given = [to_tensor("grouped_allreduce", results[i]) for i in dense]
+        packed = [compression.compress(tensor) for tensor in given]
+        wires = [wire for wire, _ in packed]
+        if weight is None:
+            reduced = mpi_ops._grouped_allreduce(
+                wires, name, reduce, prescale_factor, postscale_factor, ignore_name_scope, process_set
+            )
+        else:
+            from horoclone.tensorflow import weighted
+
+            weighted.check_compression("grouped_allreduce", wires, given)
+            factors = (prescale_factor, postscale_factor)
+            reduced = weighted.mean(
+                "grouped_allreduce", wires, weight, reduce, factors, name, ignore_name_scope, process_set
+            )
         for i, tensor, (_, context) in zip(dense, reduced, packed, strict=True):
             results[i] = compression.decompress(tensor, context)
     return results

@@ -77,18 +77,22 @@ def DistributedGradientTape(
     groups: int | Sequence[Sequence[Any]] | None = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
+    *,
+    weight: Any = None,
 ) -> Any:
     """Wraps a tf.GradientTape so that gradient() gives gradients reduced over the ranks.
 
     op: Average, Sum, Adasum, or what else allreduce knows (for dense gradients). groups: a number of groups, or lists
     of variables, whose gradients go out as one operation each; by default about 8 MiB each. gradient_predivide_factor:
     how much of the division is done before the sum. process_set: ranks outside get their own gradients. ValueError for
-    options that contradict, ZeroDivisionError for a predivide factor of 0.
+    options that contradict, ZeroDivisionError for a predivide factor of 0. weight: how much this rank counts in the
+    mean, the number of its samples or tokens; as for allreduce.
     """
-    return PartialDistributedGradientTape(
-        gradtape, device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor, num_groups,
-        groups, process_set, None, scale_local_gradients,
+    reduction = GradientReduction(
+        device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor, num_groups, groups,
+        process_set, scale_local_gradients, weight=weight,
     )  # fmt: skip
+    return _made(gradtape, reduction, [])
 
 
 def PartialDistributedGradientTape(
@@ -115,5 +119,9 @@ def PartialDistributedGradientTape(
         process_set, scale_local_gradients,
     )  # fmt: skip
     layers = [] if local_layers is None else local_layers
+    return _made(gradtape, reduction, list(layers) if isinstance(layers, Iterable) else [layers])
+
+
+def _made(gradtape: tf.GradientTape, reduction: GradientReduction, layers: list[Any]) -> Any:
     made = type(gradtape.__class__.__name__, (_DistributedGradientTape,), {})
-    return made(gradtape, reduction, list(layers) if isinstance(layers, Iterable) else [layers])
+    return made(gradtape, reduction, layers)

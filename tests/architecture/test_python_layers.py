@@ -47,7 +47,7 @@ handles: arguments errors process_sets
 horoclone: optional
 horovod_alias: stand_ins
 jax: arguments arrays compression elastic errors evaluation gradient_names objects ops optional owned process_sets requests
-    runtime runtime.lifecycle
+    runtime runtime.lifecycle weights
 keras: arguments arrays compression elastic errors evaluation gradient_names jax objects ops optional owned process_sets
     runtime runtime.exported stand_ins tensorflow torch torch.operations tracking
 launch: anonymous_file bootstrap errors failpoints live membership optional selection settings simulate
@@ -84,7 +84,7 @@ spark.keras: keras
 spark.torch: torch
 stand_ins: errors
 tensorflow: arguments arrays bootstrap common compression elastic errors evaluation gradient_names objects ops optional owned
-    process_sets runtime runtime.exported runtime.lifecycle
+    process_sets runtime runtime.exported runtime.lifecycle weights
 tensorflow.keras: common keras process_sets runtime runtime.exported
 torch: common errors evaluation ops optional runtime runtime.exported runtime.lifecycle torch.c10d torch.compression
     torch.elastic torch.functions torch.local_sgd torch.mpi_ops torch.operations torch.optimizer
