@@ -50,6 +50,8 @@ def reduce(
         name = key if settings.named or not is_tracing() else None
         compression = members[0].compression or hvd.Compression.none
         tree = {key: wires}
-        reduced = reduce_gradients(tree, name, compression, op, settings.process_set, prescale, postscale)
+        reduced = reduce_gradients(
+            tree, name, compression, op, settings.process_set, prescale, postscale, members[0].weight
+        )
         result.update(zip(places, reduced[key], strict=True))
     return result

@@ -43,6 +43,8 @@ def reduce(
             sparse = []
         dense = [place for place in places if place not in sparse]
         options: dict[str, Any] = {"op": part.op, "process_set": settings.process_set}
+        if part.weight is not None:
+            options["weight"] = part.weight
         if part.compression is not None:
             options["compression"] = part.compression
         for place in sparse:

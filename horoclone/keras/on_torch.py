@@ -82,6 +82,7 @@ def _submit(
         prescale_factor=part.prescale,
         postscale_factor=part.postscale,
         process_set=settings.process_set,
+        weight=part.weight,
     )
     return handle, contexts
 

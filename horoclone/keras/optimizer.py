@@ -39,6 +39,7 @@ class State:
         self.implied = False  # made from a saved configuration; DistributedOptimizer may still be called
         self.values: list[Any] | None = None  # of the original's variables, until the copy has them
         self.trained: list[Any] | None = None  # the variables that it, or the original, is built for
+        self.weight: Any = None  # of this rank in the mean of the next update's gradients
         self.given: list[Any] | None = None  # to build(), where a copy is given fewer than that
 
 
@@ -85,8 +86,9 @@ class DistributedMixin(Copied):
         self._horoclone.aggregation.apply(grads, places, update, state)
 
     def _reduced(self: Any, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        weight, self._horoclone.weight = self._horoclone.weight, None
         return self._horoclone.reduction.reduce(
-            grads, variables, self._var_key, self._trainable_variables_indices
+            grads, variables, self._var_key, self._trainable_variables_indices, weight
         )
 
     def stateless_apply(
@@ -139,6 +141,17 @@ class DistributedMixin(Copied):
         count = len(optimizer_variables)
         after = [scope.get_current_value(v) for v in everything]
         return after[count:], after[:count]
+
+    def set_weight(self, weight: Any) -> None:
+        """How much this rank counts in the mean of the gradients of the next update: the number of samples or tokens
+        that the loss is a mean over, a number or a tensor. Call it before each update, on every rank, in the function
+        that makes the update."""
+        if self._horoclone.handed_over:
+            raise ValueError(
+                "set_weight(): call it of the LossScaleOptimizer around this optimizer, which reduces"
+            )
+        self._horoclone.reduction.check_weighable()
+        self._horoclone.weight = weight
 
     def register_local_var(self, var: Any) -> None:
         """Takes a variable whose gradient stays this rank's own."""

@@ -40,6 +40,7 @@ class Part:
     postscale: float
     compression: Any
     divisible: bool = False  # nobody asked for just this group
+    weight: Any = None  # how much this rank counts in their mean
 
 
 @dataclass
@@ -102,12 +103,13 @@ class Reduction:
         variables: Sequence[Any],
         key_of: Callable[[Any], Hashable],
         numbers: Mapping[Hashable, int],
+        weight: Any = None,
     ) -> list[Any]:
         """The gradients to apply: reduced over the ranks, local ones divided by the size, None where there is none.
 
         grads: one per variable, dense or (TensorFlow) IndexedSlices, or None; what a tape has reduced stays as it is.
         numbers: of all the optimizer's variables, the same on every rank. In their order gradients meet, in whichever
-        they are given. Raises the errors of the operation.
+        they are given. weight: how much this rank counts in the mean. Raises the errors of the operation.
         """
         if len(grads) != len(variables):
             raise ValueError(f"{len(grads)} gradients were given for {len(variables)} variables")
@@ -116,7 +118,9 @@ class Reduction:
         known = [numbers.get(key_of(variable), len(numbers) + i) for i, variable in enumerate(variables)]
         order = sorted(range(len(known)), key=known.__getitem__)
         if order != list(range(len(known))):
-            in_order = self.reduce([grads[i] for i in order], [variables[i] for i in order], key_of, numbers)
+            in_order = self.reduce(
+                [grads[i] for i in order], [variables[i] for i in order], key_of, numbers, weight
+            )
             as_given = sorted(zip(order, in_order, strict=True), key=itemgetter(0))
             return [gradient for _, gradient in as_given]
         mover = importlib.import_module(f"horoclone.keras.on_{backend()}")
@@ -125,6 +129,8 @@ class Reduction:
         local = self._local_keys(key_of)
         if local and self.is_copy and local.isdisjoint(key_of(variable) for variable in variables):
             raise Unsupported(_LOCAL)
+        if weight is not None and local:
+            raise ValueError("set_weight() does not work together with local variables")
         shared = [i for i in todo if key_of(variables[i]) not in local]
         result = list(grads)
         divisor = self.process_set.size() or 1
@@ -133,9 +139,19 @@ class Reduction:
                 result[i] = mover.scaled(grads[i], 1.0 / divisor)
         sent = shared if backend() == "torch" else [i for i in shared if grads[i] is not None]
         parts = self._parts(shared, variables, key_of, named_by([known[i] for i in sent], len(numbers)))
+        for part in parts:
+            part.weight = weight if part.op != Max else None
         for i, reduced in mover.reduce(parts, grads, variables, self).items():
             result[i] = reduced
         return result
+
+    def check_weighable(self) -> None:
+        """ValueError where these options leave no plain mean of gradients."""
+        if self.op != Average or self.predivide != 1.0 or self.passes > 1:
+            raise ValueError(
+                "set_weight() works with op=hvd.Average, and without gradient_predivide_factor and "
+                "backward_passes_per_step"
+            )
 
     def reduced_before(self, grads: Grads, variables: Sequence[Any]) -> list[bool]:
         """For each gradient whether it is reduced already; only TensorFlow knows such ones."""
