@@ -29,6 +29,7 @@ from horoclone.torch.operations import (
     reduce_scatter,
     rooted,
     tensors,
+    weighted,
 )
 from horoclone.torch.optimizer import adasum, buckets, gradient_bucket, reducer, sharded_state, sharding
 
@@ -214,6 +215,7 @@ class Fake:
             rooted,
             sharded_state,
             sharding,
+            weighted,
         ):
             self.patch(module)
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import horoclone.torch as hvd
+from horoclone.errors import Unsupported
 
 sys.path.insert(0, str(Path(__file__).parent))
 import gpu_fake
@@ -118,6 +119,54 @@ def compressed() -> None:
 
 def test_fake_compressors_work_on_the_gpu(ranks: Callable[..., Any]) -> None:
     ranks(compressed)
+
+
+def weighs() -> None:
+    """Gradients and tensors, with the host's numbers; a step in a captured graph is refused."""
+    fake, rank = gpu_fake.begin(), hvd.rank()
+
+    def means() -> list[torch.Tensor]:
+        model = network()
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.05), model.named_parameters()
+        )
+        for step in range(4):
+            torch.manual_seed(10 * step + rank)
+            optimizer.zero_grad()
+            optimizer.set_weight(1 + 3 * step * rank)
+            model(torch.randn(16, 32)).square().mean().backward()
+            optimizer.step()
+        own = torch.full((5,), 1.0 + rank)
+        alone = [hvd.allreduce(own.to(t), weight=1 + 2 * rank) for t in (torch.float32, torch.bfloat16)]
+        with pytest.raises(ValueError, match="rank 1 gave the weight -1"):
+            hvd.allreduce(own, name="x", weight=1 - 2 * rank)
+        return [one.detach().float() for one in (*model.parameters(), *alone)]
+
+    on_host, placed = means(), fake.placed
+    with fake.everywhere():
+        on_gpu = means()
+        assert fake.placed > placed, "nothing was seen on the GPU"
+        for ours, expected in zip(on_gpu, on_host, strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
+        parameter = torch.nn.Parameter(torch.ones(3))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.1), [("p", parameter)])
+        for _ in range(2):
+            optimizer.set_weight(1)
+            parameter.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        fake.capturing = True
+        try:
+            optimizer.set_weight(1)
+            with pytest.raises(Unsupported, match="captured CUDA graph"):
+                parameter.sum().backward()
+        finally:
+            fake.capturing = False
+        optimizer.step()
+
+
+def test_fake_weights_on_the_gpu(ranks: Callable[..., Any]) -> None:
+    ranks(weighs)
 
 
 def normalizes() -> None:

@@ -446,3 +446,38 @@ def test_a_closure_of_lbfgs_sees_the_weighted_loss() -> None:
     for _ in range(3):
         optimizer.step(closure)
     assert torch.allclose(p, torch.full((2,), 0.75, dtype=torch.float64))
+
+
+@ranks(3)
+def test_an_optimizer_goes_on_with_those_who_have_not_joined() -> None:
+    p = torch.nn.Parameter(torch.zeros(5))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=0.0), named_parameters=[("p", p)])
+    for step in range(3 + 3 * (hvd.rank() < 2)):
+        weights = [1.0, 3.0, 4.0 if step < 3 else 0.0]
+        optimizer.set_weight(weights[hvd.rank()])
+        (p * (hvd.rank() + 1.0)).sum().backward()
+        optimizer.step()
+        wanted = sum(w * (r + 1) for r, w in enumerate(weights)) / sum(weights)
+        assert p.grad is not None and p.grad[0].item() == pytest.approx(wanted, rel=1e-6)
+        optimizer.zero_grad()
+    hvd.join()
+
+
+@ranks(3, init=False)
+def test_an_optimizer_of_a_process_set_weighs_its_ranks() -> None:
+    hvd.init(process_sets=[hvd.ProcessSet([0, 2])])
+    p = torch.nn.Parameter(torch.zeros(5))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([p], lr=0.0), [("p", p)], process_set=hvd.ProcessSet([0, 2])
+    )
+    for _ in range(3):
+        optimizer.set_weight(1 + hvd.rank())
+        (p * (hvd.rank() + 1.0)).sum().backward()
+        optimizer.synchronize()
+        assert p.grad is not None and p.grad[0].item() == (2.0 if hvd.rank() == 1 else 2.5)
+        optimizer.zero_grad()
+    if hvd.rank() != 1:
+        with pytest.raises(InvalidArgument, match="rank 2 gave the weight -1"):
+            optimizer.set_weight(1 - hvd.rank())
+            p.sum().backward()
+    hvd.shutdown()
