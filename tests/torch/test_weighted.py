@@ -481,3 +481,21 @@ def test_an_optimizer_of_a_process_set_weighs_its_ranks() -> None:
             optimizer.set_weight(1 - hvd.rank())
             p.sum().backward()
     hvd.shutdown()
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_rank_without_samples_may_leave_out_its_backward(first: int) -> None:
+    p = torch.nn.Parameter(torch.zeros(5))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)])
+    for step in range(6):
+        idle = step >= first and step % 2 == first % 2 and hvd.rank() == 1
+        optimizer.set_weight(0 if idle else 1 + hvd.rank())
+        if not idle:
+            (p * (hvd.rank() + 1.0)).sum().backward()
+        before = p.detach().clone()
+        optimizer.step()
+        there = [r for r in range(hvd.size()) if not (r == 1 and step >= first and step % 2 == first % 2)]
+        wanted = sum((1 + r) ** 2 for r in there) / sum(1 + r for r in there)
+        assert (before - p)[0].item() == pytest.approx(wanted, rel=1e-5)
+        optimizer.zero_grad()
