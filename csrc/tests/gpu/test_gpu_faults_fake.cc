@@ -2,6 +2,8 @@
 // device and the next move, nothing hangs, and tensors in host memory go on where the ranks still agree.
 #include <doctest/doctest.h>
 
+#include <atomic>
+
 #include "tests/gpu/gpu_gradients.h"
 
 namespace hc {
@@ -21,7 +23,8 @@ Status average(Engine& engine, FrameworkOnGpu& gpu, int16_t* data, int64_t* hand
 TEST_CASE("fake of CUDA and NCCL: memory that the framework's allocator keeps is asked for, and given") {
   FakeEnvironment full(Variables{{"HC_FAKE_MEMORY_BYTES", std::to_string(23 * kMebi)}});
   World world(2, gpu_settings());
-  CHECK_OK(world.each([](Engine& engine, int rank) {
+  std::atomic<int> gave = 0;  // ranks; the memory is that of all devices, so one may give for both
+  CHECK_OK(world.each([&gave](Engine& engine, int rank) {
     FrameworkOnGpu gpu(rank);
     const auto cuda = cuda_fake();
     CuPointer kept = 0;  // by the allocator, for nobody
@@ -31,18 +34,17 @@ TEST_CASE("fake of CUDA and NCCL: memory that the framework's allocator keeps is
     all_are_here(engine, "begin");
     int64_t handle = 0;
     CHECK_OK(average(engine, gpu, data, &handle));
-    bool done = false, gave = false;
+    bool done = false;
     Status outcome;
     for (const Deadline deadline = Deadline::in(30); !done && outcome.is_ok() && !deadline.passed();) {
       outcome = engine.wait(handle, 0.02, &done);
       if (!engine.memory_pressure().is_wanted()) continue;
       if (kept) CHECK_LOCKED(cuda->cuMemFree(std::exchange(kept, 0)) == kCuSuccess);
       engine.memory_pressure().gave();
-      gave = true;
+      ++gave;
     }
     CHECK_OK(outcome);
     CHECK_LOCKED(done);
-    CHECK_LOCKED(gave);
     CHECK_OK(engine.stream_wait(handle, gpu.stream));
     const int16_t last = gpu.read(data, kShorts)[kShorts - 1];
     CHECK_LOCKED(last == 2);
@@ -50,6 +52,7 @@ TEST_CASE("fake of CUDA and NCCL: memory that the framework's allocator keeps is
     if (kept) (void)cuda->cuMemFree(kept);
     all_are_here(engine, "end");
   }));
+  CHECK(gave > 0);
 }
 
 TEST_CASE("fake of CUDA and NCCL: memory that nobody can give ends the job with a text that says whose it is") {
