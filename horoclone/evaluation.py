@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any, overload
 
@@ -118,7 +119,7 @@ def _on_host(value: Any) -> Any:
     elif hasattr(value, "numpy"):  # TensorFlow's
         value = value.numpy()
     elif type(value).__module__.startswith("cupy"):
-        value = value.get()
+        value = sys.modules["cupy"].asnumpy(value)
     array = np.asarray(value)
     if array.dtype.kind not in "buifV":  # V: bfloat16 and the like
         raise TypeError(f"{type(value).__name__} of dtype {array.dtype}; give real numbers")
