@@ -6,7 +6,6 @@ import copy
 import functools
 import sys
 import threading
-import time
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -342,13 +341,16 @@ def test_works_are_asynchronous_and_futures_complete() -> None:
             dist.barrier()
         assert len(dist.group.WORLD._flight._works) <= 500  # those that nobody waits for end by themselves
         dist.all_reduce(torch.ones(1))
+        store = dist.distributed_c10d._get_default_store()
         if rank == 0:
-            time.sleep(0.05)
+            store.wait(["asked"], timedelta(seconds=30))
             dist.send(torch.ones(1), 1)
         else:
+            future = dist.irecv(torch.ones(1), 0).get_future()
             # It has not come in half a millisecond, so a thread waits for it.
-            dist.irecv(torch.ones(1), 0).get_future().wait()
             assert any(thread.name.startswith("hc-c10d") for thread in threading.enumerate())
+            store.set("asked", "now")
+            future.wait()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("hc-c10d")]
 
 
