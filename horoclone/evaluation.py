@@ -47,9 +47,8 @@ class EvaluationSampler(Sequence[int]):
 
     def __getitem__(self, index: int | slice) -> Any:
         found = self._part()[index]
-        return (
-            found if isinstance(found, int) else np.array(found, np.int64)
-        )  # which indexes arrays of any framework
+        # An array of indices, since JAX takes no range for one.
+        return found if isinstance(found, int) else np.array(found, np.int64)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._part())

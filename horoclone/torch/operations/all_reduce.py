@@ -36,20 +36,10 @@ def allreduce_(
     for tensors that are neither in host memory nor on one of NVIDIA's GPUs.
     """
     if weight is not None:
-        return synchronize(
-            _weighted(
-                "allreduce_",
-                tensor,
-                True,
-                average,
-                name,
-                op,
-                prescale_factor,
-                postscale_factor,
-                process_set,
-                weight,
-            )
-        )
+        mean = _weighted(
+            "allreduce_", tensor, True, average, name, op, prescale_factor, postscale_factor, process_set, weight
+        )  # fmt: skip
+        return synchronize(mean)
     return _now(tensor, tensor, average, name, op, prescale_factor, postscale_factor, process_set)
 
 
