@@ -103,6 +103,7 @@ bool ProcessSet::repeat(const Submission& s, ProgressLock& progress_lock, int sp
   Progress progress = round->step(&moved);
   while (progress == Progress::kPending && s.will_wait && !progress_lock.wanted() && idle.pause())
     progress = round->step(&moved);
+  wake_readers();  // of what a step has published: the other may sleep already, waiting for my half
   if (progress == Progress::kDone && !round->withdrawn()) {
     if (s.name.empty()) pending_.pass_over(s.op, use);
     Counters::add_locked(counters.bypassed);
