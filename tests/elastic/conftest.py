@@ -73,6 +73,11 @@ class ElasticRun:
     def newest(self) -> int:
         return max(self.generations(), default=0)
 
+    def members(self) -> dict[int, int]:
+        """Rank -> pid of those who are in the newest generation, from one reading: a job writes on meanwhile."""
+        found = self.generations()
+        return found[max(found)] if found else {}
+
     def step(self, number: int) -> None:
         """Waits until some rank has done this step."""
         self.wait(

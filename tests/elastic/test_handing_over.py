@@ -77,13 +77,12 @@ def test_all_hosts_are_replaced_at_once_and_the_state_goes_over(
     one.steps_on()
     (one.folder / "slow").touch()
     one.hosts(f"127.0.0.1:{size}")
-    one.job.wait(
-        lambda: (
-            set(one.job.generations()[one.job.newest()].values()).isdisjoint(first.values())
-            and one.job.sizes()[one.job.newest()] == size
-        ),
-        "a generation of the new host alone",
-    )
+
+    def alone() -> bool:
+        there = set(one.job.members().values())
+        return len(there) == size and there.isdisjoint(first.values())
+
+    one.job.wait(alone, "a generation of the new host alone")
     _, ended, done = one.finish()
     assert ended == size and "nobody else has the state of the training: its workers go on" in done.stderr
     assert len(re.findall("has left: host localhost is not there any more", done.stderr)) == size
@@ -103,7 +102,7 @@ def test_who_is_asked_to_leave_waits_for_the_replacement_that_is_being_started(
     one.job.wait(lambda: "has left: SIGTERM" in one.job.started.stderr, "the leave")
     one.steps_on()
     _, _, done = one.finish()
-    assert first[1] not in one.job.generations()[one.job.newest()].values(), done.output
+    assert first[1] not in one.job.members().values(), done.output
 
 
 def test_who_is_asked_to_leave_while_it_waits_for_a_replacement_stays_for_it(
@@ -132,7 +131,7 @@ def test_hosts_that_nobody_names_for_a_while_are_a_pause(handed: Callable[..., H
     time.sleep(3)
     one.steps_on()
     _, size, _ = one.finish()
-    assert size == 2 and set(one.job.generations()[one.job.newest()].values()) == set(first.values())
+    assert size == 2 and set(one.job.members().values()) == set(first.values())
 
 
 def test_hosts_that_nobody_names_any_more_end_the_job_after_the_timeout(
