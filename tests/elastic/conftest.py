@@ -74,9 +74,12 @@ class ElasticRun:
         return max(self.generations(), default=0)
 
     def members(self) -> dict[int, int]:
-        """Rank -> pid of those who are in the newest generation, from one reading: a job writes on meanwhile."""
-        found = self.generations()
-        return found[max(found)] if found else {}
+        """Rank -> pid in the newest generation, {} until all of it have said that they are in; of one reading."""
+        found = GENERATION.findall(self.started.stdout)
+        newest = max((int(number) for _, number, *_ in found), default=0)
+        of_newest = [one for one in found if int(one[1]) == newest]
+        whole = bool(of_newest) and len(of_newest) == int(of_newest[0][3])
+        return {int(rank): int(pid) for _, _, rank, _, pid, *_ in of_newest} if whole else {}
 
     def step(self, number: int) -> None:
         """Waits until some rank has done this step."""

@@ -234,7 +234,7 @@ def test_random_kills_at_random_moments_change_no_sum(elastic: Any, seed: int) -
     deadline = time.monotonic() + 40
     while not LATE.search(job.started.stdout) and kills < 25 and time.monotonic() < deadline:
         time.sleep(chance.choice([0.0, 0.005, 0.02, 0.1, 0.4]))
-        newest = job.members()
+        newest = job.generations().get(job.newest(), {})
         spared = newest.get(min(newest, default=0))
         pids = [int(pid) for pid in STARTED.findall(job.started.stderr)]
         alive = [pid for pid in pids if pid != spared and Path(f"/proc/{pid}/stat").exists()]
