@@ -1,7 +1,11 @@
 // The bypass for small allreduces: loops of blocking calls take it, everything else makes the ranks step back to
 // the agreement, and neither a result nor an operation is lost on the way.
 #include <doctest/doctest.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <time.h>
 
+#include <atomic>
 #include <random>
 #include <thread>
 
@@ -104,6 +108,80 @@ TEST_CASE("bypass: who came last is known also to those who slept by then") {
     }
     CHECK_LOCKED(times_of_rank_2(engine) - times >= kRounds / 2);  // not all: the machine may be busy
   }));
+}
+
+// Memory that can't be written until a write to it has waited for 20 ms: a thread that sums into it is late.
+class SlowMemory {
+ public:
+  explicit SlowMemory(size_t bytes) {
+    bytes_ = bytes;
+    start_ = static_cast<std::byte*>(
+        ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0));
+    REQUIRE(static_cast<void*>(start_) != MAP_FAILED);
+    struct sigaction slow{};
+    slow.sa_sigaction = &let_through;
+    slow.sa_flags = SA_SIGINFO;
+    REQUIRE(::sigaction(SIGSEGV, &slow, &before_) == 0);
+  }
+  ~SlowMemory() {
+    (void)::sigaction(SIGSEGV, &before_, nullptr);
+    (void)::munmap(start_, bytes_);
+  }
+  float* values() { return reinterpret_cast<float*>(start_); }
+  void make_slow() { REQUIRE(::mprotect(start_, bytes_, PROT_READ) == 0); }
+
+ private:
+  static void let_through(int, siginfo_t* info, void*) {
+    auto* const at = static_cast<std::byte*>(info->si_addr);
+    if (at < start_ || at >= start_ + bytes_) {  // a real fault: it comes again and ends the process
+      (void)::sigaction(SIGSEGV, &before_, nullptr);
+      return;
+    }
+    const timespec delay{0, 20'000'000};
+    (void)::nanosleep(&delay, nullptr);
+    (void)::mprotect(start_, bytes_, PROT_READ | PROT_WRITE);
+  }
+  static inline std::byte* start_ = nullptr;
+  static inline size_t bytes_ = 0;
+  static inline struct sigaction before_{};
+};
+
+TEST_CASE("bypass: who sleeps until the other has summed its half is woken, not left to a timer") {
+  constexpr int kRounds = 20, kElements = 32768;
+  SlowMemory slow(kElements * sizeof(float));
+  std::atomic<int> ended{0};  // calls of rank 0
+  int in_time = 0;
+  World world(2);
+  CHECK_OK(world.each([&](Engine& engine, int rank) {
+    const std::vector<float> in(kElements, 1.0f);
+    std::vector<float> mine(kElements);
+    float* const out = rank == 1 ? slow.values() : mine.data();
+    const auto call = [&] {
+      const int64_t shape[] = {kElements};
+      const Submission::Tensor tensor{in.data(), out, shape, DType::kF32};
+      Submission s;
+      s.name = "x";
+      s.tensors = {&tensor, 1};
+      s.will_wait = true;
+      int64_t handle = 0;
+      CHECK_OK(engine.call(s, &handle));
+      CHECK_OK(finish(engine, handle));
+      engine.release(handle);
+      CHECK_LOCKED(out[kElements - 1] == 2.0f);
+    };
+    for (int step = 0; step < kRounds; ++step) {
+      for (int quick = 0; quick < 50; ++quick) call();  // so that no thread of the engine sleeps beside the caller
+      if (rank == 1) slow.make_slow();
+      call();
+      if (rank == 0) ++ended;
+      // This rank's engine does nothing more, and the other's sleep ends by itself some 30 ms after.
+      for (int waited_ms = 0; rank == 1 && ended == step && waited_ms < 12; ++waited_ms)
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      if (rank == 1 && ended > step) ++in_time;
+    }
+    CHECK_LOCKED(counter(engine, "bypassed") >= kRounds);
+  }));
+  CHECK(in_time > kRounds / 4);  // 0 or 1 where nobody wakes it
 }
 
 TEST_CASE("bypass: bytes are counted as on the agreed path") {
