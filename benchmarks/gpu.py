@@ -38,7 +38,6 @@ from horoclone.torch.optimizer import buckets
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from gpu_buckets import DriverCalls
 from gpu_figures import (
     TRAFFIC_OF_PEERS,
     bandwidth_table,
@@ -208,14 +207,11 @@ def persistent_buckets(arguments: argparse.Namespace, place: Place) -> Callable[
     return round_of_buckets
 
 
-def cost_of_buckets(
-    arguments: argparse.Namespace, place: Place, calls: DriverCalls
-) -> tuple[dict[str, list[float]], dict[str, float] | None]:
-    """Microseconds of processor time that one bucket takes to be submitted and waited for, as in a step; and how often
-    each function of the driver is called for one."""
+def cost_of_buckets(arguments: argparse.Namespace, place: Place) -> dict[str, list[float]]:
+    """Microseconds of processor time that one bucket takes to be submitted and waited for, as in a step."""
     count = arguments.buckets
     if not count:
-        return {}, None
+        return {}
     tensors = [torch.zeros(arguments.bucket_bytes // 4, device=place.device) for _ in range(count)]
     ours = persistent_buckets(arguments, place)
 
@@ -225,18 +221,12 @@ def cost_of_buckets(
 
     ways: dict[str, Callable[[], None]] = {"torch.distributed": theirs, "horoclone": ours}
     spent: dict[str, list[float]] = {name: [] for name in ways}
-    counted: dict[str, float] | None = None
     for turn in range(arguments.rounds + 1):  # the first one warms
         for name, way in ways.items():
-            before = calls.so_far() if name == "horoclone" else None
             cpu = timed(way, arguments.steps, place)[1]
-            after = calls.so_far()
-            if before is not None and after is not None:
-                each = arguments.steps * count
-                counted = {n: (after[n] - c) / each for n, c in before.items() if after[n] > c}
             if turn:
                 spent[name].append(1e3 * cpu / count)
-    return spent, counted
+    return spent
 
 
 def bound_of_shared_gpu(place: Place) -> float | None:
@@ -319,8 +309,7 @@ def report(arguments: argparse.Namespace, times: dict[str, Times], found: dict[s
     steps = {name: asdict(one) for name, one in times.items()}
     if steps:
         print(steps_table(steps, batch, hvd.size(), unit))
-    costs = buckets_table(found["buckets"], found["driver calls"])
-    for part in (costs, bandwidth_table(found["allreduce"], found["bound"])):
+    for part in (buckets_table(found["buckets"]), bandwidth_table(found["allreduce"], found["bound"])):
         if part:
             print(part)
     if found["bound"]:
@@ -332,14 +321,10 @@ def report(arguments: argparse.Namespace, times: dict[str, Times], found: dict[s
         print("in host memory: none of the aims for GPUs was measured")
 
 
-def begin(arguments: argparse.Namespace) -> tuple[Place, DriverCalls]:
-    """Brings up horoclone, the GPU and torch.distributed; calls of the driver are counted from the start."""
-    calls = DriverCalls()
+def begin(arguments: argparse.Namespace) -> Place:
+    """Brings up horoclone, the GPU and torch.distributed."""
     if arguments.graphs:  # as torch's notes on CUDA graphs ask of those who capture DDP
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    if arguments.buckets and arguments.device != "cpu":
-        out = arguments.json.parent if arguments.json else Path("out")
-        calls.start(out / f"counted-{os.environ.get('LOCAL_RANK', '0')}")
     hvd.init()
     place = place_for(arguments.device, share=arguments.backend == "gloo" and hvd.size() > 1)
     backend = arguments.backend or ("nccl" if arguments.device == "cuda" else "gloo")
@@ -353,7 +338,7 @@ def begin(arguments: argparse.Namespace) -> tuple[Place, DriverCalls]:
         )
     if arguments.graphs and arguments.device != "cuda":
         raise SystemExit("gpu.py: --graphs needs a GPU")
-    return place, calls
+    return place
 
 
 def facts_of(arguments: argparse.Namespace, place: Place) -> dict[str, Any]:
@@ -371,13 +356,11 @@ def facts_of(arguments: argparse.Namespace, place: Place) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
-    place, calls = begin(arguments)
+    place = begin(arguments)
     times = measure(arguments, place)
-    spent, counted = cost_of_buckets(arguments, place, calls)
     found = {
         "allreduce": allreduces(arguments, place),
-        "buckets": spent,
-        "driver calls": counted,
+        "buckets": cost_of_buckets(arguments, place),
         "bound": bound_of_shared_gpu(place),
     }
     # Equal start and equal gradients: where the losses part, somebody reduces wrongly and the times mean nothing.

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 # What the figures should reach; docs/performance.md says which were measured.
 STEP_OF_DDP = 1.00  # world size 1; DDP with or without bucket views, whichever is faster
 CPU_US_PER_BUCKET = 15.0
-DRIVER_CALLS_PER_BUCKET = 12.0
 SHARE_OF_BOUND = 0.8  # two ranks on one GPU, from LARGE_BYTES on
 TIMES_GLOO = 5.0
 LARGE_BYTES = 64 << 20
@@ -70,18 +69,12 @@ def bandwidth_table(
     return "\n".join(lines)
 
 
-def buckets_table(cpu_us: Mapping[str, Sequence[float]], calls: Mapping[str, float] | None = None) -> str:
-    """cpu_us: microseconds of processor time for one bucket, a number for each round; calls: of the driver, by name."""
-    lines = [
+def buckets_table(cpu_us: Mapping[str, Sequence[float]]) -> str:
+    """cpu_us: microseconds of processor time for one bucket, a number for each round."""
+    return "\n".join(
         f"{name:<18}{statistics.median(rounds):>10.2f} us of CPU for a bucket"
         for name, rounds in cpu_us.items()
-    ]
-    if calls:
-        most = ", ".join(f"{name} {count:.2f}" for name, count in sorted(calls.items(), key=lambda c: -c[1]))
-        lines.append(
-            f"{'horoclone':<18}{sum(calls.values()):>10.2f} calls of the driver for a bucket: {most}"
-        )
-    return "\n".join(lines)
+    )
 
 
 class Gate(NamedTuple):
@@ -101,7 +94,7 @@ def _gate(figure: str, aim: float, found: float | None, at_most: bool = True) ->
 def gates(
     ranks: int, steps: Mapping[str, Mapping[str, Sequence[float]]], found: Mapping[str, Any]
 ) -> list[Gate]:
-    """Every aim of a run on GPUs. steps as in steps_table; found: "buckets", "driver calls", "allreduce" and "bound" as
+    """Every aim of a run on GPUs. steps as in steps_table; found: "buckets", "allreduce" and "bound" as
     in the tables."""
 
     def of_ddp(kind: str) -> float | None:
@@ -111,7 +104,6 @@ def gates(
 
     cpu = {name: statistics.median(rounds) for name, rounds in found["buckets"].items()}
     ours, theirs = cpu.get("horoclone"), cpu.get("torch.distributed")
-    calls = found.get("driver calls")
     bound = found["bound"]
     large = [rates for size, rates in found["allreduce"].items() if bound and int(size) >= LARGE_BYTES]
     share = min((rates["horoclone"] / bound for rates in large), default=None)
@@ -121,11 +113,6 @@ def gates(
         _gate("the same, captured in a graph", STEP_OF_DDP, of_ddp(" graph")),
         _gate("us of CPU for a bucket", CPU_US_PER_BUCKET, ours),
         _gate("the same, of torch.distributed's", 1.0, ours / theirs if ours and theirs else None),
-        _gate(
-            "calls of the driver for a bucket",
-            DRIVER_CALLS_PER_BUCKET,
-            sum(calls.values()) if calls else None,
-        ),
         _gate(
             "ranks on one GPU, from 64 MiB: of what the traffic allows", SHARE_OF_BOUND, share, at_most=False
         ),

@@ -1,21 +1,17 @@
-"""What an engine costs that has nothing to do, and what init() alone costs: `python benchmarks/idle.py`.
+"""What an engine costs that has nothing to do: `python benchmarks/idle.py`.
 
-Ranks that sleep after init(): processor time, messages, sleeps and wake-ups of each. A process alone that computes,
-before init(), after it, and after shutdown(), in turn. Exit codes: see session.py.
+Ranks that sleep after init(): processor time, messages, sleeps and wake-ups of each. Exit codes: see session.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
-from report import print_rows, ratio_text
+from report import print_rows
 from session import on_ranks, options, run
-from statistics_of import ratio_of
 
 WAYS = {"shared memory": {}, "TCP": {"HOROCLONE_SHARED_MEMORY": "0"}}
 
@@ -23,9 +19,8 @@ WAYS = {"shared memory": {}, "TCP": {"HOROCLONE_SHARED_MEMORY": "0"}}
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark with `argv` and returns the exit code."""
     arguments = options(
-        __doc__, argv, ("--np", [2, 4], "ranks"), ("--seconds", 5.0, "for which the ranks sleep"),
-        ("--rounds", 9, "turns of the process alone"),
-    )  # fmt: skip
+        __doc__, argv, ("--np", [2, 4], "ranks"), ("--seconds", 5.0, "for which the ranks sleep")
+    )
     return run(arguments, lambda: measure(arguments), show)
 
 
@@ -35,15 +30,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         for size in arguments.np
         for way, environment in WAYS.items()
     }
-    (alone,) = on_ranks(compute, arguments.rounds, np=1)
-    return {
-        "benchmark": f"idle engines for {arguments.seconds:g} s; init() and a process alone, {arguments.rounds} rounds",
-        "idle": idle,
-        "alone_ms": alone,
-        "cost": {
-            n: dataclasses.asdict(ratio_of(alone["before"], alone[n])) for n in ("after init", "shut down")
-        },
-    }
+    return {"benchmark": f"idle engines for {arguments.seconds:g} s", "idle": idle}
 
 
 def show(result: dict[str, Any]) -> None:
@@ -57,12 +44,6 @@ def show(result: dict[str, Any]) -> None:
     print_rows(
         ["idle, the worst rank", "of a core", "messages", "bytes", "sleeps", "switches of our threads"], rows
     )
-    cost = {name: ratio_text(one) for name, one in result["cost"].items()}
-    rows = [
-        [name, f"{statistics.median(ms):.2f} ms", cost.get(name, "")]
-        for name, ms in result["alone_ms"].items()
-    ]
-    print_rows(["a process alone", "a step", "of the time before init()"], rows)
 
 
 # --- on the ranks --------------------------------------------------------------------------------------------------
@@ -107,40 +88,6 @@ def sleep(seconds: float) -> dict[str, float]:
         "switches": (after[1] - before[1]) / seconds,
     }
     hvd.barrier()
-    return found
-
-
-def compute(rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of a step of plain torch before init(), after it and after shutdown(), in turn."""
-    import time
-
-    import torch
-
-    import horoclone.torch as hvd
-
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(8)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    x = torch.randn(64, 512)
-
-    def step() -> float:
-        times = []
-        for _ in range(40):
-            began = time.perf_counter()
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-            times.append(1000 * (time.perf_counter() - began))
-        return sorted(times)[len(times) // 2]
-
-    step()
-    found: dict[str, list[float]] = {"before": [], "after init": [], "shut down": []}
-    for _ in range(rounds):
-        found["before"].append(step())
-        hvd.init()
-        found["after init"].append(step())
-        hvd.shutdown()
-        found["shut down"].append(step())
     return found
 
 

@@ -4,6 +4,8 @@ python benchmarks/torch_tools.py [--np 2] [--width 64] [--steps 60] [--rounds 7]
 job of torchrun for each backend in turn, since DTensor takes the backend that it has seen first for all equal meshes.
 Prints the median of the rounds' medians of the slowest rank, their spread, the ratio to gloo with its interval, and how
 much of gloo's time on top of torch's backend `fake`, which moves nothing, is left.
+--calls 400: instead, the processor time of so many single calls, threads of the backend included, in us a call on rank
+0. Tensors have 8 KiB where no size is named.
 """
 
 from __future__ import annotations
@@ -140,8 +142,57 @@ TOOLS: dict[str, Callable[[Any, int], Step]] = {
 NOT_OF_FAKE = ("pipeline", "all_gather_object", "barrier")  # they need what others send, or do nothing else
 
 
-def run_rank(backend: str, tools: list[str], width: int, steps: int) -> None:
-    """One rank: prints a line of JSON for each tool on rank 0, the times of its steps in us by rank."""
+def single_calls(size: int, rank: int) -> dict[str, Step]:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import _functional_collectives as functional
+
+    x, out, whole = torch.ones(2048), torch.ones(2048), torch.ones(2048 * size)
+    one, many, group = torch.ones(1), torch.ones(32768), dist.distributed_c10d._get_default_group()
+
+    def messages() -> None:
+        if rank % 2:
+            dist.recv(out, rank - 1)
+            dist.send(x, rank - 1)
+        elif rank + 1 < size:
+            dist.send(x, rank + 1)
+            dist.recv(out, rank + 1)
+
+    def gather(waits: bool = False) -> Any:
+        return dist.all_gather_into_tensor(whole, out, async_op=waits)
+
+    found: dict[str, Step] = {
+        "all_reduce 4 B": lambda: dist.all_reduce(one),
+        "all_reduce": lambda: dist.all_reduce(x),
+        "all_reduce 128 KiB": lambda: dist.all_reduce(many),
+        "all_reduce async, wait": lambda: dist.all_reduce(x, async_op=True).wait(),
+        "all_gather_into_tensor": gather,
+        "all_gather_into_tensor async, wait": lambda: gather(waits=True).wait(),
+        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(out, whole),
+        "all_to_all_single": lambda: dist.all_to_all_single(out, x),
+        "broadcast": lambda: dist.broadcast(x, 0),
+        "barrier": dist.barrier,
+        "functional all_reduce": lambda: functional.wait_tensor(functional.all_reduce(x, "sum", group)),
+    }
+    return found if dist.get_backend() == "fake" else {**found, "send and recv": messages}
+
+
+def time_calls(calls: dict[str, Step], wish: argparse.Namespace) -> dict[str, list[float]]:
+    """Microseconds of processor time of a call, in each round."""
+    found: dict[str, list[float]] = {}
+    for name, call in calls.items():
+        for turn in range(wish.rounds + 1):  # the first one warms
+            began = time.process_time()
+            for _ in range(wish.calls):
+                call()
+            if turn:
+                used = (time.process_time() - began) / wish.calls * 1e6
+                found.setdefault(name, []).append(used)
+    return found
+
+
+def run_rank(backend: str, wish: argparse.Namespace) -> None:
+    """One rank: prints on rank 0 JSON for each tool or call, in us: by rank of its steps, or of its rounds."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -157,12 +208,17 @@ def run_rank(backend: str, tools: list[str], width: int, steps: int) -> None:
     else:
         dist.init_process_group(backend)
     mesh = init_device_mesh("cpu", (size,))
-    for name in tools:
+    if wish.calls:
+        for name, used in time_calls(single_calls(size, rank), wish).items():
+            if rank == 0:
+                print(json.dumps({"tool": name, "times_us": [used]}), flush=True)
+        wish.tools = []
+    for name in wish.tools:
         if backend == "fake" and name in NOT_OF_FAKE:
             continue
-        step = TOOLS[name](mesh, width)
+        step = TOOLS[name](mesh, wish.width)
         times = []
-        for number in range(WARM_STEPS + steps):
+        for number in range(WARM_STEPS + wish.steps):
             dist.barrier()
             began = time.perf_counter()
             step()
@@ -181,10 +237,12 @@ def run_job(backend: str, wish: argparse.Namespace) -> dict[str, list[float]]:
     """A job of one backend: for each tool the steps of the slowest rank, in us."""
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={wish.np}", __file__]
     command += ["--rank-of", backend, "--tools", ",".join(wish.tools), "--width", str(wish.width)]
-    command += ["--steps", str(wish.steps)]
+    command += ["--steps", str(wish.steps), "--calls", str(wish.calls), "--rounds", str(wish.rounds)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=ROUND_S, check=False)
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    missing = {name for name in wish.tools if backend != "fake" or name not in NOT_OF_FAKE}
+    missing = {
+        name for name in ([] if wish.calls else wish.tools) if backend != "fake" or name not in NOT_OF_FAKE
+    }
     missing -= {one["tool"] for one in found}
     # gloo's threads end a process with SIGABRT now and then, after everything was measured.
     if missing or (done.returncode and backend != "gloo"):
@@ -199,12 +257,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tools", type=lambda text: text.split(","), default=list(TOOLS))
+    parser.add_argument("--calls", type=int, default=0)
     parser.add_argument("--rank-of", choices=BACKENDS, help=argparse.SUPPRESS)
     wish = parser.parse_args()
     if unknown := [name for name in wish.tools if name not in TOOLS]:
         parser.error(f"no tool {unknown[0]!r}; there are {', '.join(TOOLS)}")
     if wish.rank_of:
-        return run_rank(wish.rank_of, wish.tools, wish.width, wish.steps)
+        return run_rank(wish.rank_of, wish)
+    if wish.calls:
+        used = {backend: run_job(backend, wish) for backend in BACKENDS}
+        for name in used["horoclone"]:
+            cells = [
+                f"{b} {min(of[name]):8.1f} {np.median(of[name]):8.1f}" for b, of in used.items() if name in of
+            ]
+            print(f"{name:36} us, least and median of rounds: {'  '.join(cells)}")
+        return None
     rounds: dict[str, list[dict[str, list[float]]]] = {backend: [] for backend in BACKENDS}
     for number in range(wish.rounds):
         for backend in BACKENDS if number % 2 else reversed(BACKENDS):

@@ -62,7 +62,6 @@ def test_make_gpu_builds_without_network_and_gives_every_part_a_verdict(tmp_path
     assert results["doctor"]["figures"]["device"] == "fake" and results["tests"]["figures"]["passed"] == 1
     one = results["one rank"]["figures"]
     assert set(one["buckets"]) == {"torch.distributed", "horoclone"} and one["facts"]["ranks"] == 1
-    assert sum(one["driver calls"].values()) > 1, "what is counted is what horoclone calls"
     assert results["two ranks"]["figures"]["allreduce"]["65536"]["horoclone"] > 0
     tools = results["sanitizer"]["figures"]
     assert {name: len(found["errors, by rank"]) for name, found in tools.items()} == {

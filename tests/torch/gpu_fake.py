@@ -38,8 +38,7 @@ class Fake:
     """The framework's side: a context, a stream, tensors in the fake's memory; takes the place of torch.cuda."""
 
     def __init__(self, device: int) -> None:
-        # Where horoclone's calls of the driver are counted (benchmarks/gpu_buckets.py), the framework's are not.
-        self.cuda = ctypes.CDLL(os.environ.get("HC_COUNTED_CUDA") or os.environ["HOROCLONE_CUDA_LIBRARY"])
+        self.cuda = ctypes.CDLL(os.environ["HOROCLONE_CUDA_LIBRARY"])
         self.device = device
         context, stream = ctypes.c_void_p(), ctypes.c_void_p()
         assert self.cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) == 0
