@@ -17,37 +17,6 @@ from world import ranks
 import horoclone as hvd
 
 
-def numbers():
-    """Descriptors, threads, mappings, resident MiB of this process."""
-    with open("/proc/self/status") as file:
-        status = dict(line.split(":", 1) for line in file)
-    with open("/proc/self/maps") as file:
-        maps = sum(1 for _ in file)
-    resident = int(status["VmRSS"].split()[0]) // 1024
-    return len(os.listdir("/proc/self/fd")), int(status["Threads"]), maps, resident
-
-
-@pytest.mark.long(20)
-@ranks(2, init=False, limit_s=120)
-def test_three_hundred_lives_leave_nothing_behind():
-    def life():
-        hvd.init()
-        assert hvd.allreduce(np.ones(3), op=hvd.Sum).tolist() == [2, 2, 2]
-        hvd.shutdown()
-
-    for _ in range(30):
-        life()
-    before = numbers()
-    started = time.monotonic()
-    for _ in range(300):
-        life()
-    took_ms = (time.monotonic() - started) / 300 * 1000
-    after = numbers()
-    print(f"{took_ms:.1f} ms a life; descriptors, threads, maps, MiB: {before} -> {after}")
-    assert after[0] <= before[0] and after[1] <= before[1]
-    assert after[2] <= before[2] + 10 and after[3] <= before[3] + 8
-
-
 @ranks(2)
 def test_init_twice_is_one_init_and_shutdown_twice_is_one_shutdown():
     hvd.init()
