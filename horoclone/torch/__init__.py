@@ -38,6 +38,7 @@ from horoclone.torch.sync_batch_norm import SyncBatchNorm
 if TYPE_CHECKING:
     from horoclone import checkpoint as checkpoint
     from horoclone.torch.local_sgd import DiLoCo, LocalSGD
+    from horoclone.torch.virtual_ranks import VirtualLoader, VirtualRanks
 
 lifecycle.preferred["HOROCLONE_TIMELINE_OPERATION_NAMES"] = "1"
 
@@ -47,7 +48,7 @@ __all__ = [
     "NotInitialized", "PeerLost", "SyncBatchNorm", "Timeout", "Unsupported", "allgather_object", "broadcast_object",
     "DiLoCo", "LocalSGD", "broadcast_optimizer_state", "broadcast_parameters", "c10d", "check_extension", "checkpoint",
     "elastic", "flat_metrics", "flight_record", "metrics",
-    "EvaluationSampler", "metric_mean", "metric_sum",
+    "EvaluationSampler", "metric_mean", "metric_sum", "VirtualLoader", "VirtualRanks",
 ]  # fmt: skip
 
 
@@ -60,4 +61,8 @@ if not TYPE_CHECKING:  # a type checker would take it for a sign that every name
             from horoclone.torch import local_sgd
 
             return getattr(local_sgd, name)
+        if name in ("VirtualLoader", "VirtualRanks"):
+            from horoclone.torch import virtual_ranks
+
+            return getattr(virtual_ranks, name)
         return _offered(name)

@@ -22,6 +22,8 @@ from horoclone.torch import (
     SyncBatchNorm as SyncBatchNorm,
     Timeout as Timeout,
     Unsupported as Unsupported,
+    VirtualLoader as VirtualLoader,
+    VirtualRanks as VirtualRanks,
     Xor as Xor,
     add_process_set as add_process_set,
     allgather as allgather,

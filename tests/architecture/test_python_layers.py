@@ -88,7 +88,7 @@ tensorflow: arguments arrays bootstrap common compression elastic errors evaluat
 tensorflow.keras: common keras process_sets runtime runtime.exported
 torch: common errors evaluation ops optional runtime runtime.exported runtime.lifecycle torch.c10d torch.compression
     torch.elastic torch.functions torch.local_sgd torch.mpi_ops torch.operations torch.optimizer
-    torch.sync_batch_norm
+    torch.sync_batch_norm torch.virtual_ranks
 torch.c10d: anonymous_file bootstrap errors handles objects ops runtime runtime.lifecycle settings torch.operations
 torch.compression: compression ops torch.compressor torch.compressors
 torch.compressor: compression errors
@@ -102,6 +102,7 @@ torch.optimizer: arguments arrays errors gradient_names objects ops process_sets
     torch.compressor torch.functions torch.operations weights
 torch.sync_batch_norm: errors ops process_sets torch.operations
 torch.torchft: torch.c10d
+torch.virtual_ranks: ops runtime runtime.exported torch.mpi_ops
 tracking: runtime
 weights: arguments errors ops
 connection_limits:

@@ -1,0 +1,249 @@
+"""hvd.VirtualRanks: the same bits for any number of processes, across losses and newcomers, and the right means."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from world import Worlds, ranks
+
+import horoclone.torch as hvd
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "torch_virtual_ranks.py"
+
+
+class Noisy(torch.utils.data.Dataset[torch.Tensor]):
+    """Samples with a random part of all three libraries, as augmentation makes it."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        noise = torch.rand(4) + float(np.random.rand()) + random.random()
+        return index / 100 + 0.1 * noise
+
+
+class Model(torch.nn.Module):
+    """With what a forward pass changes, and what it leaves."""
+
+    seen: torch.Tensor
+    is_seen: torch.Tensor
+    mask: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = torch.nn.Linear(4, 5), torch.nn.BatchNorm1d(5)
+        self.dropout, self.last = torch.nn.Dropout(0.3), torch.nn.Linear(5, 1)
+        self.unused = torch.nn.Parameter(torch.ones(3))
+        self.register_buffer("mask", torch.tensor([0.1, -torch.inf, torch.nan]))
+        self.register_buffer("seen", torch.tensor([1.0]))
+        self.register_buffer("is_seen", torch.tensor([False, False]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.last(self.dropout(self.norm(self.first(x))))
+        assert isinstance(found, torch.Tensor)
+        return found
+
+
+def model_of(dtype: torch.dtype = torch.float32) -> Model:
+    torch.manual_seed(1)
+    return Model().to(dtype)
+
+
+def gradient(parameter: torch.Tensor) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def number(tensor: torch.Tensor | None) -> float:
+    assert tensor is not None
+    return float(tensor.item())
+
+
+def digest(model: torch.nn.Module) -> str:
+    tensors = [one.reshape(-1).view(torch.uint8) for one in model.state_dict().values()]
+    whole = torch.cat(tensors).numpy().tobytes()
+    return hashlib.sha256(whole).hexdigest()
+
+
+def trained(virtual_size: int, workers: int, dtype: torch.dtype) -> tuple[str, int, list[float]]:
+    """What two epochs come to: of the weights, how many passes the normalisation has counted, unused weights."""
+    torch.set_num_threads(1)
+    model = model_of(dtype)
+    virtual = hvd.VirtualRanks(model, virtual_size, seed=3)
+    data = virtual.loader(Noisy(), batch_size=4, num_workers=workers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    for step in range(2 * len(data)):
+        for rank in virtual.ranks(step):
+            for inputs in (data.batch(rank, step).to(dtype), torch.rand(2, 4, dtype=dtype)):
+                model(inputs).square().mean().backward()  # gradients of a rank are added up
+        optimizer.step()
+    return digest(model), int(number(model.norm.num_batches_tracked)), model.unused.tolist()
+
+
+@pytest.mark.parametrize(
+    ("virtual_size", "workers", "dtype"),
+    [(8, 0, torch.float32), (8, 2, torch.float32), (5, 0, torch.bfloat16), (1, 0, torch.float64)],
+)
+def test_the_bits_do_not_depend_on_the_number_of_processes(
+    worlds: Worlds, virtual_size: int, workers: int, dtype: torch.dtype
+) -> None:
+    found = set()
+    for size in (1, 2, 3, 4):
+        for digest, passes, unused in worlds.run(
+            size, trained, virtual_size=virtual_size, workers=workers, dtype=dtype
+        ):
+            found.add(digest)
+            assert passes == 2 * 2 * (100 // (4 * virtual_size)), "each step counts once"
+            assert unused == [1, 1, 1], "no gradient, so no decay either"
+    assert len(found) == 1
+
+
+def means() -> tuple[torch.Tensor, torch.Tensor, float, float]:
+    """Of what the virtual ranks have, and of what lies outside of the loop."""
+    model = model_of(torch.float64)
+    virtual = hvd.VirtualRanks(model, 6)
+    torch.manual_seed(5)
+    before = torch.rand(1).item()
+    for rank in virtual.ranks(0):
+        model(torch.full((4, 4), rank + 1.0, dtype=torch.float64) + torch.eye(4)).sum().backward()
+    after = torch.rand(1).item()
+    assert model.norm.running_mean is not None
+    return gradient(model.last.bias), model.norm.running_mean, before, after
+
+
+@ranks(1, 2, 3)
+def test_gradients_and_running_statistics_are_means_over_the_virtual_ranks() -> None:
+    bias, running, before, after = means()
+    assert bias.item() == pytest.approx(4.0, rel=1e-15), (
+        "each of six batches of four adds one for each sample"
+    )
+    model = model_of(torch.float64)
+    with torch.no_grad():
+        expected = sum(
+            0.1 * model.first(torch.full((4, 4), rank + 1.0, dtype=torch.float64) + torch.eye(4)).mean(0)
+            for rank in range(6)
+        )
+    assert torch.allclose(running, expected / 6, rtol=1e-12)
+    torch.manual_seed(5)
+    assert [before, after] == torch.rand(2).tolist(), "the loop draws nothing from the numbers around it"
+
+
+@ranks(3)
+def test_processes_without_a_virtual_rank_have_the_result_too() -> None:
+    model = model_of()
+    virtual = hvd.VirtualRanks(model, 2)
+    assert len(virtual.mine) == (0 if hvd.rank() == 0 else 1)
+    for rank in virtual.ranks(0):
+        model(torch.ones(3, 4) * rank).sum().backward()
+    for found in (gradient(model.last.weight), model.norm.running_var, model.norm.num_batches_tracked):
+        assert found is not None
+        every = hvd.allgather(found[None])
+        assert all(torch.equal(every[0], one) for one in every)
+    assert number(model.norm.num_batches_tracked) == 1 and number(model.last.bias.grad) == 3
+
+
+@ranks(2)
+def test_a_buffer_that_some_virtual_ranks_change_is_the_mean_with_those_that_do_not() -> None:
+    model = model_of()
+    for rank in hvd.VirtualRanks(model, 4).ranks(0):
+        assert model.seen.item() == 1 and not model.is_seen.any(), "as the step found them"
+        if rank == 3:
+            model.seen += 4
+            model.is_seen[1] = True
+    assert model.seen.item() == 2 and model.is_seen.tolist() == [False, True]
+
+
+@ranks(2)
+def test_what_is_wrong_is_an_error_on_all_and_they_go_on() -> None:
+    model = model_of()
+    for size, step in ((4 + hvd.rank(), 0), (4, hvd.rank())):
+        with pytest.raises(ValueError, match=r"size, seed and step differ between processes: \["):
+            for _ in hvd.VirtualRanks(model, size).ranks(step):
+                pass
+    for bad, text in (
+        (lambda: hvd.VirtualRanks(model, 0), "at least 1"),
+        (lambda: hvd.VirtualRanks(model, 2, -1), "seed"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            bad()
+    virtual = hvd.VirtualRanks(model, 2)
+    with pytest.raises(
+        ValueError, match="7 samples are less than one batch of 4 for each of 2 virtual ranks"
+    ):
+        virtual.loader(range(7), batch_size=4)
+    with pytest.raises(TypeError, match="have a length"):
+        virtual.loader(iter([1]), batch_size=1)
+    with pytest.raises(ValueError, match="batch_size"):
+        virtual.loader(range(7), batch_size=0)
+    embedding = torch.nn.Embedding(3, 2, sparse=True)
+    with pytest.raises(ValueError, match="the gradient of weight is sparse"):
+        for _ in hvd.VirtualRanks(embedding, 2).ranks(0):
+            embedding(torch.tensor([0])).sum().backward()
+    for _ in virtual.ranks(0):
+        model(torch.ones(2, 4)).sum().backward()
+        break
+    assert model.last.bias.grad is None, "a loop that was left early leaves nothing for a step"
+    for _ in virtual.ranks(1):
+        model(torch.ones(2, 4)).sum().backward()
+    assert number(model.last.bias.grad) == 2
+
+
+@ranks(1, 2)
+def test_a_loader_begins_anywhere_and_gives_every_sample_once_an_epoch() -> None:
+    virtual = hvd.VirtualRanks(torch.nn.Linear(1, 1), 3)
+    data = virtual.loader(torch.arange(20), batch_size=2)
+    assert len(data) == 3
+    whole = {(step, rank): data.batch(rank, step).tolist() for step in range(6) for rank in virtual.mine}
+    other = virtual.loader(torch.arange(20), batch_size=2)
+    for step, rank in random.sample(sorted(whole), 4):
+        assert other.batch(rank, step).tolist() == whole[step, rank]
+    every = {key: samples for part in hvd.allgather_object(whole) for key, samples in part.items()}
+    epochs = [
+        [one for key in sorted(every) if key[0] // 3 == epoch for one in every[key]] for epoch in (0, 1)
+    ]
+    assert all(len(epoch) == len(set(epoch)) == 18 for epoch in epochs) and epochs[0] != epochs[1]
+    plain = virtual.loader(torch.arange(20), batch_size=2, shuffle=False)
+    assert plain.batch(virtual.mine.start, 1).tolist() == [
+        6 + 2 * virtual.mine.start,
+        7 + 2 * virtual.mine.start,
+    ]
+
+
+def weights_after(output: str) -> str:
+    found = re.findall(r"after 50 steps: sha256 (\w+)", output)
+    assert len(set(found)) == 1, output
+    return found[0]
+
+
+@pytest.mark.parametrize("max_np", ["3", "4"])
+def test_losses_and_newcomers_change_no_bit(launch: Any, max_np: str) -> None:
+    run = [sys.executable, "-m", "horoclone.launch"]
+    alone = launch([*run, "-np", "1", sys.executable, EXAMPLE], timeout_s=60)
+    flags = ["-np", "3", "--min-np", "1", "--max-np", max_np, "-H", "localhost:4", "--verbose"]
+    job = launch.start([*run, *flags, sys.executable, EXAMPLE, "--pause-s", "0.05"])
+    killed: list[int] = []
+    begun = 3  # lines of processes that have begun or gone on
+    while len(killed) < 2:
+        deadline = time.monotonic() + 60
+        while len(re.findall(r"step \d+: virtual", job.stdout)) < begun and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.5)
+        pids = [int(pid) for pid in re.findall(r"pid (\d+)", job.stderr) if int(pid) not in killed]
+        os.kill(pids[0], signal.SIGKILL)
+        killed.append(pids[0])
+        begun += 2
+    done = job.finish(60)
+    assert done.returncode == 0 and done.stderr.count("was killed by SIGKILL;") == 2, done.output
+    assert re.search(r"step [1-9]\d*: virtual", done.stdout), done.output
+    assert weights_after(done.stdout) == weights_after(alone.stdout)
