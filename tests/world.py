@@ -23,7 +23,8 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -430,6 +431,27 @@ def ranks(
         return pytest.mark.parametrize("world_size", sizes, ids=[f"{n}ranks" for n in sizes])(test)
 
     return decorate
+
+
+def raised(call: Callable[[], Any]) -> Exception:
+    """What the call raises; AssertionError where it raises nothing."""
+    try:
+        value = call()
+    except Exception as error:
+        return error
+    raise AssertionError(f"nothing was raised; the result is {value!r}")
+
+
+@contextmanager
+def distributed(backend: str = "horoclone", **more: Any) -> Iterator[tuple[int, int]]:
+    """A process group of torch.distributed: rank and size."""
+    import torch.distributed as dist
+
+    dist.init_process_group(backend, **more)
+    try:
+        yield dist.get_rank(), dist.get_world_size()
+    finally:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":  # the classes that travel belong to the module `world`, on both sides

@@ -114,36 +114,6 @@ def test_sets_with_another_first_rank_and_machines_follow(worlds):
     assert all(settled and after == ends[0][2] for settled, _, after in ends), ends
 
 
-def tune_by_hand():
-    hvd.init()
-    settled = reduce_until_settled()
-    end = autotune()
-    hvd.shutdown()
-    return settled, end
-
-
-def test_what_is_set_by_hand_stays(worlds, tmp_path):
-    log = tmp_path / "log.csv"
-    env = {
-        **QUICK,
-        "HOROVOD_AUTOTUNE_LOG": str(log),
-        "HOROVOD_FUSION_THRESHOLD": "2097152",
-        "HOROVOD_CYCLE_TIME": "0.1",
-        "HOROCLONE_FLAT_BYTES": "8KiB",
-    }
-    for settled, end in worlds.run(2, tune_by_hand, init=False, env=env):
-        assert settled and (end["fusion_threshold"], end["cycle_time_ms"]) == (2 << 20, 0.1)
-    rows = check_log(log, end)
-    assert {(row["fusion_threshold"], row["cycle_time_ms"], row["flat_bytes"]) for row in rows} == {
-        ("2097152", "0.1", "8192")
-    }
-    assert len({row["block_bytes"] for row in rows}) > 1
-    env["HOROCLONE_BLOCK_BYTES"] = "100KiB"
-    ends = worlds.run(2, tune_by_hand, init=False, env=env)
-    assert all(end["changes"] == 0 and end["block_bytes"] == 102400 for _, end in ends)
-    assert rows_of(log) == []  # nothing is left to tune
-
-
 def three_lives(log):
     import os
 

@@ -65,35 +65,6 @@ def test_a_call_in_a_branch_of_rank_0_is_named_with_both_lines_and_ends(worker_p
     assert all("warning: " not in team.output(rank) for rank in range(1, size)), team.outputs()
 
 
-def in_other_order():
-    hvd.init()
-    for name in ["ab", "ba"][hvd.rank()]:
-        ends(lambda name=name: hvd.allgather(np.ones(2), name=name))
-
-
-def test_calls_in_another_order(worker_pool):
-    team = worker_pool(in_other_order, 2, env=SOON)
-    assert team.wait() == [0, 0], team.outputs()
-    assert [len(team.said(rank, "text")) for rank in range(2)] == [2, 2], team.outputs()
-
-
-def in_two_sets():
-    sets = [hvd.ProcessSet([0, 1]), hvd.ProcessSet([1, 2])]
-    hvd.init(process_sets=sets)
-    if hvd.rank() < 2:
-        ends(lambda: hvd.allreduce(np.ones(2), name="x", process_set=sets[hvd.rank()]))
-    else:
-        ends(hvd.barrier)
-
-
-def test_a_circle_through_two_process_sets(worker_pool):
-    team = worker_pool(in_two_sets, 3, env=SOON)
-    assert team.wait() == [0, 0, 0], team.outputs()
-    text = team.said(2, "text")[0]["text"]
-    assert "of the process set of ranks 0,1" in text and "of the process set of ranks 1,2" in text, text
-    assert "rank 2 in barrier" in text, text
-
-
 def waits_by_polling(handle):
     while not hvd.poll(handle):
         time.sleep(0.02)

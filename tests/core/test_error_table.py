@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from world import ranks
+from world import raised, ranks
 
 import horoclone
 
@@ -31,14 +31,6 @@ def api(binding: str) -> tuple[Any, Callable[..., Any]]:
     import horoclone.torch as hvd
 
     return hvd, lambda values, dtype="float32": torch.tensor(values, dtype=getattr(torch, dtype))
-
-
-def raised(call: Callable[[], Any]) -> Exception:
-    try:
-        value = call()
-    except Exception as error:
-        return error
-    raise AssertionError(f"nothing was raised; the result is {value!r}")
 
 
 def says(error: Exception, kind: type, *words: str) -> None:

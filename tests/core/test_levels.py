@@ -81,21 +81,6 @@ def test_a_machine_of_2_x_96_cores_has_the_levels_that_hwloc_finds(tmp_path, mac
     assert [len(set(level)) for level in levels] == groups
 
 
-@pytest.mark.parametrize("machine", [XEONS, EPYCS])
-@pytest.mark.parametrize("ranks", [8, 12, 24, 48, 96, 144, 190, 192])
-def test_the_link_between_sockets_carries_each_byte_once_in_each_direction(tmp_path, machine, ranks):
-    folder, sockets = from_hwloc(tmp_path, machine)
-    found = report(folder, [cpu for cpus in sockets for cpu in cpus[: ranks // 2]])
-    assert found["levelled"] == [[0, BYTES], [BYTES, 0]]
-    assert found["flat"][0][1] > ranks * BYTES * 0.49
-
-
-def test_uneven_sockets_move_no_more(tmp_path):
-    folder, sockets = from_hwloc(tmp_path, EPYCS)
-    found = report(folder, [*sockets[0][:61], *sockets[1][:7]])
-    assert found["levelled"] == [[0, BYTES], [BYTES, 0]]
-
-
 def test_a_rank_that_may_run_anywhere_makes_no_levels(tmp_path):
     from horoclone import _core
 

@@ -383,26 +383,6 @@ def test_process_sets_reduce_among_themselves():
     assert ends.process_set_id is None and middle.process_set_id is None
 
 
-@ranks(3, init=False)
-def test_process_sets_come_and_go():
-    hvd.init(process_sets="dynamic")
-    pair = hvd.add_process_set([1, 0])
-    assert pair.ranks == [0, 1] and pair.included() is (hvd.rank() < 2)
-    if hvd.rank() < 2:
-        assert hvd.allreduce(np.ones(1), op=hvd.Sum, process_set=pair).tolist() == [2]
-    for duplicate in ([0, 1], [0, 1, 2]):
-        with pytest.raises(ValueError, match="exists already"):
-            hvd.add_process_set(duplicate)
-    with pytest.raises(ValueError, match="outside the world"):
-        hvd.add_process_set([3])
-    assert hvd.remove_process_set(pair) and pair.process_set_id is None and pair.size() is None
-    assert not hvd.remove_process_set(pair) and not hvd.remove_process_set(hvd.global_process_set)
-    with pytest.raises(ValueError, match="not been registered"):
-        hvd.allreduce(np.ones(1), process_set=pair)
-    again = hvd.add_process_set(hvd.ProcessSet([0, 2]))
-    assert again.size() == 2
-
-
 @ranks(2, init=False)
 def test_wrong_process_sets_are_named_by_their_index():
     for wrong, text in (

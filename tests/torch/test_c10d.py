@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import sys
 import threading
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,32 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from world import ranks
+from world import distributed, raised, ranks
 
 import horoclone.torch as hvd
 from horoclone.torch.c10d.tensors import reduction
 
 
-@contextmanager
-def distributed(backend: str = "horoclone", **more: Any) -> Iterator[tuple[int, int]]:
-    dist.init_process_group(backend, **more)
-    try:
-        yield dist.get_rank(), dist.get_world_size()
-    finally:
-        dist.destroy_process_group()
-
-
 def values(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     chance = torch.Generator().manual_seed(rank)
     return torch.randint(1, 5, shape, generator=chance).to(dtype)
-
-
-def raised(call: Any) -> Exception:
-    try:
-        call()
-    except Exception as error:
-        return error
-    raise AssertionError("nothing was raised")
 
 
 @ranks(1, 2, 3)
@@ -371,30 +351,6 @@ def test_a_callback_may_wait_for_operations() -> None:
 
 
 @ranks(2)
-def test_torchs_powersgd_hook_trains() -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-
-    def trained(backend: str) -> list[torch.Tensor]:
-        with distributed(backend) as (rank, _):
-            torch.manual_seed(0)
-            model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
-            model = torch.nn.parallel.DistributedDataParallel(model)
-            never_freed.append((model, dist.group.WORLD) if backend == "gloo" else None)
-            state = powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=3)
-            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            for step in range(6):
-                chance = torch.Generator().manual_seed(2 * step + rank)
-                optimizer.zero_grad()
-                (model(torch.randn(4, 32, generator=chance)) ** 2).mean().backward()
-                optimizer.step()
-            return [p.detach().clone() for p in model.parameters()]
-
-    for ours, gloos in zip(trained("horoclone"), trained("gloo"), strict=True):
-        assert torch.allclose(ours, gloos, atol=1e-5), (ours - gloos).abs().max()
-
-
-@ranks(2)
 def test_blocking_collectives_of_plain_tensors_need_no_work() -> None:
     with distributed() as (rank, size):
         group: Any = dist.group.WORLD
@@ -559,52 +515,6 @@ def test_ddp_computes_the_gradients_that_gloo_computes() -> None:
             ddp_gradients("horoclone", **more), ddp_gradients("gloo", **more), strict=True
         ):
             assert torch.equal(ours, gloos), (more, ours - gloos)
-
-
-@ranks(2)
-def test_ddp_with_a_communication_hook() -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    with distributed() as (rank, _):
-        torch.manual_seed(0)
-        plain = Net()
-        model = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(plain))
-        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        data = torch.randn(2, 8, 20, generator=torch.Generator().manual_seed(3))
-        (model(data[rank]) ** 2).mean().backward()
-        sums = [torch.zeros_like(p) for p in plain.parameters()]
-        for part in data:
-            plain.zero_grad()
-            (plain(part) ** 2).mean().backward()
-            sums = [s + p.grad / 2 for s, p in zip(sums, plain.parameters(), strict=True)]
-        for p, s in zip(model.parameters(), sums, strict=True):
-            assert torch.allclose(p.grad, s, rtol=0.05, atol=0.01)
-
-
-@ranks(2)
-def test_fully_sharded_training_equals_training_alone() -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    with distributed() as (rank, size):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(12, 32), torch.nn.ReLU(), torch.nn.Linear(32, 5))
-        alone = copy.deepcopy(model)
-        mesh = dist.init_device_mesh("cpu", (size,))
-        fully_shard(model[0], mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        ours, theirs = (torch.optim.Adam(m.parameters(), 1e-2) for m in (model, alone))
-        for step in range(4):
-            chance = torch.Generator().manual_seed(step)
-            data = torch.randn(2, 6, 12, generator=chance)
-            ours.zero_grad()
-            theirs.zero_grad()
-            (model(data[rank]) ** 2).mean().backward()
-            (alone(data.view(12, 12)) ** 2).mean().backward()
-            ours.step()
-            theirs.step()
-        for p, q in zip(model.parameters(), alone.parameters(), strict=True):
-            assert p.to_local().shape[0] < q.shape[0]
-            assert torch.allclose(p.full_tensor(), q, atol=1e-5), (p.full_tensor() - q).abs().max()
 
 
 PROGRAM = """

@@ -3,14 +3,13 @@
 # mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from world import ranks
+from world import distributed, ranks
 
 import horoclone.torch as hvd
 
@@ -19,15 +18,6 @@ PAIRS = [
     (torch.float16, torch.bfloat16),
     (torch.bool, torch.uint8),
 ]  # of one size
-
-
-@contextlib.contextmanager
-def group() -> Iterator[None]:
-    dist.init_process_group("horoclone")
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def moves(dtype: torch.dtype) -> list[Callable[[], Any]]:
@@ -52,7 +42,7 @@ def moves(dtype: torch.dtype) -> list[Callable[[], Any]]:
 
 @ranks(2)
 def test_of_ranks() -> None:
-    with group():
+    with distributed():
         for _ in range(2):  # a blocking call of plain tensors is shorter from the second on
             for pair in PAIRS:
                 names = [str(dtype).removeprefix("torch.") for dtype in pair]
@@ -74,7 +64,7 @@ def test_of_ranks() -> None:
 
 @ranks(2)
 def test_of_input_and_output() -> None:
-    with group():
+    with distributed():
         for _ in range(2):
             for one, other in PAIRS:
                 with pytest.raises(ValueError, match=f"the output is {one}, the input {other}"):
@@ -89,7 +79,7 @@ def test_of_input_and_output() -> None:
 @ranks(2)
 def test_several_dtypes_in_one_operation() -> None:
     """Coalesced operations move tensors of several dtypes together, as bytes."""
-    with group():
+    with distributed():
         me = dist.get_rank()
         sources = [torch.tensor([1.5 + me]), torch.tensor([7 + me, 8], dtype=torch.int64)]
         outputs = [torch.zeros(2), torch.zeros(4, dtype=torch.int64)]

@@ -22,6 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from worker_pool import say
+from world import raised
 
 LIMIT_S = 60.0  # of one case; they take about a second
 
@@ -35,14 +36,6 @@ def killed_with(team: Any, victim: int, ready: int = 0) -> None:
     team.wait_for(ready, "waits", LIMIT_S)
     time.sleep(0.05)
     team.send(victim, signal.SIGKILL)
-
-
-def raised_by(call: Callable[[], Any]) -> Exception:
-    try:
-        call()
-    except Exception as error:
-        return error
-    raise AssertionError("nothing was raised")
 
 
 def told(error: Exception, **more: Any) -> None:
@@ -142,12 +135,12 @@ def peer_is_lost_in(operation: str) -> None:
     heard: list[str] = []
     future.add_done_callback(lambda done: heard.append("callback"))
     say(waits=True)
-    error = raised_by(lambda: call(dist.group.WORLD))
+    error = raised(lambda: call(dist.group.WORLD))
     told(error, case="while this rank waits")
-    told(raised_by(lambda: call(dist.group.WORLD)), case="once more")
-    told(raised_by(lambda: call(other)), case="after the death")
-    told(raised_by(work.wait), case="asynchronous")
-    told(raised_by(future.wait), case="future")
+    told(raised(lambda: call(dist.group.WORLD)), case="once more")
+    told(raised(lambda: call(other)), case="after the death")
+    told(raised(work.wait), case="asynchronous")
+    told(raised(future.wait), case="future")
     assert work.is_completed() and not work.is_success() and "rank 1" in str(work.exception())
     dist.destroy_process_group()
     say(destroyed=heard)
@@ -278,11 +271,11 @@ def a_member_is_lost() -> None:
     if rank == 1:
         wait_to_be_killed()
     say(waits=True, traces=sys.modules["worker_pool"].traces())
-    told(raised_by(dist.barrier), case="world")
+    told(raised(dist.barrier), case="world")
     if rank == 2:
-        told(raised_by(lambda: dist.all_reduce(T(1), group=mixed)), case="subgroup")
+        told(raised(lambda: dist.all_reduce(T(1), group=mixed)), case="subgroup")
     began = time.monotonic()
-    told(raised_by(lambda: dist.new_group([0, 1, 2])), case="new group")
+    told(raised(lambda: dist.new_group([0, 1, 2])), case="new group")
     assert time.monotonic() - began < 20  # and not the default limit of 30 minutes
     x = torch.full((3,), float(rank))
     dist.all_reduce(x, group=living)  # goes on, and so does a new one without the lost rank
@@ -309,9 +302,9 @@ def rank_zero_is_lost() -> None:
     if dist.get_rank() == 0:
         wait_to_be_killed()
     say(waits=True, traces=sys.modules["worker_pool"].traces())
-    told(raised_by(dist.barrier), case="world")
-    told(raised_by(dist.group.WORLD.monitored_barrier), case="monitored barrier")
-    told(raised_by(lambda: dist.new_group([0, 1])), case="new group")
+    told(raised(dist.barrier), case="world")
+    told(raised(dist.group.WORLD.monitored_barrier), case="monitored barrier")
+    told(raised(lambda: dist.new_group([0, 1])), case="new group")
     dist.destroy_process_group()
 
 
@@ -334,19 +327,19 @@ def some_ranks_never_call(late: list[int], through: str) -> None:
         wait_to_be_killed()
     began = time.monotonic()
     if through == "future":
-        error = raised_by(dist.all_reduce(T(3), async_op=True).get_future().wait)
+        error = raised(dist.all_reduce(T(3), async_op=True).get_future().wait)
     elif through == "per call":
         work = dist.all_reduce(T(3), async_op=True)
-        error = raised_by(lambda: work.wait(timedelta(seconds=0.5)))
+        error = raised(lambda: work.wait(timedelta(seconds=0.5)))
         assert "may be called again" in str(error) and not work.is_completed()
     elif through == "monitored_barrier":
         limit_s = timedelta(seconds=0.5)
-        error = raised_by(lambda: group.monitored_barrier(limit_s, wait_all_ranks=True))
+        error = raised(lambda: group.monitored_barrier(limit_s, wait_all_ranks=True))
     elif through == "ddp":
         model = DistributedDataParallel(torch.nn.Linear(3, 3), init_sync=False)
-        error = raised_by(lambda: model(T(2, 3)).sum().backward())
+        error = raised(lambda: model(T(2, 3)).sum().backward())
     else:
-        error = raised_by(lambda: OPERATIONS[through](group))
+        error = raised(lambda: OPERATIONS[through](group))
     say(text=f"{type(error).__name__}: {error}", seconds=time.monotonic() - began)
     if through == "per call":
         time.sleep(0 if rank == 0 else 1)  # rank 0 may be later, and is to find a living rank

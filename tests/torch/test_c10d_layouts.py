@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
-from world import ranks
+from world import distributed, ranks
 
 import horoclone.torch  # noqa: F401  registers the backend
 
 SHAPE = (2, 3, 4, 5)
-
-
-@contextmanager
-def distributed() -> Iterator[tuple[int, int]]:
-    dist.init_process_group("horoclone")
-    try:
-        yield dist.get_rank(), dist.get_world_size()
-    finally:
-        dist.destroy_process_group()
 
 
 def every_second(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -14,18 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from world import ranks
+from world import distributed, ranks
 
 from horoclone.torch.c10d.work import PlainWork
-
-
-@contextmanager
-def distributed(**more: Any) -> Iterator[tuple[int, int]]:
-    dist.init_process_group("horoclone", **more)
-    try:
-        yield dist.get_rank(), dist.get_world_size()
-    finally:
-        dist.destroy_process_group()
 
 
 def polled(work: Any) -> None:

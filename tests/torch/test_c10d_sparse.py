@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from world import ranks
+from world import distributed, ranks
 
 import horoclone.torch as hvd
-
-
-@contextmanager
-def distributed(backend: str = "horoclone", **more: Any) -> Iterator[tuple[int, int]]:
-    dist.init_process_group(backend, **more)
-    try:
-        yield dist.get_rank(), dist.get_world_size()
-    finally:
-        dist.destroy_process_group()
 
 
 def part_of(rank: int, sparse_dims: int, dense: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from world import ranks
+from world import raised, ranks
 
 import horoclone.torch as hvd
-
-
-def caught(call: Callable[[], Any]) -> Exception:
-    try:
-        value = call()
-    except Exception as error:
-        return error
-    raise AssertionError(f"nothing was raised; the result is {value!r}")
 
 
 def still_works() -> None:
@@ -41,19 +31,19 @@ def test_tensors_that_cannot_be_passed() -> None:
         "reducescatter": lambda t: hvd.reducescatter(t),
     }
     for name, call in every_call.items():
-        error = caught(lambda call=call: call(torch.ones(4, 6).t()))
+        error = raised(lambda call=call: call(torch.ones(4, 6).t()))
         assert type(error) is ValueError and str(error) == "Tensor is required to be contiguous.", name
-        error = caught(lambda call=call: call(torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)))
+        error = raised(lambda call=call: call(torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)))
         assert type(error) is ValueError
         assert str(error).startswith(
             "Tensor type torch.quantized.QInt8Tensor is not supported. The unnamed tensor"
         )
         assert "torch.qint8" in str(error) and "int_repr()" in str(error)
-        error = caught(lambda call=call: call(torch.ones(4, 4).to_sparse()))
+        error = raised(lambda call=call: call(torch.ones(4, 4).to_sparse()))
         assert isinstance(error, ValueError) and "sparse" in str(error), name
-        error = caught(lambda call=call: call(torch.ones(4, device="meta")))
+        error = raised(lambda call=call: call(torch.ones(4, device="meta")))
         assert isinstance(error, hvd.Unsupported) and "device meta" in str(error), name
-    error = caught(lambda: hvd.allreduce(torch.ones(4, device="meta"), name="layer3.weight"))
+    error = raised(lambda: hvd.allreduce(torch.ones(4, device="meta"), name="layer3.weight"))
     assert "layer3.weight" in str(error) and ".cpu()" in str(error)
     still_works()
 
@@ -61,20 +51,20 @@ def test_tensors_that_cannot_be_passed() -> None:
 @ranks(1, 2)
 def test_average_and_op_and_other_arguments() -> None:
     for call in (hvd.allreduce, hvd.allreduce_, hvd.allreduce_async_, hvd.allgather):
-        error = caught(lambda call=call: call(torch.ones(3), name=3))
+        error = raised(lambda call=call: call(torch.ones(3), name=3))
         assert type(error) is TypeError and "name=3" in str(error) and "unnamed" in str(error)
-    error = caught(lambda: hvd.synchronize(hvd.allreduce_async_(torch.tensor([True]), op=hvd.Average)))
+    error = raised(lambda: hvd.synchronize(hvd.allreduce_async_(torch.tensor([True]), op=hvd.Average)))
     assert isinstance(error, ValueError) and "unnamed allreduce: Average of bool" in str(error)
     x = torch.ones(2)
-    assert isinstance(caught(lambda: hvd.allreduce(x, average=True, op=hvd.Sum)), ValueError)
-    assert isinstance(caught(lambda: hvd.allreduce(x, op=17)), ValueError)
+    assert isinstance(raised(lambda: hvd.allreduce(x, average=True, op=hvd.Sum)), ValueError)
+    assert isinstance(raised(lambda: hvd.allreduce(x, op=17)), ValueError)
     assert hvd.allreduce(x, average=False).tolist() == [float(hvd.size())] * 2
     assert hvd.allreduce_(x.clone(), True).tolist() == [1.0, 1.0]
-    assert isinstance(caught(lambda: hvd.grouped_allreduce([])), ValueError)
-    assert isinstance(caught(lambda: hvd.reducescatter(torch.tensor(1.0))), ValueError)
-    assert isinstance(caught(lambda: hvd.sparse_allreduce_async(x.to_sparse(), "s", hvd.Max)), ValueError)
+    assert isinstance(raised(lambda: hvd.grouped_allreduce([])), ValueError)
+    assert isinstance(raised(lambda: hvd.reducescatter(torch.tensor(1.0))), ValueError)
+    assert isinstance(raised(lambda: hvd.sparse_allreduce_async(x.to_sparse(), "s", hvd.Max)), ValueError)
     unregistered = hvd.ProcessSet([0])
-    error = caught(lambda: hvd.allreduce(x, process_set=unregistered))
+    error = raised(lambda: hvd.allreduce(x, process_set=unregistered))
     assert isinstance(error, ValueError) and "has not been registered" in str(error)
     assert hvd.synchronize(123456789) is None
     still_works()
@@ -118,7 +108,7 @@ def test_calls_before_init_and_after_shutdown_say_so() -> None:
             hvd.barrier,
             lambda: hvd.DistributedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)),
         ):
-            error = caught(call)
+            error = raised(call)
             assert isinstance(error, ValueError) and isinstance(error, hvd.HorovodInternalError)
             assert "Horovod has not been initialized; use hvd.init()." in str(error)
         hvd.init()
@@ -131,7 +121,7 @@ def test_shutdown_with_work_pending_fails_it_and_a_new_life_forgets_it() -> None
     if hvd.rank() == 0:
         handle = hvd.allreduce_async(torch.ones(1), name="nobody else")
         hvd.shutdown()
-        error = caught(lambda: hvd.synchronize(handle))
+        error = raised(lambda: hvd.synchronize(handle))
         assert isinstance(error, hvd.HorovodInternalError), error
         assert hvd.synchronize(handle) is None
     else:
@@ -161,7 +151,7 @@ def test_death_of_a_rank_during_an_optimizer_step_names_it_and_the_bucket() -> N
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
 
-    error = caught(step)
+    error = raised(step)
     assert isinstance(error, hvd.PeerLost) and error.rank == 1, repr(error)
     assert "rank 1" in str(error) and "gradients." in str(error), str(error)
     assert time.monotonic() - began < 10
