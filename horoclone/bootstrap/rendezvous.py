@@ -20,6 +20,7 @@ from horoclone.bootstrap import wire
 from horoclone.bootstrap.client import Client
 from horoclone.bootstrap.failures import Failure, Failures
 from horoclone.bootstrap.waiting import Connection, Gather, Membership, Waiter
+from horoclone.connection_limits import BACKLOG
 
 __all__ = ["Client", "Failure", "Server"]
 
@@ -147,7 +148,7 @@ class Server:
         if family != socket.AF_UNIX:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(target)
-        listener.listen(512)
+        listener.listen(BACKLOG)
         listener.setblocking(False)
         if family == socket.AF_UNIX:
             self.addresses.append(address)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from horoclone import optional
+from horoclone.connection_limits import BACKLOG
 from horoclone.launch.usage import LaunchError, say
 from horoclone.live.job import Event, of_process
 from horoclone.live.overview import Source
@@ -64,7 +65,7 @@ def listening_socket(flag: str, address: str, port: int) -> socket.socket:
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(place)
-        made.listen(512)
+        made.listen(BACKLOG)
     except OSError as error:
         made.close()
         raise _cannot_listen(flag, address, port, error) from None

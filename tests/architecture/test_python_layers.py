@@ -50,7 +50,7 @@ jax: arguments arrays compression elastic errors evaluation gradient_names objec
     runtime runtime.lifecycle weights
 keras: arguments arrays compression elastic errors evaluation gradient_names jax objects ops optional owned process_sets
     runtime runtime.exported stand_ins tensorflow torch torch.operations tracking
-launch: anonymous_file bootstrap errors failpoints live membership optional selection settings simulate
+launch: anonymous_file bootstrap connection_limits errors failpoints live membership optional selection settings simulate
     sockets
 lightning: errors objects runtime runtime.lifecycle torch tracking
 live: connection_limits
