@@ -51,7 +51,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         ("--contestants", list(CONTESTANTS), "who takes part", ALL),
         ("--memory", "private", "of all: plain, huge pages, horoclone's shared memory", ("private", "huge", "shared")),
         ("--bind", "none", "mpirun's --bind-to", ("none", "core")),
-        ("--no-extras", False, "sizes only: no loop, no small tensors"), ("--seed", 1, "of the order"),
+        ("--no-extras", False, "sizes only, no loop"), ("--seed", 1, "of the order"),
         ("--limit", 1200.0, "seconds after which the ranks are killed"),
         ("--mpi", "openmpi", "openmpi, mpich, impi, or the path of an mpirun"),
     )  # fmt: skip

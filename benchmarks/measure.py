@@ -33,9 +33,6 @@ CALIBRATION_BYTES = 16 << 20
 CALIBRATION_CALLS = 15
 LOOP_CALLS = 500
 LOOP_STRIDE = 16  # floats: each number of the loop has a cache line of its own
-MANY_TENSORS = 1000
-MANY_BYTES = 1024
-MANY_CALLS = 2
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,7 @@ class Plan:
     contestants: list[str]  # keys of contestants.KINDS
     memory: str  # private, huge or shared
     seed: int
-    extras: bool  # the loop of 4 B and the thousand small tensors
+    extras: bool  # the loop of 4 B
     sets: dict[str, list[int]] = field(default_factory=dict)  # of sets.py
 
 
@@ -82,9 +79,8 @@ class Bench:
         self.comm, self.plan = comm, plan
         self.contestants = [KINDS[kind](comm) for kind in plan.contestants]
         loop_floats = LOOP_CALLS * LOOP_STRIDE
-        many_bytes = MANY_TENSORS * MANY_BYTES
         set_bytes = [4 * sum(counts) for counts in plan.sets.values()]
-        largest = max(*plan.sizes, *set_bytes, CALIBRATION_BYTES, many_bytes, 4 * loop_floats)
+        largest = max(*plan.sizes, *set_bytes, CALIBRATION_BYTES, 4 * loop_floats)
         self.inputs = Inputs(comm.rank, comm.size, largest // 4)
         self.buffers = [allocate(largest, plan.memory) for _ in range(SLOTS)]
         self.iteration = 0
@@ -161,10 +157,6 @@ class Bench:
         reducers = [one for one in self.contestants if not isinstance(one, Memcpy)]
         for one in order.sample(reducers, len(reducers)):
             self.add_round("loop", one.label, self._time_loop(one))
-        ways = [(one, way) for one in reducers for way in ("start_many", "group_many") if hasattr(one, way)]
-        for one, way in order.sample(ways, len(ways)):
-            part = "many" if way == "start_many" else "grouped"
-            self.add_round(part, one.label, self._time_many(one, way, part))
 
     def _time_loop(self, one: Any) -> list[float]:
         """Per call, of calls back to back with no barrier between; each call has a number of its own."""
@@ -182,18 +174,6 @@ class Bench:
         took = self.time_call(loop, area)
         self.inputs.check_every(area, LOOP_STRIDE, self.iteration)
         return [took / len(calls)]
-
-    def _time_many(self, one: Any, way: str, part: str) -> list[float]:
-        """Of all tensors together, from the first submission to the last result."""
-        area = self.buffers[1][: MANY_TENSORS * MANY_BYTES // 4]
-        if (one.label + way, 0) not in self._calls:
-            tensors = list(area.split(MANY_BYTES // 4))
-            self._calls[one.label + way, 0] = [getattr(one, way)(tensors, f"{one.label}.{part}")]
-        times = []
-        for _ in range(1 + MANY_CALLS):
-            times.append(self.time_call(self._calls[one.label + way, 0][0], area))
-            self.inputs.check(area, self.iteration, True)
-        return times[1:]
 
     def close(self) -> None:
         self.buffers.clear()

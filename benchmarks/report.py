@@ -10,7 +10,6 @@ from statistics_of import Summary, ratio_of, reasons_against, slowest_rank, summ
 
 OWN = ("horoclone", "horoclone async", "horoclone bucket")
 MEMCPY = "memcpy"
-MANY_TENSORS = 1000
 SHOWN = ("horoclone", "torch", "mpi", "mpi4py", "python")  # of the versions
 UNITS = ((1 << 20, "MiB"), (1 << 10, "KiB"))
 
@@ -49,8 +48,6 @@ def analyse(raw: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
         ],
         "sets": {name[4:]: part["contestants"] for name, part in parts.items() if name.startswith("set.")},
         "loop_4_bytes": parts.get("loop"),
-        "many": _per_second(parts.get("many")),
-        "grouped": _per_second(parts.get("grouped")),
     }
 
 
@@ -73,14 +70,6 @@ def _part(part: str, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "contestants": {label: dataclasses.asdict(one) for label, one in summaries.items()},
         "ratios": ratios,
     }
-
-
-def _per_second(part: dict[str, Any] | None) -> dict[str, Any] | None:
-    if part is None:
-        return None
-    for one in part["contestants"].values():
-        one["tensors_per_s"] = MANY_TENSORS / one["median_us"] * 1e6
-    return part
 
 
 def head_lines(result: dict[str, Any]) -> list[str]:
@@ -160,34 +149,18 @@ def ratio_text(one: dict[str, Any]) -> str:
     return f"{one['ratio']:.3g}x ({one['low']:.3g}-{one['high']:.3g}){mark}"
 
 
-def many_table(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Thousands of small tensors a second. The columns are the contestants that have such a call."""
-    parts = [("one by one", result["many"]), ("grouped", result["grouped"])]
-    parts = [(name, part) for name, part in parts if part]
-    labels = sorted({label for _, part in parts for label in part["contestants"]}, key=_order)
-    peers = [label for label in labels if label not in OWN] if "horoclone async" in labels else []
-    rows = []
-    for name, part in parts:
-        found = part["contestants"]
-        speeds = [f"{found[one]['tensors_per_s'] / 1000:.3g} k/s" if one in found else "-" for one in labels]
-        rows.append([name, *speeds, *(_ratios(part, "horoclone async", peers) if peers else [])])
-    return [f"{MANY_TENSORS} x 1 KiB", *labels, *(f"vs {peer}" for peer in peers)], rows
-
-
 LEGEND = (
     "Time of a call: the largest over the ranks. Cells: median of the rounds' medians / 99th percentile of all calls.",
     "vs: the peer's time over that of horoclone's blocking call, with its bootstrap 95 % interval; above 1 horoclone",
     "is faster, ? undecided. vs memcpy: the fraction of the speed at which all ranks copy the buffer at once.",
     "Inputs are written anew by their owner before each call, so small ones start in its cache; results were checked.",
-    "In a loop: calls back to back, no barrier. Grouped: MPI has no such call; torch packs and unpacks a flat buffer.",
+    "In a loop: calls back to back, no barrier.",
 )
 
 
 def print_tables(result: dict[str, Any]) -> None:
     """Everything a reader needs, on the standard output."""
     print_rows(*table(result))
-    if result["many"]:
-        print_rows(*many_table(result))
     print("\n".join(LEGEND))
 
 
