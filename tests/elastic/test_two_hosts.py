@@ -109,18 +109,6 @@ def job(launch: Any, watch: Any, hosts: Hosts, tmp_path: Path) -> Any:
     return start
 
 
-@pytest.mark.netns
-def test_a_rank_of_another_host_is_lost_and_comes_back(job: Any, hosts: Hosts) -> None:
-    run = job("-np", 4, "--min-np", 2, "-H", ",".join(f"{one}:2" for one in hosts.addresses))
-    first = run.whole(1)
-    run.step(5)
-    os.kill(first[2], signal.SIGKILL)
-    second = run.whole(2)
-    assert [second[0], second[1], second[2]] == [first[0], first[1], first[3]]
-    assert run.of_size(4, after=1)[2] == first[3]
-    run.finish()
-
-
 def wait_for(path: Path, text: str, timeout_s: float = 60) -> str:
     """The file, once the text is in it."""
     deadline = time.monotonic() + timeout_s
