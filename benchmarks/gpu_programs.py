@@ -43,14 +43,8 @@ def kernels(arguments: argparse.Namespace, place: Place) -> Found:
     """Runs under HOROCLONE_GPU_OPERATIONS=peers, where all of the arithmetic is our kernels'."""
     began = time.perf_counter()
     for dtype in (
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.float64,
-        torch.int32,
-        torch.int16,
-        torch.uint8,
-    ):
+        torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.int16, torch.uint8
+    ):  # fmt: skip
         for count in (1, 1000, 300_001):
             sums_are_right(place, count, dtype)
     return {"device": place.name, "seconds": time.perf_counter() - began}

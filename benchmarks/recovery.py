@@ -51,18 +51,10 @@ KINDS: dict[str, list[str]] = {
     "init": ["init.wait", "init.told", "init.gathered", "init.connected"],
     "sync": ["elastic.sync.begin", "elastic.sync.received", "elastic.sync.done"],
     "recovery": [
-        "elastic.run.failed",
-        "elastic.run.restored",
-        "elastic.run.between",
-        "membership.suspect",
-        "init.wait",
-        "membership.form",
-        "init.told",
-        "init.gathered",
-        "init.connected",
-        "elastic.run.reset",
+        "elastic.run.failed", "elastic.run.restored", "elastic.run.between", "membership.suspect",
+        "init.wait", "membership.form", "init.told", "init.gathered", "init.connected", "elastic.run.reset"
     ],
-}
+}  # fmt: skip
 OTHERS = {
     "forward": ["forward"], "backward": ["backward"], "step": ["step"], "commit": ["commit"], "moment": [""],
 }  # fmt: skip

@@ -218,15 +218,8 @@ def disagreements(outcomes: dict[str, Any]) -> list[str]:
 def versions() -> dict[str, str]:
     found = {}
     for package in (
-        "horoclone",
-        "tensorflow",
-        "tensorflow-cpu",
-        "tf_keras",
-        "keras",
-        "jax",
-        "torch",
-        "numpy",
-    ):
+        "horoclone", "tensorflow", "tensorflow-cpu", "tf_keras", "keras", "jax", "torch", "numpy"
+    ):  # fmt: skip
         try:
             found[package] = version(package)
         except PackageNotFoundError:

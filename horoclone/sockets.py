@@ -113,14 +113,8 @@ def measure(cores: Sequence[Core], sizes: Sequence[int], seconds: float, levels:
         if not levels:
             environ["HOROCLONE_TOPOLOGY"] = "off"
         command = [
-            sys.executable,
-            "-m",
-            "horoclone.launch",
-            "-np",
-            str(len(cores)),
-            "-H",
-            f"localhost:{len(cores)}",
-        ]
+            sys.executable, "-m", "horoclone.launch", "-np", str(len(cores)), "-H", f"localhost:{len(cores)}"
+        ]  # fmt: skip
         done = subprocess.run(
             [*command, sys.executable, "-c", RANK, *map(json.dumps, words)],
             env=environ, timeout=LIMIT_S, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",

@@ -150,15 +150,9 @@ FAKES = (
 def build_fakes(compiler: str, folder: Path) -> None:
     """Compiles all of FAKES into `folder`, two at a time."""
     flags = [
-        "-std=c++20",
-        "-O1",
-        "-fPIC",
-        "-shared",
-        "-fvisibility=hidden",
-        f"-I{ROOT / 'csrc'}",
-        f"-I{ROOT / 'csrc' / 'include'}",
-        "-pthread",
-    ]
+        "-std=c++20", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", f"-I{ROOT / 'csrc'}",
+        f"-I{ROOT / 'csrc' / 'include'}", "-pthread"
+    ]  # fmt: skip
 
     def build(source: str, name: str, *extra: str) -> None:
         path = folder / name
@@ -249,14 +243,9 @@ class Started:
         self.began = time.monotonic()
         self._files = [tempfile.TemporaryFile(), tempfile.TemporaryFile()]  # noqa: SIM115 - until finish()
         self.process = subprocess.Popen(
-            [str(part) for part in command],
-            env={**env, MARK: self.mark},
-            cwd=cwd,
-            stdin=stdin,
-            stdout=self._files[0],
-            stderr=self._files[1],
-            start_new_session=True,
-        )
+            [str(part) for part in command], env={**env, MARK: self.mark}, cwd=cwd, stdin=stdin,
+            stdout=self._files[0], stderr=self._files[1], start_new_session=True
+        )  # fmt: skip
 
     def _text(self, index: int) -> str:
         fd = self._files[index].fileno()
@@ -390,16 +379,8 @@ class Launch:
 
 
 LAUNCHER_VARIABLES = (
-    "HOROCLONE_",
-    "HOROVOD_",
-    "OMPI_",
-    "PMI_",
-    "PMIX_",
-    "PRTE_",
-    "SLURM_",
-    "MPI_",
-    "TORCHELASTIC_",
-)
+    "HOROCLONE_", "HOROVOD_", "OMPI_", "PMI_", "PMIX_", "PRTE_", "SLURM_", "MPI_", "TORCHELASTIC_"
+)  # fmt: skip
 
 
 def clean_environment() -> dict[str, str]:

@@ -79,17 +79,8 @@ def run(command: list[str], **environment: str) -> tuple[int, str]:
 def try_python(test: str) -> str | None:
     """What failed; None: nothing."""
     command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--long-s",
-        "0",
-        *test.split(),
-    ]
+        sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--long-s", "0", *test.split()
+    ]  # fmt: skip
     code, said = run(command)
     failed = [line for line in said.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return (failed or [f"exit code {code}: {said[-300:]}"])[0] if code else None

@@ -379,14 +379,9 @@ class WorkerPool:
             whole = {**self.env, **team.env, **own, **(env or {})}
             code = body.__code__
             job = Start(
-                code.co_filename,
-                body.__module__,
-                body.__name__,
-                kwargs,
-                whole,
-                hosts[rank] or None,
-                str(team._path(rank)),
-            )
+                code.co_filename, body.__module__, body.__name__, kwargs, whole, hosts[rank] or None,
+                str(team._path(rank))
+            )  # fmt: skip
             self._channel.send(pickle.dumps(job))
             self._take(START_S, "started")
             team.pids.append(self._started[-1])

@@ -84,16 +84,8 @@ def detect(environ: Environment) -> Placement:
 def candidates(environ: Environment) -> list[Placement]:
     """Every launcher that the environment shows, in order of precedence; `single` is always the last."""
     rules: list[Callable[[Environment], Placement | None]] = [
-        _own,
-        _torchrun,
-        _openmpi,
-        _hydra,
-        _slurm,
-        _pmix,
-        _other_mpi,
-        _service,
-        _horovod,
-    ]
+        _own, _torchrun, _openmpi, _hydra, _slurm, _pmix, _other_mpi, _service, _horovod
+    ]  # fmt: skip
     found = [placement for rule in rules if (placement := rule(environ)) is not None]
     return [*found, Placement("single", 0, 1, 0, 1, "", "no launcher's variables are set")]
 

@@ -39,15 +39,9 @@ def elastic_of(arguments: argparse.Namespace, program: str) -> Elastic | None:
         arguments.min_np or arguments.max_np or arguments.host_discovery_script or arguments.host_discovery
     ):
         for flag in (
-            "slots_per_host",
-            "elastic_timeout",
-            "reset_limit",
-            "blacklist_cooldown_range",
-            "spares",
-            "notice_script",
-            "notice_signal",
-            "survive_launcher",
-        ):
+            "slots_per_host", "elastic_timeout", "reset_limit", "blacklist_cooldown_range", "spares",
+            "notice_script", "notice_signal", "survive_launcher"
+        ):  # fmt: skip
             if getattr(arguments, flag, None):
                 raise LaunchError(
                     f"--{flag.replace('_', '-')} is for elastic jobs; --min-np N makes the job elastic"

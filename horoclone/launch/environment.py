@@ -14,16 +14,9 @@ _STAYS_HERE = re.compile(
 )
 # What another launcher told *us* about this process would contradict the rank's own numbers.
 _STALE = (
-    "HOROCLONE_FUNCTION_FDS",
-    "HOROCLONE_RANK_METRICS",
-    "HOROCLONE_FUNCTION_FOLDER",
-    "HOROCLONE_SECRET_FD",
-    "HOROCLONE_SECRET",
-    "HOROCLONE_SECRET_FILE",
-    "HOROCLONE_MEMBER",
-    "HOROCLONE_ELASTIC",
-    "HOROVOD_ELASTIC",
-)
+    "HOROCLONE_FUNCTION_FDS", "HOROCLONE_RANK_METRICS", "HOROCLONE_FUNCTION_FOLDER", "HOROCLONE_SECRET_FD",
+    "HOROCLONE_SECRET", "HOROCLONE_SECRET_FILE", "HOROCLONE_MEMBER", "HOROCLONE_ELASTIC", "HOROVOD_ELASTIC"
+)  # fmt: skip
 
 
 def rank_variables(placement: Placement, rendezvous: str, job: str) -> dict[str, str]:

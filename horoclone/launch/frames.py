@@ -17,16 +17,8 @@ _HEAD = struct.Struct("<cII")
 SPEC, SECRET, FUNCTION, GO, KILL = b"J", b"S", b"F", b"G", b"K"
 # remote -> launcher
 STARTED, OUT, ERR, ENDED_STREAM, RESULT, EXITED, GONE, REFUSED, PAGE = (
-    b"P",
-    b"O",
-    b"E",
-    b"C",
-    b"R",
-    b"X",
-    b"N",
-    b"L",
-    b"M",
-)
+    b"P", b"O", b"E", b"C", b"R", b"X", b"N", b"L", b"M"
+)  # fmt: skip
 
 KILL_PAYLOAD = struct.Struct("<iB")  # signal number, 1 = the whole process group
 

@@ -95,15 +95,8 @@ def ssh_command(host: str, options: SshOptions) -> list[str]:
     if options.shell == "srun":
         return [*SRUN, f"--nodelist={host}", "sh", "-c", there]
     command = [
-        "ssh",
-        "-T",
-        "-o",
-        "BatchMode=yes",
-        "-o",
-        "ServerAliveInterval=15",
-        "-o",
-        "ServerAliveCountMax=4",
-    ]
+        "ssh", "-T", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4"
+    ]  # fmt: skip
     command += ["-o", f"ConnectTimeout={max(1, min(30, int(options.start_timeout_s)))}"]
     if options.port is not None:
         command += ["-p", str(options.port)]

@@ -14,10 +14,5 @@ from horoclone.ray.secrets import share_secret
 from horoclone.ray.worker import BaseHorovodWorker
 
 __all__ = [
-    "BaseHorovodWorker",
-    "ElasticRayExecutor",
-    "ParameterServers",
-    "RayExecutor",
-    "installed",
-    "share_secret",
-]
+    "BaseHorovodWorker", "ElasticRayExecutor", "ParameterServers", "RayExecutor", "installed", "share_secret"
+]  # fmt: skip

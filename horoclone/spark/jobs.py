@@ -29,17 +29,9 @@ _PARAMETERS = {
 REASON_S = 3.0  # for Spark to say why a task was lost
 # Of the driver's settings these are about the driver's own process, if it is a rank of something itself.
 _OWN = (
-    "RANK",
-    "SIZE",
-    "RENDEZVOUS",
-    "JOB",
-    "HOSTNAME",
-    "SECRET",
-    "FUNCTION",
-    "MEMBER",
-    "ELASTIC",
-    "GLOO_RENDEZVOUS",
-)
+    "RANK", "SIZE", "RENDEZVOUS", "JOB", "HOSTNAME", "SECRET", "FUNCTION", "MEMBER", "ELASTIC",
+    "GLOO_RENDEZVOUS"
+)  # fmt: skip
 
 
 class StreamScreen(Screen):

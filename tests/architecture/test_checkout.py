@@ -26,15 +26,8 @@ def test_the_files_are_those_that_git_would_commit() -> None:
 def test_what_is_ignored_is_left_out(tmp_path: Path) -> None:
     (tmp_path / ".gitignore").write_text("# products\nbuild/\n*.so\n/out/\n")
     for name in (
-        "a.py",
-        "a.so",
-        "build/x",
-        "deep/build/y",
-        "deep/b.py",
-        "out/z",
-        "deep/out/kept",
-        ".git/config",
-    ):
+        "a.py", "a.so", "build/x", "deep/build/y", "deep/b.py", "out/z", "deep/out/kept", ".git/config"
+    ):  # fmt: skip
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     assert checkout.files(root=tmp_path) == {".gitignore", "a.py", "deep/b.py", "deep/out/kept"}

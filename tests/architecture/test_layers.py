@@ -39,33 +39,17 @@ MAY_INCLUDE = {
 LEVELS = {
     "collective": (".", "shared", "channels", "gpu", "host.cc"),
     "engine": (
-        "rank_metrics",
-        "operation threads context.h iteration.h",
-        "record control tune",
-        "intake",
-        "watch",
-        "sets point_to_point",
-        "gpu progress",
-        ".",
+        "rank_metrics", "operation threads context.h iteration.h", "record control tune", "intake", "watch",
+        "sets point_to_point", "gpu progress", "."
     ),
-}
+}  # fmt: skip
 # "file -> folder" of includes that point upwards inside a layer, with the reason. None may be added.
 UPWARDS = {
     "collective/selection.cc -> shared": "limits of shared memory, which belong below",
 }
 FRAMEWORKS = {
-    "torch",
-    "tensorflow",
-    "keras",
-    "jax",
-    "cupy",
-    "flax",
-    "optax",
-    "mxnet",
-    "lightning",
-    "ray",
-    "pyspark",
-}
+    "torch", "tensorflow", "keras", "jax", "cupy", "flax", "optax", "mxnet", "lightning", "ray", "pyspark"
+}  # fmt: skip
 # path -> framework that it imports inside a function, and only when it is needed
 LAZY_IMPORTS = {  # torchrun's store speaks torch's own protocol
     "bootstrap/launchers.py": {"torch"},

@@ -107,15 +107,10 @@ def test_placement(environ, launcher, rank, size, local_rank, local_size):
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        (OPEN_MPI, True),
-        (HYDRA, True),
-        (HOROVOD, True),
-        (TORCHRUN, False),
-        (OWN, False),
-        (ENV, False),
-        ({}, True),
+        (OPEN_MPI, True), (HYDRA, True), (HOROVOD, True), (TORCHRUN, False), (OWN, False), (ENV, False),
+        ({}, True)
     ],
-)
+)  # fmt: skip
 def test_one_host_only_when_the_launcher_says_so(environ, expected):
     assert detect.detect(environ).one_host is expected
 

@@ -173,14 +173,7 @@ def test_the_example_goes_on_where_it_ended(launch: Any, examples: Path, tmp_pat
     program = [sys.executable, examples / "torch_checkpoint.py", "--path", tmp_path, "--steps", "30"]
     for size, first in ((2, 0), (1, 30)):  # and on another number of ranks
         command = [
-            sys.executable,
-            "-m",
-            "horoclone.launch",
-            "-np",
-            str(size),
-            *program,
-            "--steps-per-save",
-            "10",
-        ]
+            sys.executable, "-m", "horoclone.launch", "-np", str(size), *program, "--steps-per-save", "10"
+        ]  # fmt: skip
         done = launch(command, timeout_s=120, env={"OMP_NUM_THREADS": "1"})
         assert re.search(rf"steps {first} to {first + 30}: loss [\d.]+; saves \[", done.stdout), done.output

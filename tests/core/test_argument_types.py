@@ -51,15 +51,7 @@ WRONG: dict[str, tuple[Any, str, str]] = {
 CAST: dict[str, tuple[Any, ...]] = {
     "root_rank": (True, False, 0.0, 1.7, np.float32(0), np.bool_(False), None, 0j, np.array([0.0])),
     "prescale_factor": (
-        True,
-        np.bool_(True),
-        1j,
-        np.complex64(1),
-        float("nan"),
-        np.float32("nan"),
-        10**400,
-        None,
-        b"1",
+        True, np.bool_(True), 1j, np.complex64(1), float("nan"), np.float32("nan"), 10**400, None, b"1"
     ),
     "postscale_factor": (False, np.complex128(1), float("nan"), "nan", np.ones(2)),
     "priority": (True, 1.0, np.float32(1), 10**30),
@@ -67,7 +59,7 @@ CAST: dict[str, tuple[Any, ...]] = {
     "device": (True, 1.0),
     "splits": ([1.5], [True], [np.float32(1)], "11", ["1"]),
     "name": (b"x", 1.5, True),
-}
+}  # fmt: skip
 REDUCTION = ("average", "name", "op", "prescale_factor", "postscale_factor", "process_set")
 SHARE = ("name", "op", "prescale_factor", "postscale_factor", "process_set")
 ROOTED = ("root_rank", "name", "process_set")

@@ -13,18 +13,9 @@ import pytest
 import horoclone as hvd
 
 COLUMNS = [
-    "sample",
-    "purpose",
-    "steps",
-    "bytes_per_second",
-    "fusion_threshold",
-    "cycle_time_ms",
-    "hierarchical_allreduce",
-    "ring_threshold_bytes",
-    "flat_bytes",
-    "block_bytes",
-    "segment_bytes",
-]
+    "sample", "purpose", "steps", "bytes_per_second", "fusion_threshold", "cycle_time_ms",
+    "hierarchical_allreduce", "ring_threshold_bytes", "flat_bytes", "block_bytes", "segment_bytes"
+]  # fmt: skip
 QUICK = {
     "HOROVOD_AUTOTUNE": "1",
     "HOROVOD_AUTOTUNE_WARMUP_SAMPLES": "1",
@@ -210,15 +201,8 @@ def test_the_flags_of_the_launcher_reach_it(tmp_path):
         "--autotune-bayes-opt-max-samples 4 --autotune-gaussian-process-noise 0.5"
     )
     command = [
-        sys.executable,
-        "-m",
-        "horoclone.launch",
-        "-np",
-        "2",
-        *flags.split(),
-        sys.executable,
-        str(script),
-    ]
+        sys.executable, "-m", "horoclone.launch", "-np", "2", *flags.split(), sys.executable, str(script)
+    ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0 and done.stdout.count("settled True") == 2, done.stdout + done.stderr
     assert "has no effect" not in done.stderr

@@ -43,16 +43,8 @@ def test_ranks_of_two_builds_refuse_each_other_and_both_name_both(launch, tmp_pa
     assert content.count(build.encode() + b"\0") == 1
     library.write_bytes(content.replace(build.encode(), other.encode()))
     command = [
-        sys.executable,
-        "-m",
-        "horoclone.launch",
-        "-np",
-        "2",
-        sys.executable,
-        "-c",
-        RANK,
-        str(tmp_path),
-    ]
+        sys.executable, "-m", "horoclone.launch", "-np", "2", sys.executable, "-c", RANK, str(tmp_path)
+    ]  # fmt: skip
     done = launch(command, check=False, env=dict(os.environ))
     words = [line.partition("] ")[2] for line in done.stdout.splitlines()]
     refused = sorted(line for line in words if line.startswith("refused"))

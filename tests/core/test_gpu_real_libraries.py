@@ -44,17 +44,9 @@ def package(spec: str) -> Path:
         return folder
     fetched = KEPT / f"{folder.name}-wheel"
     command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "-q",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--dest",
-        fetched,
-        spec,
-    ]
+        sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "--dest", fetched,
+        spec
+    ]  # fmt: skip
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
         failed = "" if done.returncode == 0 else f"cannot be installed here: {done.stderr.strip()[-300:]}"

@@ -33,20 +33,8 @@ class Hosts:
         self.addresses = [f"10.213.{third}.{host}" for host in (1, 2)]
         for name in self.names:
             ip("netns", "add", name)
-        ip(
-            "-n",
-            self.names[0],
-            "link",
-            "add",
-            "cable",
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "cable",
-            "netns",
-            self.names[1],
-        )
+        peer = ["type", "veth", "peer", "name", "cable", "netns"]
+        ip("-n", self.names[0], "link", "add", "cable", *peer, self.names[1])
         for name, address in zip(self.names, self.addresses, strict=True):
             ip("-n", name, "addr", "add", f"{address}/30", "dev", "cable")
             ip("-n", name, "link", "set", "cable", "up")

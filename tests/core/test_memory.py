@@ -23,19 +23,9 @@ LONG_CALLS = int(os.environ.get("HOROCLONE_TEST_MEMORY_CALLS", "20000"))
 NOISE_MIB = 24
 
 OPERATIONS = [
-    "allreduce",
-    "allreduce_",
-    "grouped_allreduce",
-    "allgather",
-    "uneven_allgather",
-    "broadcast",
-    "reducescatter",
-    "alltoall",
-    "alltoall_splits",
-    "gather",
-    "tags",
-    "objects",
-]
+    "allreduce", "allreduce_", "grouped_allreduce", "allgather", "uneven_allgather", "broadcast",
+    "reducescatter", "alltoall", "alltoall_splits", "gather", "tags", "objects"
+]  # fmt: skip
 
 
 def cases(**operations: list[str]) -> list[Any]:

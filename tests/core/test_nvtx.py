@@ -28,16 +28,9 @@ def tool(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("NVTX's headers, or a compiler, are not here: pip install nvidia-nvtx")
     made = tmp_path_factory.mktemp("nvtx") / "libcounter.so"
     command = [
-        compiler,
-        "-O1",
-        "-fPIC",
-        "-shared",
-        f"-I{headers[0].parent}",
-        str(SOURCE),
-        "-o",
-        str(made),
-        "-pthread",
-    ]
+        compiler, "-O1", "-fPIC", "-shared", f"-I{headers[0].parent}", str(SOURCE), "-o", str(made),
+        "-pthread"
+    ]  # fmt: skip
     subprocess.run(command, check=True, timeout=100)
     return made
 

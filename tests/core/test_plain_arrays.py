@@ -83,13 +83,8 @@ def test_what_is_not_plain_takes_the_slow_path():
         assert hvd.synchronize(hvd.allreduce_async_(np.ones((0, 3)))).shape == (0, 3)
         assert hvd.synchronize(hvd.allreduce_async_(np.ones(2), prescale_factor=2)).tolist() == [2.0] * 2
         for wrong in (
-            fixed,
-            np.ones((3, 4)).T,
-            np.ones(3, ">f4"),
-            np.ones(2, "complex64"),
-            np.ones(2, "uint64"),
-            [1.0],
-        ):
+            fixed, np.ones((3, 4)).T, np.ones(3, ">f4"), np.ones(2, "complex64"), np.ones(2, "uint64"), [1.0]
+        ):  # fmt: skip
             with pytest.raises(ValueError):
                 hvd.allreduce_async_(wrong, op=hvd.Sum)
         for arguments in ({"op": 77}, {"name": ""}, {"process_set": hvd.ProcessSet([0])}):

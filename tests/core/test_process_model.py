@@ -127,15 +127,8 @@ def two(launch):
 
     def run(body, check=True, size=2, timeout_s=40):
         command = [
-            sys.executable,
-            "-m",
-            "horoclone.launch",
-            "-np",
-            str(size),
-            sys.executable,
-            "-c",
-            program(body),
-        ]
+            sys.executable, "-m", "horoclone.launch", "-np", str(size), sys.executable, "-c", program(body)
+        ]  # fmt: skip
         env = {"HOROCLONE_START_TIMEOUT": "20"}
         return launch(command, env=env, timeout_s=timeout_s, check=check)
 

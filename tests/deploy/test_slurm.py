@@ -89,14 +89,9 @@ class Slurm:
         files = [f"--{what}-file={folder}/munged.{what}" for what in ("pid", "log", "seed")]
         self.daemons: list[subprocess.Popen[bytes]] = []
         self._start(
-            "control",
-            "munged",
-            "--foreground",
-            "--force",
-            f"--key-file={key}",
-            f"--socket={folder}/munge.sock",
-            *files,
-        )
+            "control", "munged", "--foreground", "--force", f"--key-file={key}",
+            f"--socket={folder}/munge.sock", *files
+        )  # fmt: skip
         self._until(lambda: (folder / "munge.sock").exists(), "munged does not answer")
         self._start("control", "slurmctld", "-D")
         for number in (1, 2, 3):
@@ -115,19 +110,9 @@ class Slurm:
         ip("-n", self.tag, "link", "set", "bridge", "up")
         for number, space in enumerate(self.spaces[1:], 1):
             ip(
-                "-n",
-                self.tag,
-                "link",
-                "add",
-                f"v{number}",
-                "type",
-                "veth",
-                "peer",
-                "name",
-                "eth0",
-                "netns",
-                space,
-            )
+                "-n", self.tag, "link", "add", f"v{number}", "type", "veth", "peer", "name", "eth0", "netns",
+                space
+            )  # fmt: skip
             ip("-n", self.tag, "link", "set", f"v{number}", "master", "bridge", "up")
             ip("-n", space, "addr", "add", f"{net}.{number + 1}/24", "dev", "eth0")
             ip("-n", space, "link", "set", "eth0", "up")
@@ -139,17 +124,9 @@ class Slurm:
             f'echo {host} >/proc/sys/kernel/hostname; mount --bind {self.folder}/hosts /etc/hosts; exec "$@"'
         )
         return [
-            "nsenter",
-            f"--net=/run/netns/{space}",
-            "unshare",
-            "--mount",
-            "--uts",
-            "sh",
-            "-ec",
-            setup,
-            "sh",
-            *words,
-        ]
+            "nsenter", f"--net=/run/netns/{space}", "unshare", "--mount", "--uts", "sh", "-ec", setup, "sh",
+            *words
+        ]  # fmt: skip
 
     def _start(self, host: str, *words: str) -> None:
         with (self.folder / f"{words[0]}.{host}.out").open("ab") as out:
@@ -179,13 +156,9 @@ class Slurm:
         shutil.copy(DEPLOY / "train.py", folder)
         out = folder / "out"
         words = [
-            "sbatch",
-            "--parsable",
-            f"--chdir={folder}",
-            f"--output={out}",
-            *flags,
-            str(DEPLOY / "slurm" / script),
-        ]
+            "sbatch", "--parsable", f"--chdir={folder}", f"--output={out}", *flags,
+            str(DEPLOY / "slurm" / script)
+        ]  # fmt: skip
         done = subprocess.run(
             self.on("control", *words),
             env={**self.env, **environment, "TRAIN_FOLDER": str(folder)},

@@ -82,13 +82,9 @@ def test_it_is_found_on_the_path_of_a_bare_interpreter(site_folder: Path) -> Non
         assert done.stdout == "horovod 0.28.1\n", done.stderr
     words = [sys.executable, "-S", "-m", "horovod.runner.launch", "--version"]
     done = subprocess.run(
-        words,
-        env={"PYTHONPATH": str(site_folder)},
-        cwd=site_folder.parent,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+        words, env={"PYTHONPATH": str(site_folder)}, cwd=site_folder.parent, capture_output=True, text=True,
+        timeout=60
+    )  # fmt: skip
     assert done.returncode == 0 and done.stdout.strip() == horoclone.HOROVOD_VERSION, done.stderr
 
 
@@ -131,36 +127,16 @@ def test_every_module_that_horovod_has_for_torch_can_be_imported(site_folder: Pa
     """Those that scripts in the wild name; what is not there yet raises Unsupported on use, not on import."""
     pytest.importorskip("torch")
     modules = [
-        "horovod",
-        "horovod.run",
-        "horovod.runner",
-        "horovod.common",
-        "horovod.common.basics",
-        "horovod.common.util",
-        "horovod.common.exceptions",
-        "horovod.common.process_sets",
-        "horovod.common.elastic",
-        "horovod.data",
-        "horovod.data.data_loader_base",
-        "horovod.torch",
-        "horovod.torch.mpi_ops",
-        "horovod.torch.functions",
-        "horovod.torch.compression",
-        "horovod.torch.optimizer",
-        "horovod.torch.sync_batch_norm",
-        "horovod.torch.elastic",
-        "horovod.torch.elastic.state",
-        "horovod.torch.elastic.sampler",
-        "horovod.spark",
-        "horovod.spark.runner",
-        "horovod.spark.conf",
-        "horovod.spark.task",
-        "horovod.spark.common.store",
-        "horovod.spark.common.backend",
-        "horovod.spark.lightning",
-        "horovod.spark.lightning.estimator",
-        "horovod.spark.tensorflow.compute_worker",
-    ]
+        "horovod", "horovod.run", "horovod.runner", "horovod.common", "horovod.common.basics",
+        "horovod.common.util", "horovod.common.exceptions", "horovod.common.process_sets",
+        "horovod.common.elastic", "horovod.data", "horovod.data.data_loader_base", "horovod.torch",
+        "horovod.torch.mpi_ops", "horovod.torch.functions", "horovod.torch.compression",
+        "horovod.torch.optimizer", "horovod.torch.sync_batch_norm", "horovod.torch.elastic",
+        "horovod.torch.elastic.state", "horovod.torch.elastic.sampler", "horovod.spark",
+        "horovod.spark.runner", "horovod.spark.conf", "horovod.spark.task", "horovod.spark.common.store",
+        "horovod.spark.common.backend", "horovod.spark.lightning", "horovod.spark.lightning.estimator",
+        "horovod.spark.tensorflow.compute_worker"
+    ]  # fmt: skip
     program = f"""
 import importlib
 from horoclone.errors import Unsupported

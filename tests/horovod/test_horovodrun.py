@@ -49,16 +49,8 @@ def test_it_runs_two_ranks_of_a_horovod_script(launch, command: Path) -> None:
         "hvd.init(); print(f'{hvd.rank()} of {hvd.size()}:', hvd.allreduce(np.ones(1), op=hvd.Sum).tolist())"
     )
     flags = [
-        "-np",
-        "2",
-        "-H",
-        "localhost:2",
-        "--gloo",
-        "--fusion-threshold-mb",
-        "32",
-        "--cycle-time-ms",
-        "3.5",
-    ]
+        "-np", "2", "-H", "localhost:2", "--gloo", "--fusion-threshold-mb", "32", "--cycle-time-ms", "3.5"
+    ]  # fmt: skip
     done = launch([command, *flags, sys.executable, "-c", body], env={"PYTHONPATH": str(ROOT)}, timeout_s=60)
     assert sorted(done.stdout.splitlines()) == ["[0]<stdout>:0 of 2: [2.0]", "[1]<stdout>:1 of 2: [2.0]"]
 

@@ -53,20 +53,8 @@ def called(capfd, monkeypatch) -> Callable[..., SimpleNamespace]:
 
 def test_arguments_reach_the_rank_as_they_are(launch):
     nasty = [
-        "a b",
-        "it's",
-        '"q"',
-        ";",
-        "$(touch /tmp/x)",
-        "`id`",
-        "*",
-        "",
-        "--",
-        "-np",
-        "\\",
-        "new\nline",
-        "ä",
-    ]
+        "a b", "it's", '"q"', ";", "$(touch /tmp/x)", "`id`", "*", "", "--", "-np", "\\", "new\nline", "ä"
+    ]  # fmt: skip
     done = launch([*RUN, "-np", "1", PYTHON, "-c", "import sys; print(repr(sys.argv[1:]))", *nasty])
     assert done.stdout == f"[0] {nasty!r}\n"
 
@@ -80,13 +68,9 @@ def test_a_double_dash_ends_the_launchers_own_flags(launch):
 
 def test_ranks_know_their_numbers_and_share_cores(launch, tmp_path):
     names = [
-        "HOROVOD_RANK",
-        "HOROCLONE_SIZE",
-        "HOROVOD_LOCAL_RANK",
-        "HOROVOD_CROSS_SIZE",
-        "HOROCLONE_JOB",
-        "HOROVOD_HOSTNAME",
-    ]
+        "HOROVOD_RANK", "HOROCLONE_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_CROSS_SIZE", "HOROCLONE_JOB",
+        "HOROVOD_HOSTNAME"
+    ]  # fmt: skip
     found = _ranks(launch, tmp_path, ["-np", "3"], names)
     assert (
         [one["HOROVOD_RANK"] for one in found]
@@ -395,19 +379,9 @@ def test_the_doctor_answers_in_json_and_names_the_launcher(launch):
     answer = json.loads(done.stdout)
     topics = {finding["topic"]: finding for finding in answer["findings"]}
     for topic in (
-        "python",
-        "native module",
-        "launcher",
-        "mpi",
-        "shared memory",
-        "memlock",
-        "cores",
-        "interfaces",
-        "ssh",
-        "NCCL",
-        "GPU kernels",
-        "PyTorch",
-    ):
+        "python", "native module", "launcher", "mpi", "shared memory", "memlock", "cores", "interfaces",
+        "ssh", "NCCL", "GPU kernels", "PyTorch"
+    ):  # fmt: skip
         assert topic in topics, topic
     assert "single" in topics["launcher"]["text"]
     assert (

@@ -34,17 +34,8 @@ def run(
         file.write(PROGRAM)
     environ = {**os.environb, b"PYTHONPATH": os.fsencode(ROOT), b"FOREIGN": b"\xfc\x80", **(env or {})}
     command = [
-        HOROCLONERUN,
-        b"-np",
-        b"2",
-        b"--dashboard",
-        b"--metrics-port",
-        b"0",
-        PYTHON,
-        script,
-        b"a\xffb",
-        *words,
-    ]
+        HOROCLONERUN, b"-np", b"2", b"--dashboard", b"--metrics-port", b"0", PYTHON, script, b"a\xffb", *words
+    ]  # fmt: skip
     return subprocess.run(command, cwd=folder, env=environ, capture_output=True, timeout=100)
 
 

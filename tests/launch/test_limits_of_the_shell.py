@@ -103,19 +103,14 @@ def test_without_memory_files_the_ranks_use_tcp_and_say_so(tmp_path: Path) -> No
     (tmp_path / "program.py").write_text(PROGRAM + save)
     done = subprocess.run(
         [
-            sys.executable,
-            tmp_path / "without.py",
-            HOROCLONERUN,
-            "-np",
-            "2",
-            sys.executable,
-            tmp_path / "program.py",
+            sys.executable, tmp_path / "without.py", HOROCLONERUN, "-np", "2", sys.executable,
+            tmp_path / "program.py"
         ],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=100,
-    )
+    )  # fmt: skip
     assert done.returncode == 0 and done.stdout.count("sum [2.0, 2.0]") == 2, done.stderr
     assert "no shared memory, TCP is used instead: memfd_create: " in done.stderr
 

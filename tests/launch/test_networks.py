@@ -62,13 +62,7 @@ def test_the_ranks_of_one_machine_need_no_network(network: str, program: Path) -
 
 def test_ranks_without_shared_memory_say_that_they_need_an_interface(program: Path) -> None:
     done = in_network(
-        NETWORKS["no interface"],
-        "env",
-        "HOROCLONE_SHARED_MEMORY=0",
-        HOROCLONERUN,
-        "-np",
-        "2",
-        sys.executable,
-        program,
-    )
+        NETWORKS["no interface"], "env", "HOROCLONE_SHARED_MEMORY=0", HOROCLONERUN, "-np", "2",
+        sys.executable, program
+    )  # fmt: skip
     assert done.returncode and "ip link set lo up" in done.stderr, done.stderr

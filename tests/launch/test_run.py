@@ -105,17 +105,9 @@ def test_wrong_and_unsupported_arguments_are_refused_before_anything_starts():
 
 
 WHOLE = [
-    "num_proc",
-    "np",
-    "min_num_proc",
-    "min_np",
-    "max_num_proc",
-    "max_np",
-    "slots",
-    "reset_limit",
-    "spares",
-    "ssh_port",
-]
+    "num_proc", "np", "min_num_proc", "min_np", "max_num_proc", "max_np", "slots", "reset_limit", "spares",
+    "ssh_port"
+]  # fmt: skip
 SECONDS = ("elastic_timeout", "start_timeout", "grace")
 
 

@@ -84,33 +84,16 @@ def test_ranks_run_on_their_hosts_with_their_numbers_and_our_environment(launch,
 
 def test_arguments_pass_through_no_shell(launch, ssh, tmp_path):
     nasty = [
-        "a b",
-        "it's",
-        '"q"',
-        ";",
-        f"$(touch {tmp_path}/bad)",
-        f"`touch {tmp_path}/bad`",
-        "*",
-        "",
-        "&&",
-        "\\",
-        "new\nline",
-        "ä",
-    ]
+        "a b", "it's", '"q"', ";", f"$(touch {tmp_path}/bad)", f"`touch {tmp_path}/bad`", "*", "", "&&", "\\",
+        "new\nline", "ä"
+    ]  # fmt: skip
     done = launch(
         [
-            *RUN,
-            "-np",
-            "1",
-            "-H",
-            "host-a.invalid",
-            PYTHON,
-            "-c",
-            "import sys; print(repr(sys.argv[1:]))",
-            *nasty,
+            *RUN, "-np", "1", "-H", "host-a.invalid", PYTHON, "-c", "import sys; print(repr(sys.argv[1:]))",
+            *nasty
         ],
         env=ssh,
-    )
+    )  # fmt: skip
     assert done.stdout == f"[0] {nasty!r}\n" and not (tmp_path / "bad").exists()
 
 
@@ -154,16 +137,8 @@ def test_exit_codes_signals_and_stderr_of_remote_ranks_are_exact(launch, ssh):
 
 def test_output_files_are_written_by_the_launcher(launch, ssh, tmp_path):
     command = [
-        *RUN,
-        "-np",
-        "1",
-        "-H",
-        "host-a.invalid",
-        "--output-filename",
-        str(tmp_path / "logs"),
-        "echo",
-        "far",
-    ]
+        *RUN, "-np", "1", "-H", "host-a.invalid", "--output-filename", str(tmp_path / "logs"), "echo", "far"
+    ]  # fmt: skip
     launch(command, env=ssh)
     assert (tmp_path / "logs" / "rank.0" / "stdout").read_text() == "far\n"
 

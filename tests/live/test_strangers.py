@@ -113,24 +113,10 @@ def test_whatever_lacks_the_token_gets_one_answer(job: Any) -> None:
     answer = asked(job.dashboard_url, "GET /wrong/")
     assert answer[0] == b"HTTP/1.1 404 Not Found"
     for line in (
-        "GET /",
-        "GET /wrong",
-        "GET /wrong/events",
-        "GET /wrong/ranks/0",
-        "GET /wrong/dashboard.js",
-        "GET /%ff/",
-        "GET /%ed%a0%80/",
-        f"GET //{token}/",
-        f"GET /{token[:-1]}/",
-        f"GET /{token}%00/",
-        "POST /wrong/",
-        "PUT /x/y",
-        "DELETE /",
-        "TRACE /x",
-        "OPTIONS /x/",
-        "OPTIONS *",
-        "BREW /x",
-    ):
+        "GET /", "GET /wrong", "GET /wrong/events", "GET /wrong/ranks/0", "GET /wrong/dashboard.js",
+        "GET /%ff/", "GET /%ed%a0%80/", f"GET //{token}/", f"GET /{token[:-1]}/", f"GET /{token}%00/",
+        "POST /wrong/", "PUT /x/y", "DELETE /", "TRACE /x", "OPTIONS /x/", "OPTIONS *", "BREW /x"
+    ):  # fmt: skip
         assert asked(job.dashboard_url, line) == answer, line
     assert asked(job.dashboard_url, "HEAD /wrong/") == (answer[0], b"")
     upgrade = "Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: eA==\r\n"

@@ -51,14 +51,10 @@ def come(one: Coordinator, numbers: list[int], seen: int, now: float) -> None:
 @pytest.mark.parametrize(
     ("count", "here", "goes_on"),
     [
-        (3, [1, 2], True),
-        (3, [0], False),
-        (4, [0, 1], True),
-        (4, [2, 3], False),
-        (2, [0], True),
-        (2, [1], False),
+        (3, [1, 2], True), (3, [0], False), (4, [0, 1], True), (4, [2, 3], False), (2, [0], True),
+        (2, [1], False)
     ],
-)
+)  # fmt: skip
 def test_of_silent_members_the_majority_goes_on_or_half_with_the_lowest(
     count: int, here: list[int], goes_on: bool
 ) -> None:

@@ -69,14 +69,8 @@ def test_the_library_needs_only_what_every_linux_has(core: Any, library: Path) -
         dynamic = output_of("readelf", "-d", path)
         needed = set(re.findall(r"\(NEEDED\).*\[(.+)\]", dynamic))
         allowed = {
-            "libstdc++.so.6",
-            "libgcc_s.so.1",
-            "libc.so.6",
-            "libm.so.6",
-            "libdl.so.2",
-            "libpthread.so.0",
-            *own,
-        }
+            "libstdc++.so.6", "libgcc_s.so.1", "libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", *own
+        }  # fmt: skip
         assert {name for name in needed if not name.startswith("ld-linux")} <= allowed
     for path in (Path(core.__file__), ops):
         assert re.search(r"R(UN)?PATH.*\[\$ORIGIN\]", output_of("readelf", "-d", path))
@@ -150,15 +144,9 @@ def test_the_source_package_has_the_sources_and_nothing_else(tmp_path: Path) -> 
     source = source_package(tmp_path)
     names = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()}
     alone = {
-        "CMakeLists.txt",
-        "pyproject.toml",
-        "setup.py",
-        "horovod.py",
-        "README.md",
-        "CHANGELOG.md",
-        "LICENSE",
-        "SECURITY.md",
-    }
+        "CMakeLists.txt", "pyproject.toml", "setup.py", "horovod.py", "README.md", "CHANGELOG.md", "LICENSE",
+        "SECURITY.md"
+    }  # fmt: skip
     assert names == checkout.files("csrc", "horoclone", "horovod-stubs") | alone | {"PKG-INFO"}
     information = (source / "PKG-INFO").read_text()
     assert "\nDynamic: version" not in information, "whoever reads it must not have to build"
@@ -308,13 +296,8 @@ def test_the_core_compiles_for_another_processor() -> None:
         ROOT / "csrc" / "api.cc"
     ]
     flags = [
-        "-std=c++20",
-        "-fsyntax-only",
-        "-Wall",
-        "-Wextra",
-        "-Wno-subobject-linkage",
-        '-DHC_VERSION_TEXT="0"',
-    ]
+        "-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-Wno-subobject-linkage", '-DHC_VERSION_TEXT="0"'
+    ]  # fmt: skip
     folders = ["-I", ROOT / "csrc", "-I", ROOT / "csrc" / "include"]
 
     def errors_in(together: list[Path]) -> str:

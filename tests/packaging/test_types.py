@@ -64,14 +64,8 @@ def test_pyright_finds_the_planted_mistakes_and_no_others(tmp_path: Path) -> Non
     (tmp_path / "user.py").write_text(SCRIPT)
     (tmp_path / "pyrightconfig.json").write_text(json.dumps({"typeCheckingMode": "standard"}))
     command = [
-        sys.executable,
-        "-m",
-        "basedpyright",
-        "--pythonpath",
-        sys.executable,
-        "--outputjson",
-        "user.py",
-    ]
+        sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable, "--outputjson", "user.py"
+    ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, cwd=tmp_path)
     answer = json.loads(done.stdout)
     errors = [one for one in answer["generalDiagnostics"] if one["severity"] == "error"]

@@ -32,17 +32,10 @@ def measured() -> list[dict[str, str]]:
 @pytest.mark.parametrize("way", ["ordinary", "crossing"])
 def test_a_step_takes_within_15_percent_of_what_was_measured(row: dict[str, str], way: str) -> None:
     predicted = step_ms(
-        2,
-        ranks_per_node=1,
-        gradient_mb=float(row["mb"]),
-        compute_ms=float(row["compute"]),
-        link_gbit=LINE * float(row["gbit"] or 1),
-        local_gb_s=8.0,
-        latency_us=20.0,
-        agreement_us=30.0,
-        layers=LAYERS[NAMES[row["name"]]],
-        cross_barrier=way == "crossing",
-    )
+        2, ranks_per_node=1, gradient_mb=float(row["mb"]), compute_ms=float(row["compute"]),
+        link_gbit=LINE * float(row["gbit"] or 1), local_gb_s=8.0, latency_us=20.0, agreement_us=30.0,
+        layers=LAYERS[NAMES[row["name"]]], cross_barrier=way == "crossing"
+    )  # fmt: skip
     assert predicted == pytest.approx(float(row[way]), rel=0.15)
 
 

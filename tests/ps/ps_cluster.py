@@ -44,15 +44,8 @@ class Cluster:
         for name in ("RANK", "WORLD_SIZE", "HOROVOD_RANK", "HOROVOD_SIZE"):
             self.environ.pop(name, None)
         self._options = [
-            "--servers",
-            servers,
-            "--replicas",
-            replicas,
-            "--memory",
-            memory,
-            "--silence",
-            silence_s,
-        ]
+            "--servers", servers, "--replicas", replicas, "--memory", memory, "--silence", silence_s
+        ]  # fmt: skip
         self.processes: dict[int, subprocess.Popen[str]] = {}
         for index in range(servers) if start is None else start:
             self.start(index)
@@ -60,16 +53,8 @@ class Cluster:
     def start(self, index: int) -> None:
         """A server, anew where it was killed. What it says goes to a file."""
         command = [
-            sys.executable,
-            "-m",
-            "horoclone.ps",
-            "--name",
-            "test",
-            "--store",
-            self.address,
-            "--index",
-            index,
-        ]
+            sys.executable, "-m", "horoclone.ps", "--name", "test", "--store", self.address, "--index", index
+        ]  # fmt: skip
         with open(self.log(index), "a") as log:
             self.processes[index] = subprocess.Popen(
                 [str(part) for part in [*self.command_of(index), *command, *self._options]],

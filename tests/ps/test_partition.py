@@ -62,20 +62,8 @@ class Network:
         hub = self.names[0]
         ip("-n", hub, "link", "add", "bridge", "type", "bridge")
         for host, port in ((1, "to-a"), (2, "to-b")):
-            ip(
-                "-n",
-                hub,
-                "link",
-                "add",
-                port,
-                "type",
-                "veth",
-                "peer",
-                "name",
-                "cable",
-                "netns",
-                self.names[host],
-            )
+            peer = ["type", "veth", "peer", "name", "cable", "netns"]
+            ip("-n", hub, "link", "add", port, *peer, self.names[host])
             ip("-n", hub, "link", "set", port, "master", "bridge", "up")
             ip("-n", self.names[host], "addr", "add", f"{self.addresses[host]}/24", "dev", "cable")
             ip("-n", self.names[host], "link", "set", "cable", "up")
@@ -88,14 +76,8 @@ class Network:
 
     def cut_between(self, one: int, other: int, cut: bool) -> None:
         """Two hosts from each other: what `one` sends to `other` goes nowhere."""
-        ip(
-            "-n",
-            self.names[one],
-            "route",
-            "add" if cut else "del",
-            "blackhole",
-            f"{self.addresses[other]}/32",
-        )
+        verb = "add" if cut else "del"
+        ip("-n", self.names[one], "route", verb, "blackhole", f"{self.addresses[other]}/32")
 
     def inside(self, host: int, call: Callable[[], Any]) -> Any:
         """What call() returns on a thread of this host; threads that it starts are of this host as well."""

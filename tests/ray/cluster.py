@@ -131,14 +131,9 @@ class Remote:
                 self.env["CLUSTER_CLIENT_PORT"] = str(probe.getsockname()[1])
         self._log = Path(self.folder) / "said"
         self._process = subprocess.Popen(
-            [str(python), __file__, str(bodies)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log.open("w"),
-            env=self.env,
-            text=True,
-            start_new_session=True,
-        )
+            [str(python), __file__, str(bodies)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=self._log.open("w"), env=self.env, text=True, start_new_session=True
+        )  # fmt: skip
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._said: list[str] = []
         self._number = 0  # of the last question

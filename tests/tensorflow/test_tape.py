@@ -55,14 +55,9 @@ def test_gradients_are_averaged_whatever_the_options() -> None:
     mean = [sum(parts) / n for parts in zip(*(own_gradients(r) for r in range(n)), strict=True)]
     weights = variables()
     options: list[dict[str, Any]] = [
-        {},
-        {"sparse_as_dense": True},
-        {"op": hvd.Sum},
-        {"groups": 2},
-        {"groups": [[weights[0], weights[2]]]},
-        {"gradient_predivide_factor": 4.0},
-        {"compression": hvd.Compression.fp16},
-    ]
+        {}, {"sparse_as_dense": True}, {"op": hvd.Sum}, {"groups": 2}, {"groups": [[weights[0], weights[2]]]},
+        {"gradient_predivide_factor": 4.0}, {"compression": hvd.Compression.fp16}
+    ]  # fmt: skip
     for option in options:
         for graph in (False, True):
             got = distributed(weights, graph, **option)

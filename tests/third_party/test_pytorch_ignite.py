@@ -58,15 +58,10 @@ HALVES = {
 MAY_SKIP = re.compile(r"GPU|Skip if has Horovod package|Skip as controller is not Gloo")
 MUST_PASS = {
     "operations": {
-        "test_hvd_distrib_single_node_spawn",
-        "test_sync_as_hvd_inside_gloo_executor",
-        "test_idist_methods_in_hvd_context",
-        "test_idist_all_reduce_hvd",
-        "test_idist_all_gather_hvd",
-        "test_idist_broadcast_hvd",
-        "test_idist_barrier_hvd",
-        "test_idist_new_group_hvd",
-        "test_idist_one_rank_only",
+        "test_hvd_distrib_single_node_spawn", "test_sync_as_hvd_inside_gloo_executor",
+        "test_idist_methods_in_hvd_context", "test_idist_all_reduce_hvd", "test_idist_all_gather_hvd",
+        "test_idist_broadcast_hvd", "test_idist_barrier_hvd", "test_idist_new_group_hvd",
+        "test_idist_one_rank_only"
     },
     "models and launchers": {
         "test__hvd_dist_model_create_no_dist",
@@ -76,7 +71,7 @@ MUST_PASS = {
         "test_check_idist_parallel_hvdrun_launch_n_procs",
         "test_check_idist_parallel_spawn_n_procs_hvd",
     },
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -131,17 +126,8 @@ def test_its_own_tests_of_horovod_pass(source: Path, python: Path, half: str, tm
     for number, (files, chosen) in enumerate(HALVES[half]):
         report = tmp_path / f"report.{number}.xml"
         words = [
-            python,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "outside_fixtures",
-            "-W",
-            "ignore",
-        ]
+            python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "outside_fixtures", "-W", "ignore"
+        ]  # fmt: skip
         words += [
             *files.split(),
             "-k",
@@ -151,13 +137,9 @@ def test_its_own_tests_of_horovod_pass(source: Path, python: Path, half: str, tm
         ]
         output = (tmp_path / f"output.{number}").open("w+")
         process = subprocess.Popen(
-            words,
-            cwd=source,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
+            words, cwd=source, env=environment, stdin=subprocess.DEVNULL, stdout=output,
+            stderr=subprocess.STDOUT
+        )  # fmt: skip
         runs.append((process, output, report))
     try:
         for process, output, _ in runs:

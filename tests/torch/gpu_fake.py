@@ -195,27 +195,10 @@ class Fake:
         handles.tensor_exchange = None  # DLPack would tell the core where these tensors really are
         handles.table.kinds = ()
         for module in (
-            gpu,
-            adasum,
-            all_gather,
-            all_reduce,
-            all_to_all,
-            barriers,
-            broadcasting,
-            messages,
-            reduce_scatter,
-            handles,
-            grouped,
-            buckets,
-            reducer,
-            functional,
-            functions,
-            gradient_bucket,
-            rooted,
-            sharded_state,
-            sharding,
-            weighted,
-        ):
+            gpu, adasum, all_gather, all_reduce, all_to_all, barriers, broadcasting, messages, reduce_scatter,
+            handles, grouped, buckets, reducer, functional, functions, gradient_bucket, rooted, sharded_state,
+            sharding, weighted
+        ):  # fmt: skip
             self.patch(module)
 
     def patch(self, module) -> None:

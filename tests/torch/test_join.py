@@ -112,14 +112,10 @@ def test_what_has_no_neutral_element_raises_on_those_that_have_not_joined() -> N
         return hvd.join()
     one = torch.ones(3)
     for call in (
-        lambda: hvd.allgather(one),
-        lambda: hvd.grouped_allgather([one, one]),
-        lambda: hvd.broadcast(one, 0),
-        lambda: hvd.alltoall(one),
-        lambda: hvd.reducescatter(one),
-        lambda: hvd.grouped_reducescatter([one]),
-        lambda: hvd.gather(one, 0),
-    ):
+        lambda: hvd.allgather(one), lambda: hvd.grouped_allgather([one, one]), lambda: hvd.broadcast(one, 0),
+        lambda: hvd.alltoall(one), lambda: hvd.reducescatter(one), lambda: hvd.grouped_reducescatter([one]),
+        lambda: hvd.gather(one, 0)
+    ):  # fmt: skip
         with pytest.raises(hvd.HorovodInternalError, match="not supported with Join") as caught:
             call()
         assert "Rank 2 has joined" in str(caught.value)

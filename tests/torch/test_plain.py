@@ -120,15 +120,9 @@ def test_what_is_not_plain_takes_the_slow_path() -> None:
             with pytest.raises((ValueError, hvd.Unsupported)):
                 hvd.grouped_allreduce_async_([ok, wrong], op=hvd.Sum)
         for arguments in (
-            {"op": 77},
-            {"op": True},
-            {"op": 2**80},
-            {"name": ""},
-            {"name": "a\udc80"},
-            {"average": True, "op": hvd.Sum},
-            {"priority": 2**40},
-            {"process_set": hvd.ProcessSet([0])},
-        ):
+            {"op": 77}, {"op": True}, {"op": 2**80}, {"name": ""}, {"name": "a\udc80"},
+            {"average": True, "op": hvd.Sum}, {"priority": 2**40}, {"process_set": hvd.ProcessSet([0])}
+        ):  # fmt: skip
             with pytest.raises((ValueError, TypeError, UnicodeEncodeError)):
                 hvd.allreduce_async_(ok, **arguments)
         with pytest.raises(ValueError, match="Average of bool"):

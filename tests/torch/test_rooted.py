@@ -172,13 +172,9 @@ def test_what_cannot_work_raises_and_the_runtime_goes_on() -> None:
         hvd.reduce(torch.ones(2, device="meta"), 0)
     if me == 0:
         for splits, text in (
-            ([1], "1 entries for 2 ranks"),
-            ([4, 1], "exceeds"),
-            ([-1, 5], "negative"),
-            ([1.0, 3.0], "integers"),
-            (torch.ones(2, 2), "integers"),
-            (3, "integers"),
-        ):
+            ([1], "1 entries for 2 ranks"), ([4, 1], "exceeds"), ([-1, 5], "negative"),
+            ([1.0, 3.0], "integers"), (torch.ones(2, 2), "integers"), (3, "integers")
+        ):  # fmt: skip
             with pytest.raises(ValueError, match=text):
                 hvd.scatter(one, 0, splits=splits)
         for nothing in (None, [1, 2]):

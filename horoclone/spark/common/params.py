@@ -21,13 +21,9 @@ from horoclone.spark.data.preparing import check_validation
 
 # Of petastorm, which read Horovod's data: they say nothing to who reads it here.
 PETASTORMS = (
-    "train_reader_num_workers",
-    "val_reader_num_workers",
-    "reader_pool_type",
-    "partitions_per_process",
-    "shuffle_buffer_size",
-    "mp_start_method",
-)
+    "train_reader_num_workers", "val_reader_num_workers", "reader_pool_type", "partitions_per_process",
+    "shuffle_buffer_size", "mp_start_method"
+)  # fmt: skip
 _ANY = TypeConverters.identity
 _INT, _BOOL, _TEXT = TypeConverters.toInt, TypeConverters.toBoolean, TypeConverters.toString
 _TEXTS, _FLOATS = TypeConverters.toListString, TypeConverters.toListFloat

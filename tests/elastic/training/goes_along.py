@@ -17,17 +17,8 @@ import horoclone.torch as hvd
 
 STEPS, LOST_AT, RATE = 24, 11, 0.5
 KINDS = (
-    "plain",
-    "fp16",
-    "int8",
-    "topk",
-    "powersgd",
-    "cross_barrier",
-    "sharded",
-    "adasum",
-    "local_sgd",
-    "diloco",
-)
+    "plain", "fp16", "int8", "topk", "powersgd", "cross_barrier", "sharded", "adasum", "local_sgd", "diloco"
+)  # fmt: skip
 ADASUM = {2: 1.5, 3: 2.25}  # of parallel gradients 1, 2 (and 3): the mean of two, and of that and the third
 
 

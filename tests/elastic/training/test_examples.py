@@ -13,17 +13,8 @@ from typing import Any
 import pytest
 
 JOB = [
-    sys.executable,
-    "-m",
-    "horoclone.launch",
-    "-np",
-    "2",
-    "--min-np",
-    "1",
-    "-H",
-    "localhost:2",
-    sys.executable,
-]
+    sys.executable, "-m", "horoclone.launch", "-np", "2", "--min-np", "1", "-H", "localhost:2", sys.executable
+]  # fmt: skip
 
 
 def process_of_rank(started: Any, rank: int) -> int:

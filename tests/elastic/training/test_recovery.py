@@ -19,18 +19,9 @@ from horoclone.errors import PeerLost
 
 SCRIPT = Path(__file__).with_name("from_disk.py")
 JOB = [
-    sys.executable,
-    "-m",
-    "horoclone.launch",
-    "-np",
-    "2",
-    "--min-np",
-    "1",
-    "-H",
-    "localhost:2",
-    sys.executable,
-    SCRIPT,
-]
+    sys.executable, "-m", "horoclone.launch", "-np", "2", "--min-np", "1", "-H", "localhost:2",
+    sys.executable, SCRIPT
+]  # fmt: skip
 
 
 def records(text: str) -> list[tuple[dict[str, Any], int]]:
