@@ -215,13 +215,6 @@ def test_broadcast_of_variables_of_every_dtype() -> None:
         hvd.broadcast_global_variables(0)
 
 
-@ranks(2)
-def test_objects() -> None:
-    assert hvd.broadcast_object({"rank": hvd.rank()}, root_rank=1) == {"rank": 1}
-    assert hvd.broadcast_object_fn(root_rank=0, name="fn")([hvd.rank()]) == [0]
-    assert hvd.allgather_object("x" * hvd.rank()) == ["", "x"]
-
-
 @ranks(3)
 def test_sync_batch_normalization_is_that_of_the_whole_batch() -> None:
     n, me = hvd.size(), hvd.rank()
