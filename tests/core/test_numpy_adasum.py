@@ -64,29 +64,6 @@ def test_adasum_equals_the_model_for_every_float_dtype_and_form():
             assert all(row.tobytes() == result.tobytes() for row in everywhere), "the same bits on every rank"
 
 
-@ranks(2, 3)
-def test_the_tensors_of_a_group_keep_their_own_coefficients():
-    shapes = [(100,), (3, 4), (1,), (20_000,)]
-    everybody = [[data(shape, rank, 1) for shape in shapes] for rank in range(hvd.size())]
-    for rank in range(hvd.size()):
-        everybody[rank][0] *= 1000.0
-    results = hvd.grouped_allreduce(everybody[hvd.rank()], op=hvd.Adasum)
-    for index, result in enumerate(results):
-        close(result, [vectors[index] for vectors in everybody], 1e-13)
-    mixed = [everybody[hvd.rank()][0].astype(np.float32), everybody[hvd.rank()][1]]
-    single, double = hvd.grouped_allreduce(mixed, op=hvd.Adasum)
-    close(single, [vectors[0].astype(np.float32) for vectors in everybody], 1e-6)
-    close(double, [vectors[1] for vectors in everybody], 1e-13)
-
-
-@ranks(2)
-def test_scales_apply_before_and_after():
-    everybody = [data((50,), rank, 2) for rank in range(hvd.size())]
-    result = hvd.allreduce(everybody[hvd.rank()], op=hvd.Adasum, prescale_factor=4.0, postscale_factor=0.25)
-    close(result, everybody, 1e-13)
-    close(hvd.allreduce(everybody[hvd.rank()], op=hvd.Adasum, postscale_factor=3.0), everybody, 1e-13, 3.0)
-
-
 @ranks(2)
 def test_integers_are_refused_and_the_runtime_goes_on():
     for dtype in (np.int32, np.uint8, np.bool_):
@@ -98,19 +75,3 @@ def test_integers_are_refused_and_the_runtime_goes_on():
     with pytest.raises(hvd.Mismatch, match="reduce operation Adasum"):
         hvd.allreduce(np.ones(3), name="differs", op=op)
     close(hvd.allreduce(np.ones(3), op=hvd.Adasum), [np.ones(3)] * hvd.size(), 0)
-
-
-@ranks(3, init=False)
-def test_adasum_within_a_process_set_and_with_a_joined_rank():
-    hvd.init(process_sets="dynamic")
-    subset = hvd.add_process_set([0, 2])
-    everybody = [data((40,), rank, 3) for rank in range(hvd.size())]
-    if subset.included():
-        result = hvd.allreduce(everybody[hvd.rank()], op=hvd.Adasum, process_set=subset)
-        close(result, [everybody[0], everybody[2]], 1e-13)
-    hvd.remove_process_set(subset)
-    if hvd.rank() != 1:
-        result = hvd.allreduce(everybody[hvd.rank()], op=hvd.Adasum, name="two of three")
-        zero = np.zeros(40)
-        close(result, [everybody[0], zero, everybody[2]], 1e-13)
-    hvd.join()

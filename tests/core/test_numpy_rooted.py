@@ -83,25 +83,6 @@ def test_scatter_gives_everybody_its_rows():
     assert hvd.scatter(np.arange(2 * hvd.size()), 0).shape == (2,)
 
 
-@ranks(3, init=False)
-def test_in_a_process_set_roots_are_world_ranks():
-    pair = hvd.ProcessSet([0, 2])
-    hvd.init(process_sets=[pair])
-    if pair.included():
-        mine = np.full(3, hvd.rank() + 1.0)
-        reduced = hvd.reduce(mine, 2, op=hvd.Sum, process_set=pair)
-        gathered = hvd.gather(mine, 2, process_set=pair)
-        part = hvd.scatter(np.array([[1], [2]]) if hvd.rank() == 2 else None, 2, process_set=pair)
-        assert part.tolist() == [[1 + hvd.rank() // 2]]
-        if hvd.rank() == 2:
-            assert reduced.tolist() == [4, 4, 4] and gathered.tolist() == [1, 1, 1, 3, 3, 3]
-        with pytest.raises(ValueError, match="root rank 1 is not a member of process set"):
-            hvd.reduce(mine, 1, process_set=pair)
-    else:
-        with pytest.raises(ValueError, match="Rank 1 is not a member"):
-            hvd.gather(np.ones(1), 0, process_set=pair)
-
-
 @ranks(2)
 def test_what_cannot_work_raises_and_the_runtime_goes_on():
     one = np.ones(4)
