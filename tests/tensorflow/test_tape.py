@@ -163,36 +163,6 @@ def test_adasum_of_gradients_is_per_tensor() -> None:
         distributed(variables(), False, op=hvd.Adasum)
 
 
-@ranks(3, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
-def test_process_sets() -> None:
-    pair = hvd.add_process_set([0, 2])
-    if hvd.rank() == 1:
-        with pytest.raises(tf.errors.InvalidArgumentError, match="not a member"):
-            hvd.allreduce(tf.ones(2), process_set=pair)
-        assert int(hvd.process_set_included_op(pair.process_set_id)) == 0
-    else:
-        assert hvd.allreduce(tf.ones(2), op=hvd.Sum, process_set=pair).numpy().tolist() == [2, 2]
-        gathered = hvd.allgather(tf.constant([hvd.rank()]), process_set=pair)
-        assert gathered.numpy().tolist() == [0, 2]
-        assert hvd.broadcast(tf.constant(hvd.rank()), 2, process_set=pair).numpy() == 2
-        v = tf.Variable(hvd.rank() + 1.0)
-        with tf.GradientTape() as tape:
-            loss = v * (hvd.rank() + 1.0)
-        tape = hvd.DistributedGradientTape(tape, process_set=pair)
-        assert tape.gradient(loss, v).numpy() == 2.0
-        with tf.GradientTape() as tape:
-            rows = tf.ones((hvd.rank() + 1, 2))
-            tape.watch(rows)
-            loss = tf.reduce_sum(hvd.allgather(rows, process_set=pair))
-        assert tape.gradient(loss, rows).numpy().tolist() == [[1.0, 1.0]] * (hvd.rank() + 1)
-        assert int(hvd.size_op(pair.process_set_id)) == 2
-    with pytest.raises(ValueError, match="has not been registered"):
-        hvd.allreduce(tf.ones(2), process_set=hvd.ProcessSet([0, 1]))
-    assert hvd.remove_process_set(pair)
-    with pytest.raises(ValueError, match="has not been registered"):
-        hvd.allreduce(tf.ones(2), process_set=pair)
-
-
 @ranks(2)
 def test_broadcast_of_variables_of_every_dtype() -> None:
     dtypes = [

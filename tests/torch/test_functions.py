@@ -193,16 +193,3 @@ def test_state_of_a_wrapped_optimizer_and_of_groups_that_differ() -> None:
         assert hvd.rank() == 1 and "rank 1" in str(error) and "rank 0" in str(error)
     else:
         assert hvd.rank() == 0
-
-
-@ranks(1, 3)
-def test_objects() -> None:
-    thing = {"rank": hvd.rank(), "text": "ü" * 1000 * hvd.rank(), "f": lambda x: x + hvd.rank()}
-    received = hvd.broadcast_object(thing, root_rank=hvd.size() - 1)
-    assert received["rank"] == hvd.size() - 1 and received["f"](1) == 1 + hvd.rank()
-    assert hvd.broadcast_object(None if hvd.rank() else [1], 0, name="named") == [1]
-    everybody = hvd.allgather_object({"rank": hvd.rank(), "pad": b"x" * 10 * hvd.rank()})
-    assert [each["rank"] for each in everybody] == list(range(hvd.size()))
-    assert [len(each["pad"]) for each in everybody] == [10 * r for r in range(hvd.size())]
-    tensor = hvd.broadcast_object(torch.arange(3) * (hvd.rank() + 1), 0)
-    assert tensor.tolist() == [0, 1, 2]
