@@ -367,6 +367,9 @@ def quantize(block: int, shard: int, count: int, data_in: int, residual: int, me
 def dequantize(
     block: int, shard: int, count: int, message: int, data_out: int, add: bool = False
 ) -> None: ...
+def hash_memory(addresses: list[int], nbytes: list[int]) -> list[int]:
+    """A 64-bit hash of each stretch of memory, which the caller keeps. Waits without the GIL."""
+
 def simulate(
     numbers: dict[str, int], local: tuple[float, float, float], network: tuple[float, float, float]
 ) -> str:

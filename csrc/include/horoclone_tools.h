@@ -46,6 +46,9 @@ typedef struct hc_blocks {
 HC_EXPORT hc_status* hc_quantize(const hc_blocks* blocks, const float* in, float* residual, void* message);
 HC_EXPORT hc_status* hc_dequantize(const hc_blocks* blocks, const void* message, float* out, int32_t add);
 
+/* Hashes of stretches of memory, which ranks compare: hashes[i] of bytes[i] bytes at data[i]. */
+HC_EXPORT void hc_hash_memory(const void* const* data, const int64_t* bytes, int32_t n, uint64_t* hashes);
+
 /* Where a process with these CPUs runs: place[3] = socket, NUMA node, L3 cache, each -1 where that is unknown or there
  * are several. folder: in the form of /sys/devices/system, which NULL stands for. */
 HC_EXPORT void hc_locality(const char* folder, const int32_t* cpus, int32_t n, int32_t* place);

@@ -3,6 +3,12 @@
 
 #include <pybind11/stl.h>
 
+#include <cstdint>
+#include <vector>
+
+#include "horoclone_tools.h"
+#include "without_gil.h"
+
 namespace py = pybind11;
 
 namespace hc_python {
@@ -27,6 +33,20 @@ void add_memory(py::module_& m) {
       .def_readonly("shape", &Result::shape)
       .def_readonly("source", &Result::source)
       .def_readonly("device", &Result::device);
+  m.def(
+      "hash_memory",
+      [](const std::vector<uintptr_t>& addresses, const std::vector<int64_t>& bytes) {
+        std::vector<const void*> data;
+        for (const uintptr_t address : addresses) data.push_back(reinterpret_cast<const void*>(address));
+        if (bytes.size() != data.size()) throw py::value_error("hash_memory: a size for each address");
+        std::vector<uint64_t> hashes(data.size());
+        {
+          WithoutGil released;
+          hc_hash_memory(data.data(), bytes.data(), static_cast<int32_t>(data.size()), hashes.data());
+        }
+        return hashes;
+      },
+      py::arg("addresses"), py::arg("nbytes"));
 }
 
 }  // namespace hc_python

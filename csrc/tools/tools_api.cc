@@ -1,4 +1,4 @@
-// The C API of what needs no engine: the simulator, block quantisation, reports about this build and this machine.
+// The C API of what needs no engine: the simulator, block quantisation, hashes, reports about this build and this machine.
 #include <algorithm>
 #include <string>
 #include <vector>
@@ -8,6 +8,7 @@
 #include "arithmetic/reduce.h"
 #include "base/build.h"
 #include "base/config.h"
+#include "base/hash.h"
 #include "base/topology.h"
 #include "c_api.h"
 #include "collective/selection.h"
@@ -83,6 +84,10 @@ hc_status* hc_dequantize(const hc_blocks* blocks, const void* message, float* ou
     hc::dequantize(format, static_cast<const std::byte*>(message), out, count, add != 0);
     return hc::Status::ok();
   });
+}
+
+void hc_hash_memory(const void* const* data, const int64_t* bytes, int32_t n, uint64_t* hashes) {
+  for (int32_t i = 0; i < n; ++i) hashes[i] = hc::hash_of_bytes(data[i], static_cast<size_t>(bytes[i]));
 }
 
 void hc_locality(const char* folder, const int32_t* cpus, int32_t n, int32_t* place) {

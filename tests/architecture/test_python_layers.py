@@ -35,6 +35,7 @@ checkpoint: anonymous_file errors failpoints objects owned runtime
 checkpoint.jax:
 checkpoint.torch:
 common: elastic errors ops process_sets runtime runtime.lifecycle
+comparison: errors runtime settings
 compression:
 cupy: arrays errors evaluation objects ops process_sets runtime runtime.lifecycle
 data:
@@ -98,7 +99,7 @@ torch.functions: arguments objects process_sets runtime torch.operations
 torch.local_sgd: ops process_sets runtime torch.compression torch.compressor torch.operations torch.optimizer
 torch.mpi_ops: common errors ops runtime runtime.exported torch.operations
 torch.operations: arguments errors handles ops process_sets requests runtime torch.compression weights
-torch.optimizer: arguments arrays errors gradient_names objects ops process_sets runtime stand_ins torch.compression
+torch.optimizer: arguments arrays comparison errors gradient_names objects ops process_sets runtime stand_ins torch.compression
     torch.compressor torch.functions torch.operations weights
 torch.sync_batch_norm: errors ops process_sets torch.operations
 torch.torchft: torch.c10d

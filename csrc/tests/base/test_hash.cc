@@ -3,6 +3,7 @@
 
 #include <set>
 #include <string>
+#include <vector>
 
 #include "base/hash.h"
 
@@ -15,4 +16,23 @@ TEST_CASE("the hash of a text is the same in every process, and differs where te
   std::set<uint64_t> seen;
   for (int i = 0; i < 20'000; ++i) seen.insert(hash_of_text("layer" + std::to_string(i) + ".weight") >> 2);
   CHECK(seen.size() == 20'000);
+}
+
+TEST_CASE("the hash of memory is the same in every process, and one flipped bit anywhere changes it") {
+  for (const size_t bytes : {size_t{1}, size_t{7}, size_t{16}, size_t{63}, size_t{64}, size_t{65}, size_t{200}}) {
+    std::vector<unsigned char> memory(bytes + 1, 0);  // zeros, as of a state that was just made
+    std::set<uint64_t> seen{hash_of_bytes(memory.data() + 1, bytes)};
+    for (size_t bit = 0; bit < 8 * bytes; ++bit) {
+      memory[1 + bit / 8] ^= static_cast<unsigned char>(1 << bit % 8);
+      seen.insert(hash_of_bytes(memory.data() + 1, bytes));
+      memory[1 + bit / 8] ^= static_cast<unsigned char>(1 << bit % 8);
+    }
+    CHECK(seen.size() == 8 * bytes + 1);
+  }
+  std::set<uint64_t> lengths;
+  const std::vector<unsigned char> zeros(300, 0);
+  for (size_t bytes = 0; bytes < 300; ++bytes) lengths.insert(hash_of_bytes(zeros.data(), bytes));
+  CHECK(lengths.size() == 300);
+  CHECK(hash_of_bytes(nullptr, 0) == hash_of_bytes("", 0));
+  CHECK(hash_of_bytes("layer1.weight", 13) == 0x25a4f8129147be6cu);
 }

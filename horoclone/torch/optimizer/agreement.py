@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from horoclone.comparison import OFF, Policy
 from horoclone.errors import Mismatch
 from horoclone.gradient_names import Turn
 from horoclone.ops import Max
@@ -50,6 +51,8 @@ class Parameters(NamedTuple):
     leads: bool  # this rank is the first one of those that have not joined
     all_here: bool  # none has joined
     some_local: bool  # some rank keeps gradients of its own
+    same_values: bool  # as far as ranks have said a check of them
+    policy: Policy  # about those values
 
 
 def agree_on_parameters(
@@ -61,6 +64,7 @@ def agree_on_parameters(
     local: bool = False,
     operation: str = "horoclone.optimizer",
     weighted: bool = False,
+    values: tuple[int | None, Policy] = (None, Policy()),
 ) -> Parameters | None:
     """Checks that the ranks mean the same parameters; ValueError names the first difference.
 
@@ -68,9 +72,11 @@ def agree_on_parameters(
     at the end of backward, and not in a step. Then the result is None where other ranks are with another optimizer,
     whose backward pass comes first there. changed: here, since they agreed last; the same on all as well. local: this
     rank has parameters whose gradients stay here. operation: how names of operations begin. weighted: here; Mismatch
-    unless it is alike on all.
+    unless it is alike on all. values: a check of them, and what is to be done about a difference.
     """
     ordered = by_name(states)
+    check, policy = values
+    checks = [-1, -(1 << 40)] if check is None else [check, -check]
     form = [(s.name, tuple(s.parameter.shape), str(s.parameter.dtype), s.strides()) for s in ordered]
     digest = int.from_bytes(hashlib.sha256(repr((form, changed)).encode()).digest()[:7], "big")
     # A rank that has joined contributes the least of all numbers.
@@ -81,10 +87,21 @@ def agree_on_parameters(
         own = turn.name(begins=complete is None) if turn else ""
         optimizer = zlib.crc32(own.encode())
         said = torch.tensor(
-            [digest, -digest, optimizer, -optimizer, int(complete is not None), int(local), *here]
+            [
+                digest,
+                -digest,
+                optimizer,
+                -optimizer,
+                int(complete is not None),
+                int(local),
+                *checks,
+                *policy,
+                *here,
+            ]
         )
         operations.allreduce_(said, name=f"{operation}.parameters", op=Max, process_set=process_set)
-        most, least, last, first, in_backward, some_local, *present = said.tolist()
+        most, least, last, first, in_backward, some_local, *rest = said.tolist()
+        greatest, smallest, action, steps, *present = rest
         alike = most == -least
         if not in_backward or (alike and last == -first):
             break
@@ -111,6 +128,8 @@ def agree_on_parameters(
         present.index(1 + weighted) == mine,
         min(present) > 0,
         some_local == 1,
+        greatest == -smallest or action == OFF,
+        Policy(action, steps),
     )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from horoclone.comparison import PLACES
 from horoclone.errors import HorovodInternalError
 from horoclone.torch.operations.gpu import HOST, memory_beside, place_of, registered_memory
 from horoclone.torch.operations.tensors import NUMBER_OF
@@ -274,12 +275,15 @@ class Bucket:
             offsets.append(count)
             count += -(-state.parameter.numel() // align) * align
         mark_at = max(count, align)
-        end = mark_at + 1 + length(dtype, ranks)
+        check_at = mark_at + 1
+        weights_at = check_at + (PLACES if index == 0 else 0)
+        end = weights_at + length(dtype, ranks)
         count = -(-end // (align * shards)) * align * shards
         self.flat = _allocate(runtime, count, dtype, self.states[0].parameter)
         self.gradients = self.flat[:mark_at]  # with zeros where there are gaps between them
         self.mark = self.flat[mark_at : mark_at + 1]  # another one where some rank has other parameters now
-        self.weights = self.flat[mark_at + 1 : end]  # of the ranks; empty where gradients are not weighted
+        self.check = self.flat[check_at:weights_at]  # of the ranks' values: compared.py; in the first bucket
+        self.weights = self.flat[weights_at:end]  # of the ranks; empty where gradients are not weighted
         self.place = place_of(self.flat)  # of the bucket; when it is submitted, with the stream that fills it
         self.address = self.flat.data_ptr()
         self._alias: torch.Tensor | None = None

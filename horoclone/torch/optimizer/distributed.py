@@ -8,6 +8,7 @@ handles the gradients, from the hooks of backward on. Thread: the one that train
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,13 +16,15 @@ from typing import Any
 import torch
 
 from horoclone.arguments import wrong_type
+from horoclone.comparison import policy
 from horoclone.errors import ZeroFactor
-from horoclone.ops import Adasum, Average, resolve_reduce
+from horoclone.ops import Adasum, Average, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.torch import operations
 from horoclone.torch.compression import Compression, checked_compression
 from horoclone.torch.operations.tensors import uncompiled
 from horoclone.torch.optimizer.adasum import AdasumMixin, Deltas
+from horoclone.torch.optimizer.compared import Comparison
 from horoclone.torch.optimizer.cross_barrier import NO_TIME_FOR, CrossBarrier, checked_modules
 from horoclone.torch.optimizer.reducer import ADDED_LATE, Reducer
 from horoclone.torch.optimizer.sharded_state import gather_state
@@ -486,8 +489,25 @@ def _begun(wrapped: Any, shard_optimizer_state: bool | str, modules: Any) -> Any
     if wrapped._included:
         wrapped._find_new()
         wrapped._barrier = CrossBarrier(wrapped, reducer, modules) if modules else None
+        # With a barrier weights are updated at any time.
+        if wrapped._barrier is None and reducer._terms.op in (Average, Sum):
+            reducer.comparison = Comparison(policy(), _state_of(wrapped))
         reducer.may_wait = wrapped._barrier is None
     return wrapped
+
+
+def _state_of(wrapped: Any) -> Any:
+    """What the optimizer, which the reducer must not keep alive, has of a parameter; None where ranks share it out."""
+    if wrapped._sharding is not None:
+        return None
+    optimizer_of = weakref.ref(wrapped)
+
+    def state_of(parameter: torch.Tensor) -> Any:
+        optimizer = optimizer_of()
+        held = {} if optimizer is None else optimizer.__dict__["state"]
+        return held.get(parameter, {})
+
+    return state_of
 
 
 def _by_quorum(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from horoclone import weights
+from horoclone.comparison import PLACES, Policy
 from horoclone.errors import HorovodInternalError, Mismatch, Unsupported
 from horoclone.gradient_names import Turn
 from horoclone.ops import ALLGATHER, REDUCESCATTER, Average, Max, Min, Product, Sum
@@ -47,6 +48,7 @@ from horoclone.torch.optimizer.buckets import (
     plan_buckets,
     with_other_content,
 )
+from horoclone.torch.optimizer.compared import Comparison
 from horoclone.torch.optimizer.gradient_bucket import OptimizerBucket, run_compressors
 from horoclone.torch.optimizer.residuals import Residuals
 from horoclone.torch.optimizer.single import Terms, finish_alone, reduces_buckets, start_alone, submit_alone
@@ -145,6 +147,7 @@ class Reducer:
         self._joins = 0  # that had happened when the ranks agreed
         self._scatter = False  # a bucket is reduced to shards: half of an allreduce, except in shared memory
         self._declared: int | None = None  # the core's number for the buckets
+        self.comparison = Comparison(Policy(), None)  # of the ranks' values
         self.weighted = False  # this rank has given weights since it last took them back
         self._weighs = False  # and so have all, as far as they have agreed: buckets have places for weights
         self._next_weight = self._weight = (
@@ -546,6 +549,8 @@ class Reducer:
                 self._fill(state)
         if self._weighs:
             self._weigh(bucket, self._weight)
+        if bucket.index == 0 and self._compares_in_buckets:
+            self.comparison.fill(bucket.check)
         bucket.sent = True
         try:
             self._start(bucket)
@@ -561,6 +566,10 @@ class Reducer:
                 "optimizer.set_weight() gives each step a weight of its own, which a captured CUDA graph cannot have"
             )
         weigh(bucket.gradients, bucket.weights, weight, self._terms.process_set)
+
+    @property
+    def _compares_in_buckets(self) -> bool:
+        return self._marked and not self._marks_apart
 
     def _reduction(self) -> dict[str, Any]:
         terms = self._terms.reduction()
@@ -659,6 +668,7 @@ class Reducer:
             self._scale_local()
             if too_early:
                 raise RuntimeError(too_early)
+            self.comparison.settle(self._terms.process_set)
         finally:
             if span is not None:
                 span.end()
@@ -704,6 +714,10 @@ class Reducer:
                 f"the gradients of {bucket.summary}",
                 self._terms.process_set,
             )
+        if bucket.index == 0 and self._compares_in_buckets and not self.is_marked(bucket):
+            self.comparison.look(bucket.check)
+        if self.shards == 1:
+            self.comparison.note(bucket)
         self._hand_out(bucket)
 
     def _keep_share(self, bucket: Bucket, handle: int) -> None:
@@ -887,7 +901,10 @@ class Reducer:
 
     def _send_mark(self, prompt: bool | None) -> None:
         if self._marks_apart and prompt not in self._marks:
-            mark = torch.tensor([self._changed], dtype=torch.uint8)
+            mark = torch.zeros(1 + PLACES, dtype=torch.uint8)
+            mark[0] = self._changed
+            if not self._marks and not self._changed:
+                self.comparison.fill(mark[1:])
             name = f"gradients.{self.layout}.{'mark' if prompt else 'late mark'}"
             self._marks[prompt] = operations.allreduce_async_(
                 mark, name=name, op=Max, process_set=self._terms.process_set
@@ -896,11 +913,14 @@ class Reducer:
     def _take_marks(self, errors: list[Exception]) -> bool:
         """Whether one of those that were sent is set."""
         found = False
-        for prompt, handle in self._marks.items():
+        for is_first, (prompt, handle) in zip((True, False), self._marks.items(), strict=False):
             if handle is not None:
                 self._marks[prompt] = None
                 try:
-                    found |= bool(operations.synchronize(handle).item())
+                    mark = operations.synchronize(handle)
+                    found |= bool(mark[0].item())
+                    if is_first and not found:
+                        self.comparison.look(mark[1:])
                 except (HorovodInternalError, ValueError) as error:
                     errors.append(error)
         return found
@@ -966,6 +986,7 @@ class Reducer:
                 self._changed,
                 bool(self.local),
                 weighted=self.weighted,
+                values=self.comparison.said(states) if len(states) == len(self.states) else (None, Policy()),
             )
         except ValueError as error:
             self.waits = self.may_wait  # it was no other optimizer that others were with
@@ -976,6 +997,7 @@ class Reducer:
         if agreed is None:
             return False
         self._weighs = self.weighted
+        self.comparison.heard(agreed.same_values, agreed.policy)
         self._leads, self._all_here, self.some_local = agreed.leads, agreed.all_here, agreed.some_local
         for i, state in enumerate(by_name(states)):
             flag, dtype = agreed.sparse[i], agreed.dtypes[i]
@@ -1036,6 +1058,7 @@ class Reducer:
             self._marked = self._marks_apart = False  # nobody waits for marks
         for state in self.states:
             state.expected = self.passes * max(1, state.fires)
+        self.comparison.begin(by_name(self.states))
         self._learned = True
 
     def _fits_bucket(self, state: GradState) -> bool:

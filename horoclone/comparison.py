@@ -1,0 +1,148 @@
+"""Whether the ranks have the same values: hashes that travel in messages which are sent anyway, and what they say.
+
+A check is a number of 32 bits. Each of its bits has two places in the message, of which a rank sets the one that says
+which bit it has; where some rank has set both places, in whatever reduction, two ranks differ. A rank that contributes
+nothing, or zeros, differs from nobody. Who differs is found out by an exchange of its own, in which each rank says the
+hash of each value. Thread: any.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from horoclone.errors import Mismatch
+from horoclone.runtime.native_module import core
+from horoclone.settings import setting
+
+WARN, REPAIR, ERROR, OFF = range(4)  # where ranks were told different things, the greatest counts
+ACTIONS = {"warn": WARN, "repair": REPAIR, "error": ERROR, "off": OFF}
+PLACES = 64  # of a check
+SHARES = 10  # that the values are cut into, at most
+SMALL_BYTES = 256 << 10  # that a share has at least
+
+log = logging.getLogger("horoclone")
+
+
+class Policy(NamedTuple):
+    """What to do about a difference, and in how many steps everything is compared once; 0: in the first one only."""
+
+    action: int = OFF
+    steps: int = 0
+
+
+def policy(environ: Mapping[str, str] = os.environ) -> Policy:
+    """As HOROCLONE_COMPARE and HOROCLONE_COMPARE_STEPS say. ValueError for anything else than they may be."""
+    action, steps = setting(environ, "COMPARE", "warn"), setting(environ, "COMPARE_STEPS", "100")
+    if action not in ACTIONS:
+        raise ValueError(f"HOROCLONE_COMPARE={action!r} must be one of {', '.join(ACTIONS)}.")
+    if not steps.isascii() or not steps.isdigit() or len(steps) > 9:
+        raise ValueError(f"HOROCLONE_COMPARE_STEPS={steps!r} must be a number of steps, 0 or more.")
+    return Policy(ACTIONS[action], int(steps))
+
+
+def hashes(addresses: Sequence[int], nbytes: Sequence[int]) -> list[int]:
+    """Of stretches of memory, 64 bits each."""
+    return core().hash_memory(list(addresses), list(nbytes))  # type: ignore[no-any-return]
+
+
+def joined(parts: Sequence[int]) -> int:
+    """One hash of several, 32 bits."""
+    return zlib.crc32(struct.pack(f"={len(parts)}Q", *parts))
+
+
+def places(check: int) -> list[int]:
+    """A check as it travels: 0 or 1 in each place."""
+    bits = [check >> i & 1 for i in range(PLACES // 2)]
+    return [*bits, *(1 - bit for bit in bits)]
+
+
+def differ(received: Sequence[float]) -> bool:
+    """Whether what a reduction has made of the places tells of two ranks with different checks."""
+    half = PLACES // 2
+    return any(a != 0 and b != 0 for a, b in zip(received[:half], received[half:], strict=True))
+
+
+class Rotation:
+    """When which share is compared. sizes: of the values in bytes, the same on all ranks; steps: as in Policy."""
+
+    def __init__(self, sizes: Sequence[int], steps: int) -> None:
+        whole = sum(sizes)
+        shares = max(1, min(SHARES, steps, 1 + whole // SMALL_BYTES, len(sizes)))
+        self.every = max(1, steps // shares) if steps else 0  # steps from one check to the next
+        self.shares: list[list[int]] = [[] for _ in range(shares)]
+        begun = 0
+        for i, size in enumerate(sizes):
+            self.shares[min(begun * shares // max(1, whole), shares - 1)].append(i)
+            begun += size
+        self._count = 0
+
+    def next(self) -> int | None:
+        """The share that is compared in the step that comes; None: none is."""
+        self._count += 1
+        if not self.every or self._count % self.every:
+            return None
+        return (self._count // self.every - 1) % len(self.shares)
+
+
+class Difference(NamedTuple):
+    """Of one value. groups: ranks, as positions, that have the same, the largest group first."""
+
+    column: int
+    groups: list[list[int]]
+
+    @property
+    def root(self) -> int:
+        """Whose value is right, by majority; where there is none, the first rank's."""
+        return self.groups[0][0] if self.has_majority else min(min(group) for group in self.groups)
+
+    @property
+    def has_majority(self) -> bool:
+        return 2 * len(self.groups[0]) > sum(len(group) for group in self.groups)
+
+
+def differences(table: Sequence[Sequence[int]]) -> list[Difference]:
+    """Of the hashes that each rank has of each value; an empty row is that of a rank that has taken no part."""
+    present = [position for position, row in enumerate(table) if row]
+    found = []
+    for column in range(len(table[present[0]]) if present else 0):
+        groups: dict[int, list[int]] = {}
+        for position in present:
+            groups.setdefault(table[position][column], []).append(position)
+        if len(groups) > 1:
+            found.append(Difference(column, sorted(groups.values(), key=lambda group: (-len(group), group))))
+    return found
+
+
+def described(found: Sequence[Difference], labels: Sequence[str], ranks: Sequence[int], when: str) -> str:
+    """One text for all of them. labels: of the columns. ranks: as they are called."""
+    first = found[0]
+    named = [[ranks[position] for position in group] for group in first.groups]
+    if first.has_majority:
+        others = [rank for group in named[1:] for rank in group]
+        who = f"on {_ranks(sorted(others))} (against {_ranks(named[0])})"
+    else:
+        shown = "; ".join(_ranks(group) for group in named[:4])
+        who = f"between {shown}{', ...' if len(named) > 4 else ''}, and no majority says which is right"
+    more = f"; {len(found) - 1} more values differ, such as {labels[found[1].column]}" if found[1:] else ""
+    return f"{when} the ranks do not have the same values: {labels[first.column]} differs {who}{more}."
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(str(rank) for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
+
+
+CHOICE = "HOROCLONE_COMPARE=error makes this an error, repair mends it, off ends the comparison."
+
+
+def tell(action: int, text: str, is_first: bool) -> None:
+    """Raises Mismatch, or warns on the first rank. is_first: this is it."""
+    if action == ERROR:
+        raise Mismatch(text)
+    if is_first:
+        log.warning("horoclone: %s", text)

@@ -1,0 +1,212 @@
+"""Compares weights, optimizer state and reduced gradients of the ranks of one optimizer (horoclone/comparison.py).
+
+The first step compares everything, in the exchange in which the ranks agree on their gradients. Later steps compare a
+share, by a check that travels in the first bucket, or in the mark where marks have an operation of their own. Owner:
+reducer.py. Thread: the one that trains, and those of backward.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from horoclone import comparison
+from horoclone.comparison import OFF, REPAIR, WARN, Difference, Policy, Rotation
+from horoclone.objects import broadcast_object
+from horoclone.ops import Sum
+from horoclone.process_sets import ProcessSet
+from horoclone.torch import operations
+from horoclone.torch.optimizer.buckets import Bucket, GradState, flat_of, is_dense
+
+FORGOTTEN = (
+    " Give all ranks the same before the first step: hvd.broadcast_parameters(model.state_dict(), root_rank=0) and "
+    "hvd.broadcast_optimizer_state(optimizer, root_rank=0)."
+)
+DRIFTED = (
+    " A change of weights, gradients or state that is not the same on all ranks does so (a norm over other threads, "
+    "OMP_NUM_THREADS, another kind of processor), and so does a fault of memory."
+)
+
+
+class Comparison:
+    """Of one optimizer. state_of: what the optimizer has of a parameter."""
+
+    def __init__(self, policy: Policy, state_of: Callable[[torch.Tensor], Mapping[Any, Any]] | None) -> None:
+        self.own = policy  # this rank's
+        self.agreed = Policy()
+        self._state_of = state_of
+        self._states: list[GradState] = []
+        self._rotation = Rotation([], 0)
+        self._share: int | None = None  # that this step compares
+        self._differs = False  # some rank has said something else than another one
+        self._steps = 0  # that were made
+        self._fresh: list[
+            tuple[str, int]
+        ] = []  # buckets that were reduced since the last check, and their hashes
+        self._reduced: list[tuple[str, int]] = []  # those of the last check
+        self._is_first, self._when = False, ""
+
+    # --- the first step -------------------------------------------------------------------------------------------
+
+    def said(self, states: Sequence[GradState]) -> tuple[int | None, Policy]:
+        """What the ranks agree on: a check of all values, and what is to be done. None: nothing is compared here."""
+        own = self.own
+        if own.action == OFF or not all(_is_plain(state.parameter) for state in states):
+            return None, Policy(OFF, 0)
+        return comparison.joined(self._hashes(states)), own
+
+    def heard(self, alike: bool, agreed: Policy) -> None:
+        """What they have agreed on."""
+        self.agreed = agreed
+        if agreed.action != OFF and not alike:
+            self._differs, self._is_first = True, not self._steps
+            self._when = "before the first step" if self._is_first else f"after step {self._steps}"
+
+    def begin(self, states: Sequence[GradState]) -> None:
+        """The order of states and the layout of buckets are new."""
+        self._states, self._share = list(states), None
+        sizes = [state.parameter.numel() * state.parameter.element_size() for state in states]
+        self._rotation = Rotation(sizes, self.agreed.steps)
+        self._fresh, self._reduced = [], []
+
+    # --- every other step -----------------------------------------------------------------------------------------
+
+    def fill(self, places: torch.Tensor) -> None:
+        """Once in a step, before its first reduction; places hold zeros."""
+        self._share = self._rotation.next() if self.agreed.action != OFF else None
+        if self._share is not None:
+            self._reduced, self._fresh = self._fresh, []
+            share = [self._states[i] for i in self._rotation.shares[self._share]]
+            parts = self._hashes(share) + [bits for _, bits in self._reduced]
+            places.copy_(torch.tensor(comparison.places(comparison.joined(parts))))
+
+    def look(self, places: torch.Tensor) -> None:
+        """At what the reduction has made of them."""
+        if self._share is not None:
+            if comparison.differ(places.tolist()):
+                last = self._steps - self._rotation.every * len(self._rotation.shares)
+                since = f"after step {last}" if last > 0 else "since the first one"
+                self._differs, self._is_first = True, False
+                self._when = f"after step {self._steps}, and not yet {since},"
+            places.zero_()
+
+    def note(self, bucket: Bucket) -> None:
+        """It holds the result of this step's reduction."""
+        if self._share is not None and bucket.index % len(self._rotation.shares) == self._share:
+            [bits] = comparison.hashes([bucket.address], [_bytes(bucket.gradients)])
+            self._fresh.append((bucket.summary, bits))
+
+    # --- a difference ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def settle(self, process_set: ProcessSet) -> None:
+        """At the end of a step's reductions, before its update. Collective where a difference was seen."""
+        self._steps += 1
+        if not self._differs:
+            return
+        self._differs = False
+        states = self._states
+        labels = [f"the reduced gradient of {name!r}" for name, _ in self._reduced]
+        labels += [f"the weight {state.name!r}" for state in states]
+        labels += [f"the optimizer's state of {state.name!r}" for state in states] if self._state_of else []
+        own = [bits for _, bits in self._reduced] + self._hashes(states)
+        ranks = process_set.ranks or [0]
+        mine = process_set.rank() or 0
+        table = torch.zeros(len(ranks), 1 + len(own), dtype=torch.int64)
+        table[mine] = torch.tensor([1, *(bits - (1 << 64) if bits >> 63 else bits for bits in own)])
+        operations.allreduce_(table, name="horoclone.optimizer.values", op=Sum, process_set=process_set)
+        rows = [row[1:] if row[0] else [] for row in table.tolist()]
+        found = comparison.differences(rows)
+        action, is_first = self.agreed.action, mine == 0
+        if not found:
+            text = f"{self._when} a comparison of the ranks' values failed, and they are the same: a fault of memory?"
+            comparison.tell(action, text, is_first)
+            return
+        text = comparison.described(found, labels, ranks, self._when)
+        text += FORGOTTEN if self._is_first else DRIFTED
+        if action == REPAIR:
+            self._repair(found, len(self._reduced), ranks, process_set)
+            text += (
+                " They were given the value of the majority, or where there is none that of the first rank."
+            )
+        else:
+            text += f" {comparison.CHOICE}"
+        if action == WARN:
+            self.agreed = Policy()  # it is said once
+        comparison.tell(action, text, is_first)
+
+    def _repair(
+        self, found: Sequence[Difference], buckets: int, ranks: Sequence[int], process_set: ProcessSet
+    ) -> None:
+        for difference in found:
+            at, root = difference.column - buckets, ranks[difference.root]
+            if 0 <= at < len(self._states):
+                weight = self._states[at].parameter.data
+                name = f"horoclone.repair.{self._states[at].name}"
+                received = operations.broadcast(weight.contiguous(), root, name, process_set)
+                weight.copy_(received)
+            elif at >= 0:
+                parameter = self._states[at - len(self._states)].parameter
+                assert self._state_of is not None
+                state: Any = self._state_of(parameter)
+                received = broadcast_object(dict(state), root, process_set=process_set)
+                for key, value in received.items():
+                    old = state.get(key)
+                    if (
+                        _is_plain(old)
+                        and _is_plain(value)
+                        and old.shape == value.shape
+                        and old.dtype == value.dtype
+                    ):
+                        old.copy_(value)  # others may hold it
+                    else:
+                        state[key] = value
+                for key in set(state) - set(received):
+                    del state[key]
+
+    # --- hashes ---------------------------------------------------------------------------------------------------
+
+    def _hashes(self, states: Sequence[GradState]) -> list[int]:
+        """Of the weights, then of the optimizer's state of each."""
+        tensors, counts = [_in_memory(state.parameter.detach(), True) for state in states], []
+        names = []
+        if self._state_of is not None:
+            for state in states:
+                held = self._state_of(state.parameter)
+                keys = sorted((k for k, v in held.items() if isinstance(k, str) and _is_plain(v)))
+                tensors += [_in_memory(held[key].detach(), False) for key in keys]
+                counts.append(len(keys))
+                names.append(zlib.crc32(repr([(k, tuple(held[k].shape)) for k in keys]).encode()))
+        bits = comparison.hashes([t.data_ptr() for t in tensors], [_bytes(t) for t in tensors])
+        found, at = bits[: len(states)], len(states)
+        for count, name in zip(counts, names, strict=True):
+            found.append(comparison.joined([name, *bits[at : at + count]]))
+            at += count
+        return found
+
+
+def _is_plain(value: Any) -> bool:
+    """A tensor whose memory can be read here."""
+    return (
+        isinstance(value, torch.Tensor)
+        and type(value.data) is torch.Tensor
+        and value.layout is torch.strided
+        and value.device.type == "cpu"
+        and not value.is_conj()
+        and not value.is_neg()
+    )
+
+
+def _in_memory(tensor: torch.Tensor, same_strides: bool) -> torch.Tensor:
+    """Without gaps: in the order of its memory where that is the same on all ranks, else of its dimensions."""
+    if tensor.is_contiguous():
+        return tensor
+    return flat_of(tensor) if same_strides and is_dense(tensor) else tensor.contiguous()
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,309 @@
+"""Weights, optimizer state and reduced gradients of the ranks are compared while they train."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from world import ranks
+
+import horoclone.torch as hvd
+from horoclone.errors import Mismatch
+from horoclone.torch.optimizer.compared import Comparison
+
+
+@contextmanager
+def _told(action: str, steps: int = 1) -> Iterator[list[str]]:
+    """Optimizers made within compare like that; what the first rank is told."""
+    lines: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    before = {name: os.environ.get(name) for name in ("HOROCLONE_COMPARE", "HOROCLONE_COMPARE_STEPS")}
+    os.environ |= {"HOROCLONE_COMPARE": action, "HOROCLONE_COMPARE_STEPS": str(steps)}
+    handler = Handler()
+    logging.getLogger("horoclone").addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger("horoclone").removeHandler(handler)
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _model(seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.nn.Sequential:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.ReLU(), torch.nn.Linear(7, 3)).to(dtype)
+
+
+def _optimizer(model: torch.nn.Module, kind: Any = torch.optim.Adam, **options: Any) -> Any:
+    plain = kind(model.parameters(), lr=0.01)
+    return hvd.DistributedOptimizer(plain, model.named_parameters(), **options)
+
+
+def _step(model: torch.nn.Module, optimizer: Any, between: Callable[[], None] | None = None) -> None:
+    optimizer.zero_grad()
+    dtype = next(model.parameters()).dtype
+    model(torch.randn(4, 5, dtype=dtype)).square().mean().backward()
+    if between is not None:
+        between()
+    optimizer.step()
+
+
+def _flip(tensor: torch.Tensor, bit: int) -> None:
+    """Of its memory, which the tensor's dtype says nothing about."""
+    memory = tensor.detach().view(-1).view(torch.uint8)
+    memory[bit // 8] ^= 1 << bit % 8
+
+
+def _everywhere_alike(model: torch.nn.Module, optimizer: Any) -> bool:
+    tensors = [p.detach() for p in model.parameters()]
+    tensors += [t for p in model.parameters() for t in optimizer.state[p].values() if torch.is_tensor(t)]
+    flat = torch.cat([t.reshape(-1) for t in tensors])
+    rows = hvd.allgather(flat.view(torch.int32).view(1, -1), name="alike")  # bits: also of NaNs
+    return all(torch.equal(row, rows[0]) for row in rows)
+
+
+@ranks(2, 3, 4)
+def test_a_forgotten_broadcast_is_found_at_the_first_step() -> None:
+    with _told("error"):
+        model = _model(seed=hvd.rank())
+        optimizer = _optimizer(model)
+        with pytest.raises(Mismatch, match=r"before the first step .* 'weight .*'|broadcast_parameters"):
+            _step(model, optimizer)
+    with _told("warn") as lines:
+        model = _model(seed=hvd.rank())
+        optimizer = _optimizer(model)
+        for _ in range(3):
+            _step(model, optimizer)
+        assert len(lines) == (hvd.rank() == 0), lines
+        assert all("hvd.broadcast_parameters" in line and "no majority" in line for line in lines)
+    with _told("warn") as lines:
+        model = _model(seed=hvd.rank())
+        optimizer = _optimizer(model)
+        hvd.broadcast_parameters(model.state_dict(), 0)
+        for _ in range(3):
+            _step(model, optimizer)
+        assert not lines
+
+
+def flips(rounds: int, seed: int = 0) -> None:
+    """One flipped bit in a weight, in optimizer state, in a reduced bucket: found at the next check, by name and rank,
+    and mended."""
+    choice = random.Random(seed)
+    for number in range(rounds):
+        what = ("weight", "state", "gradient")[number % 3]
+        culprit, bit = choice.randrange(hvd.size()), choice.randrange(32)
+        torch.manual_seed(number)
+        with _told("repair") as lines:
+            model = _model(number)
+            optimizer = _optimizer(model)
+            torch.manual_seed(100 * number + hvd.rank())
+            for _ in range(3):
+                _step(model, optimizer)
+            assert not lines
+            name, parameter = choice.choice(list(model.named_parameters()))
+            mine = hvd.rank() == culprit
+
+            if what == "gradient":
+                plain = Comparison.note
+
+                def note(self: Any, bucket: Any, plain: Any = plain, bit: int = bit) -> None:
+                    if bucket.index == 0:
+                        _flip(bucket.gradients[:1], bit)
+                    plain(self, bucket)
+
+                if mine:
+                    Comparison.note = note  # type: ignore[method-assign]
+                try:
+                    _step(model, optimizer)
+                finally:
+                    Comparison.note = plain  # type: ignore[method-assign]
+                assert not lines
+            else:
+                target = parameter if what == "weight" else optimizer.state[parameter]["exp_avg"]
+                if mine:
+                    _flip(target, bit)
+            _step(model, optimizer)
+            said = lines[0] if lines else ""
+            if hvd.rank() == 0:
+                assert len(lines) == 1, (what, number, lines)
+                wanted = {
+                    "weight": f"the weight {name!r} differs",
+                    "state": f"the optimizer's state of {name!r} differs",
+                    "gradient": "the reduced gradient of",
+                }[what]
+                who = "no majority" if hvd.size() == 2 else f"differs on rank {culprit} (against"
+                assert wanted in said and who in said, (what, culprit, said)
+            assert _everywhere_alike(model, optimizer), (what, number)
+            _step(model, optimizer)
+            assert len(lines) == (hvd.rank() == 0)
+
+
+@ranks(2, 3, 4)
+def test_a_flipped_bit_is_found_at_the_next_check_and_mended() -> None:
+    flips(6)
+
+
+@pytest.mark.long(60)
+@ranks(2, 3, 4, limit_s=600)
+def test_a_hundred_flipped_bits_are_found_at_the_next_check() -> None:
+    flips(300, seed=1)
+
+
+def _train(model: torch.nn.Module, optimizer: Any, steps: int = 4) -> None:
+    torch.manual_seed(hvd.rank())
+    for _ in range(steps):
+        _step(model, optimizer)
+
+
+class Odd(torch.nn.Module):
+    """Parameters that are no plain matrices of float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = _model()
+        self.empty = torch.nn.Parameter(torch.zeros(0, 3))
+        self.turned = torch.nn.Parameter(torch.ones(3, 4).t())
+        self.gaps = torch.nn.Parameter(torch.ones(4, 6)[:, ::2])
+        self.short = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = (
+            self.body(x) + self.turned.sum() + self.gaps.sum() + self.empty.sum() + self.short.sum()
+        )
+        return found
+
+
+@ranks(2, 3)
+def test_what_may_differ_is_no_difference() -> None:
+    with _told("error"):
+        _train(model := _model(), _optimizer(model, backward_passes_per_step=1, shard_optimizer_state=True))
+        _train(model := _model(), _optimizer(model, shard_optimizer_state="parameters"))
+        _train(model := _model(), _optimizer(model, compression=hvd.Compression.fp16))
+        _train(model := _model(), _optimizer(model, compression=hvd.Compression.int8))
+        _train(model := _model(), _optimizer(model, op=hvd.Sum))
+        _train(model := _model(), _optimizer(model, gradient_predivide_factor=2.0))
+        _train(model := _model(), optimizer := _optimizer(model, cross_barrier=model))
+        optimizer.synchronize()
+        _train(model := _model(), _optimizer(model, op=hvd.Adasum, kind=torch.optim.SGD))
+        _train(model := _model(dtype=torch.bfloat16), _optimizer(model))
+        _train(odd := Odd(), _optimizer(odd))
+
+        model = _model()
+        with torch.no_grad():
+            model[2].weight.add_(hvd.rank())
+        optimizer = _optimizer(model)
+        optimizer.register_local(model[2].weight)
+        _train(model, optimizer)
+
+        norms = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 3))
+        hvd.broadcast_parameters(norms.state_dict(), 0)
+        _train(norms, _optimizer(norms))
+
+        model = _model()
+        optimizer = _optimizer(model, backward_passes_per_step=2)
+        torch.manual_seed(hvd.rank())
+        for _ in range(4):
+            optimizer.zero_grad()
+            for _ in range(2):
+                model(torch.randn(4, 5)).square().mean().backward()
+            optimizer.step()
+
+        model = _model()
+        optimizer = _optimizer(model, torch.optim.SGD)
+        with torch.no_grad():
+            model[0].weight[0, 0] = float("nan")
+        _train(model, optimizer)
+
+        model = _model()
+        _train(model, _optimizer(model), 4 + 2 * hvd.rank())
+        hvd.join()
+
+
+@ranks(3, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
+def test_a_process_set_compares_inside_of_itself() -> None:
+    pair = hvd.add_process_set([0, 2])
+    with _told("repair") as lines:
+        model = _model(seed=hvd.rank())
+        if pair.included():
+            hvd.broadcast_parameters(model.state_dict(), 2, process_set=pair)
+            optimizer = _optimizer(model, process_set=pair)
+            _train(model, optimizer)
+            if hvd.rank() == 2:
+                _flip(model[0].weight, 3)
+            _train(model, optimizer)
+            assert len(lines) == (hvd.rank() == 0)
+            assert all("between rank 0; rank 2" in line and "'0.weight'" in line for line in lines), lines
+
+
+@ranks(2)
+def test_a_compressor_s_marks_carry_the_check() -> None:
+    with _told("repair") as lines:
+        model = _model()
+        optimizer = _optimizer(model, compression=hvd.Compression.int8)
+        _train(model, optimizer)
+        if hvd.rank() == 1:
+            _flip(model[2].bias, 3)
+        _train(model, optimizer, 2)
+        assert len(lines) == (hvd.rank() == 0)
+        assert all("'2.bias'" in line for line in lines), lines
+
+
+@ranks(2)
+def test_ranks_with_other_settings_do_as_the_strictest_and_off_is_off_for_all() -> None:
+    with _told(("warn", "error")[hvd.rank()]):
+        optimizer = _optimizer(model := _model(hvd.rank()))
+        with pytest.raises(Mismatch):
+            _train(model, optimizer)
+    with _told(("off", "error")[hvd.rank()]) as lines:
+        optimizer = _optimizer(model := _model(hvd.rank()))
+        _train(model, optimizer)
+        assert not lines
+    with (
+        _told("loud"),
+        pytest.raises(ValueError, match="HOROCLONE_COMPARE='loud' must be one of warn, repair"),
+    ):
+        _optimizer(_model())
+    with _told("warn", -1), pytest.raises(ValueError, match="HOROCLONE_COMPARE_STEPS='-1'"):
+        _optimizer(_model())
+
+
+@ranks(2)
+def test_a_share_is_compared_at_a_time() -> None:
+    def trained(steps: int, optimizer: Any, model: torch.nn.Module, lines: list[str]) -> int:
+        """The steps until something is said, on the first rank."""
+        first = 0
+        for step in range(1, steps + 1):
+            optimizer.zero_grad()
+            model.weight.sum().backward()  # type: ignore[operator, union-attr]
+            model.bias.sum().backward()  # type: ignore[operator, union-attr]
+            optimizer.step()
+            first = first or (step if lines else 0)
+        return first
+
+    with _told("repair", 100) as lines:
+        model = torch.nn.Linear(1000, 1000)
+        hvd.broadcast_parameters(model.state_dict(), 0)
+        optimizer = _optimizer(model, torch.optim.SGD)
+        assert trained(101, optimizer, model, lines) == 0
+        if hvd.rank() == 1:
+            _flip(model.weight, 7)
+        found = trained(110, optimizer, model, lines)
+        assert (0 < found <= 100) is (hvd.rank() == 0), found
+    with _told("repair", 0) as lines:
+        model = _model()
+        optimizer = _optimizer(model)
+        _train(model, optimizer)
+        if hvd.rank() == 1:
+            _flip(model[0].weight, 7)
+        _train(model, optimizer, 20)
+        assert not lines
