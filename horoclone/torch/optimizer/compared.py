@@ -89,7 +89,7 @@ class Comparison:
         if self._share is not None:
             if comparison.differ(places.tolist()):
                 last = self._steps - self._rotation.every * len(self._rotation.shares)
-                since = f"after step {last}" if last > 0 else "since the first one"
+                since = f"after step {last}" if last > 0 else "before the first one"
                 self._differs, self._is_first = True, False
                 self._when = f"after step {self._steps}, and not yet {since},"
             places.zero_()
