@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field
 
 from horoclone.elastic.generation import Generation
-from horoclone.runtime import current
+from horoclone.runtime import current, shared_metrics
 from horoclone.runtime.lifecycle import member
 
 # What follows on what, from the last commit before to the first one after.
@@ -55,9 +55,10 @@ class Watch:
         self._began = 0.0
         self._ends: dict[str, float] = {}  # of the parts that are over, on the monotonic clock
         self._is_open = False
-        self._progress = 0.0  # when the last commit was made
+        self._progress = self._commit_began = 0.0  # when the last commit was made, and when it began
         self._size = 0  # of the generation before
         self._bytes = 0
+        self._lost = _Lost()
 
     def starts(self) -> None:
         """elastic.run begins in this process: init() has formed and connected the generation already."""
@@ -68,8 +69,10 @@ class Watch:
         )
         self._size = 0
 
-    def failed(self) -> None:
-        """The generation is over; where it never came to a commit, what began it goes on."""
+    def failed(self, is_failure: bool) -> None:
+        """The generation is over; where it never came to a commit, what began it goes on. is_failure: else others join
+        or leave, and nothing is lost."""
+        self._lost.interrupted(is_failure, self._progress)
         if not self._is_open:
             self._open(self._progress)
             self._ends["noticed"] = time.monotonic()
@@ -97,10 +100,16 @@ class Watch:
             source, now.number, now.rank, now.size, lost, now.newcomers, now.commit, moved, self._seconds()
         )
         self._size = now.size
+        self._lost.resumed()
+
+    def commits(self) -> None:
+        """A commit begins."""
+        self._commit_began = time.monotonic()
 
     def committed(self) -> None:
         """A commit was made: the first one ends the recovery."""
         self._progress = time.monotonic()
+        self._lost.saved(self._progress - self._commit_began)
         if self._is_open and "synchronised" in self._ends and self.record is not None:
             self._ends["first_step"] = self._progress
             self.record.seconds.update(self._seconds())
@@ -140,6 +149,49 @@ class Watch:
 def _bytes() -> int:
     counters = json.loads(current.runtime.counters()) if current.runtime is not None else {}
     return int(counters.get("bytes", 0))
+
+
+class _Lost:
+    """Adds up the time of an elastic job that was not training, for rank_metrics.Goodput. Seconds."""
+
+    def __init__(self) -> None:
+        self._began_ns = 0
+        self._redone = self._recovering = self._joining = self._saving = self._stalled = 0.0
+        self._resumed_s = 0.0  # on the monotonic clock
+        self._interrupted_s: float | None = None  # training stands still since
+        self._is_failure = False
+
+    def interrupted(self, is_failure: bool, committed_s: float) -> None:
+        now = time.monotonic()
+        if is_failure and self._interrupted_s is None:
+            self._redone += now - max(committed_s, self._resumed_s)
+        if self._interrupted_s is None:
+            self._interrupted_s, self._is_failure = now, is_failure
+        self._is_failure = self._is_failure or is_failure
+        if current.runtime is not None:  # its block begins anew
+            self._stalled = shared_metrics.stalled_seconds(current.runtime)
+
+    def resumed(self) -> None:
+        """Training begins or goes on."""
+        self._resumed_s = time.monotonic()
+        if self._interrupted_s is not None:
+            taken = self._resumed_s - self._interrupted_s
+            self._interrupted_s = None
+            if self._is_failure:
+                self._recovering += taken
+            else:
+                self._joining += taken
+        self._began_ns = self._began_ns or time.time_ns()
+        self._show()
+
+    def saved(self, taken_s: float) -> None:
+        self._saving += taken_s
+        self._show()
+
+    def _show(self) -> None:
+        if self._began_ns:
+            parts = (self._redone, self._recovering, self._joining, self._saving, self._stalled)
+            shared_metrics.note_elastic(self._began_ns, [int(1000 * one) for one in parts])
 
 
 watch = Watch()

@@ -100,7 +100,7 @@ Reason = errors.HorovodInternalError | errors.HostsUpdatedInterrupt
 
 def _begin_again(state: Any, reset: Callable[[], Any], progress: _Progress, reason: Reason) -> bool:
     """Makes the state fit for another generation and begins one, as often as it takes; whether sync can be skipped."""
-    watch.failed()
+    watch.failed(isinstance(reason, errors.HorovodInternalError))
     first = reason
     while True:
         if isinstance(reason, errors.HorovodInternalError):

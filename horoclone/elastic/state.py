@@ -74,6 +74,7 @@ class State:
 
     def _commit(self) -> None:
         number = self._commit_number
+        watch.commits()
         self.save()
         self._commits_made += 1
         if self._commit_number == number:  # a save() that keeps one copy and does not count

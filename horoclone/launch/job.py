@@ -443,6 +443,8 @@ class Job:
             link.close()
         if self._owner is not None:
             self._owner.close()
+        if goodput := self._metrics.goodput():
+            say(goodput)
         self._metrics.close()
         for member in self._members.values():
             for stream in list(member.open_streams):

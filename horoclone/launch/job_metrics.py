@@ -18,6 +18,7 @@ from horoclone.launch import report
 from horoclone.launch.hosts import Placement
 from horoclone.live import rank_metrics
 from horoclone.live.job_segment import Event, Writer
+from horoclone.live.overview import longest_goodput
 from horoclone.live.processes import ProcessIdentity, own_identity, own_namespace, start_of
 
 LOOK_EVERY_S = 1.0
@@ -140,6 +141,24 @@ class JobMetrics:
                 self._stalled.discard(key)
                 if key not in self._ended:
                     self.happened("resumed", f"rank {self._ranks[key]} goes on", key)
+
+    def goodput(self) -> str:
+        """A sentence for the end of an elastic job, "" of others."""
+        if self._segment is None:
+            return ""
+        copies = [rank_metrics.copy_from_file(self._segment.descriptor, at) for at in self._at.values()]
+        found = longest_goodput(rank_metrics.decode(one, time.time()) for one in copies)
+        if found is None or found.whole_seconds < 1:
+            return ""
+        parts = {
+            "work done again": found.redone_seconds,
+            "recoveries": found.recovering_seconds,
+            "newcomers and leavers": found.joining_seconds,
+            "commits": found.saving_seconds,
+            "stalls": found.stalled_seconds,
+        }
+        lost = ", ".join(f"{what} {seconds:.2f} s" for what, seconds in parts.items() if seconds >= 0.005)
+        return f"goodput {found.share:.1%} of {found.whole_seconds:.0f} s" + (f": {lost}" if lost else "")
 
     # ---- between hosts
 

@@ -5,6 +5,7 @@ Names follow https://prometheus.io/docs/practices/naming/; deploy/grafana has a 
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -98,8 +99,23 @@ def families(ranks: Sequence[RankMetrics]) -> Iterator[Metric]:
                 family.add_metric(_labels(metrics), value(metrics))
             yield family
     yield _waits(ranks)
+    yield from _goodput(ranks)
     yield from _late(ranks)
     yield from _operations(ranks)
+
+
+def _goodput(ranks: Sequence[RankMetrics]) -> Iterator[Metric]:
+    family = _counter(
+        "elastic_seconds",
+        "How the time of an elastic job has gone by, since this rank began to train.",
+        [*_RANK, "part"],
+    )
+    for metrics in ranks:
+        if (goodput := metrics.goodput) is not None:
+            for name, seconds in dataclasses.asdict(goodput).items():
+                family.add_metric([*_labels(metrics), name.removesuffix("_seconds")], seconds)
+    if family.samples:  # of an elastic job
+        yield family
 
 
 def _labels(metrics: RankMetrics) -> list[str]:

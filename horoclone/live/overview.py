@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from horoclone.live.job import Event
-from horoclone.live.rank_metrics import BUCKETS, Operation, RankMetrics
+from horoclone.live.rank_metrics import BUCKETS, Goodput, Operation, RankMetrics
 
 WINDOW_S = 5.0  # for which a rate is given
 MAX_EVENTS = 200
@@ -58,7 +58,8 @@ class Row:
 class Overview:
     """A job at the moment `now` (Unix seconds). step_s: of the median rank, slowest_step_s: of the slowest, both of the
     last whole step. communication: mean of the ranks. slowest: who was waited for longest, or None. new_events: of
-    `events`, those that were not there at the look before."""
+    `events`, those that were not there at the look before. goodput: of an elastic job, as who is in it for longest has
+    seen it; else None."""
 
     now: float
     rows: tuple[Row, ...]
@@ -71,6 +72,7 @@ class Overview:
     slowest: int | None
     events: tuple[Event, ...]
     new_events: tuple[Event, ...]
+    goodput: Goodput | None = None
 
 
 class Observer:
@@ -113,6 +115,7 @@ class Observer:
             slowest=slowest,
             events=self._events,
             new_events=tuple(one for one in self._events if one not in seen),
+            goodput=longest_goodput(ranks),
         )
 
     def _earlier(self, key: tuple[int, int], metrics: RankMetrics) -> RankMetrics | None:
@@ -122,6 +125,12 @@ class Observer:
             if found is not None and found.started == metrics.started and found.now < metrics.now:
                 return found
         return None
+
+
+def longest_goodput(ranks: Iterable[RankMetrics]) -> Goodput | None:
+    """That of the rank which has trained for longest: newcomers do not know what was before them."""
+    found = [one.goodput for one in ranks if one.goodput is not None]
+    return max(found, key=lambda one: one.whole_seconds, default=None)
 
 
 def state_of(metrics: RankMetrics) -> str:

@@ -10,7 +10,7 @@ import dataclasses
 import os
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from horoclone.live.processes import ProcessIdentity
@@ -46,6 +46,8 @@ _STALL = struct.Struct("=128sI15i")
 _STALL_AT = 416
 _LATE = struct.Struct("=iIQ")
 _LATE_AT, _LATE_COUNT = 608, 8
+_ELASTIC = struct.Struct("=Q6I")
+_ELASTIC_AT = 736
 _OPERATION = struct.Struct(f"={4 + BUCKETS}Q")
 _OPERATIONS_AT = 768
 _RECENT = struct.Struct("=2Q2I")
@@ -97,6 +99,35 @@ class Late:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Goodput:
+    """How the time of an elastic job went by, as one rank has seen it since its training began, in seconds.
+
+    whole_seconds: all of it. redone_seconds: between the last commit and a failure, so that work was lost.
+    recovering_seconds: from failures until training went on, joining_seconds: the same where others joined or left.
+    saving_seconds: in commits. stalled_seconds: waiting for longer than HOROVOD_STALL_CHECK_TIME_SECONDS.
+    """
+
+    whole_seconds: float
+    redone_seconds: float
+    recovering_seconds: float
+    joining_seconds: float
+    saving_seconds: float
+    stalled_seconds: float
+
+    @property
+    def share(self) -> float:
+        """Of the whole time: what training had that counts, 0 to 1."""
+        lost = dataclasses.astuple(self)[1:]
+        return max(0.0, 1 - sum(lost) / self.whole_seconds) if self.whole_seconds > 0 else 1.0
+
+
+def elastic_at(at: int, began_ns: int, lost_ms: Sequence[int]) -> tuple[int, bytes]:
+    """(where, what) a rank of an elastic job writes into its block, which begins at `at`. began_ns: Unix nanoseconds;
+    lost_ms: redone, recovering, joining, saving, and stalled before this life."""
+    return at + _ELASTIC_AT, _ELASTIC.pack(began_ns, *(min(one, 2**32 - 1) for one in lost_ms), 0)[:-4]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class RankMetrics:
     """What one rank says about itself, at the moment `now`. Times are Unix seconds; what is summed begins at init().
 
@@ -116,6 +147,7 @@ class RankMetrics:
     (and both waits together) for the last whole step. communication_share and overlap are what a view shows of them.
     stalled_on: what waits, such as "allreduce 'x'", or that nothing is heard; stalled_for: ranks that are late, where
     this rank knows. late: the eight that were waited for longest, in the world's process set; rank 0 knows all.
+    goodput: None where the job is not elastic, or has not begun to train.
     """
 
     rank: int
@@ -145,6 +177,7 @@ class RankMetrics:
     stalled_on: str
     stalled_for: tuple[int, ...]
     late: tuple[Late, ...]
+    goodput: Goodput | None = None
 
     @property
     def communication_share(self) -> float:
@@ -380,6 +413,7 @@ def decode(copy: bytes, now: float, seen: Seen = Seen()) -> RankMetrics:
         stalled_on=stalled_on if state == "stalled" else "",
         stalled_for=stalled_for if state == "stalled" else (),
         late=_late(copy),
+        goodput=_goodput(copy, heartbeat if said == _ENDED or not lives else copied, ahead_ns),
     )
 
 
@@ -392,6 +426,14 @@ def _stall(copy: bytes) -> tuple[str, tuple[int, ...]]:
 def _late(copy: bytes) -> tuple[Late, ...]:
     found = _LATE.iter_unpack(copy[_LATE_AT : _LATE_AT + _LATE_COUNT * _LATE.size])
     return tuple(Late(rank, times, ns / 1e9) for rank, times, ns in found if times)
+
+
+def _goodput(copy: bytes, until: float, ahead_ns: int) -> Goodput | None:
+    began_ns, *lost_ms, before_ms, stalled_ms = _ELASTIC.unpack_from(copy, _ELASTIC_AT)
+    if not began_ns:
+        return None
+    whole = max(0.0, until - (began_ns + ahead_ns) / 1e9)
+    return Goodput(whole, *(one / 1000 for one in (*lost_ms, before_ms + stalled_ms)))
 
 
 def _state(said: int, stalled: bool, lives: bool, exit_code: int | None) -> str:

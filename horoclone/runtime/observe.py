@@ -48,7 +48,9 @@ def metrics() -> dict[str, Any]:
     "communication": {seconds, overlapped_seconds}: while operations were under way; of these, while no thread waited;
     "step": {number, seconds, smoothed_seconds, communication_seconds, waited_seconds, communication_share, overlap} of
     the last whole step; number counts those that have begun, and is 0 where nothing repeats;
-    "stalled": what this rank has waited for too long, or "".
+    "stalled": what this rank has waited for too long, or "";
+    "goodput": of an elastic job, how much of its time was training that counts: {share, whole_seconds, redone_seconds,
+    recovering_seconds, joining_seconds, saving_seconds, stalled_seconds} (docs/elastic.md); else None.
     NotInitialized before init.
     """
     runtime = native()
@@ -87,4 +89,5 @@ def _times(now: rank_metrics.RankMetrics) -> dict[str, Any]:
             "overlap": now.overlap,
         },
         "stalled": now.stalled_on,
+        "goodput": now.goodput and {"share": now.goodput.share, **dataclasses.asdict(now.goodput)},
     }

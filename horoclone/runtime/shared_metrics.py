@@ -6,10 +6,11 @@ Where neither can be, they stay in this process, and nothing is said: the job is
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from horoclone import errors
@@ -45,6 +46,20 @@ def share(runtime: Runtime, job: Job, environ: Mapping[str, str]) -> None:
             runtime.share_rank_metrics(_memory.descriptor, _memory.offset, bytes_of(program()))
         except (errors.HorovodInternalError, ValueError):
             _memory = None
+
+
+def note_elastic(began_ns: int, lost_ms: Sequence[int]) -> None:
+    """Shows how the time of an elastic job has gone by; see rank_metrics.elastic_at(). Never raises."""
+    if _memory is not None and _memory.pid == os.getpid():
+        at, content = rank_metrics.elastic_at(_memory.offset, began_ns, lost_ms)
+        with contextlib.suppress(OSError):
+            os.pwrite(_memory.descriptor, content, at)
+
+
+def stalled_seconds(runtime: Runtime) -> float:
+    """What the job has lost to stalls so far, those before this life included, as note_elastic() was told of them."""
+    goodput = rank_metrics.read(runtime.rank_metrics()).goodput
+    return goodput.stalled_seconds if goodput else 0.0
 
 
 def program() -> str:

@@ -59,6 +59,7 @@ def test_the_layout_is_the_cores() -> None:
         "last_done": rank_metrics._LAST_AT,
         "awaited": rank_metrics._STALL_AT,
         "late": rank_metrics._LATE_AT,
+        "elastic_began": rank_metrics._ELASTIC_AT,
         "operations": rank_metrics._OPERATIONS_AT,
         "recent": rank_metrics._RECENT_AT,
     }

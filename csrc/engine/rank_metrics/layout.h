@@ -76,7 +76,10 @@ struct RankMetricsLayout {
     MetricWord ns;
   } late[kLateRanks];
 
-  MetricWord unused[4];
+  // Of an elastic job, written by horoclone/elastic/recovery.py, since `elastic_began` (Unix nanoseconds, 0: never).
+  MetricWord elastic_began;
+  MetricHalf redone_ms, recovering_ms, joining_ms, saving_ms, stalled_before_ms;
+  MetricHalf stalled_ms;  // by the core: stalls of this life that are over
   MetricOperations operations[kOpCount];
 
   // The calls that ended last, which readers have to add to the numbers above: `count` of them, which is to be read
@@ -96,6 +99,7 @@ static_assert(sizeof(RankMetricsLayout) + kRankMetricsNotesBytes <= kRankMetrics
 static_assert(offsetof(RankMetricsLayout, rank) == 16 && offsetof(RankMetricsLayout, step) == 208);
 static_assert(offsetof(RankMetricsLayout, for_peers_ns) == 280 && offsetof(RankMetricsLayout, last_done) == 328);
 static_assert(offsetof(RankMetricsLayout, awaited) == 416 && offsetof(RankMetricsLayout, late) == 608);
+static_assert(offsetof(RankMetricsLayout, elastic_began) == 736);
 static_assert(offsetof(RankMetricsLayout, operations) == 768 && MetricWord::is_always_lock_free);
 static_assert(offsetof(RankMetricsLayout, recent) == 3456);
 

@@ -154,12 +154,14 @@ void RankMetrics::stall(std::string_view what, const std::vector<int>& ranks) {
   const size_t known = std::min(ranks.size(), kAwaitedRanks);
   for (size_t i = 0; i < known; ++i) memory_->awaited_ranks[i].store(ranks[i], std::memory_order_relaxed);
   memory_->awaited_count.store(static_cast<uint32_t>(known), std::memory_order_relaxed);
-  memory_->stalled.store(1, std::memory_order_relaxed);
+  if (memory_->stalled.exchange(1, std::memory_order_relaxed) == 0) stalled_since_ = now();
 }
 
 void RankMetrics::go_on() {
   const Update update(*this);
-  memory_->stalled.store(0, std::memory_order_relaxed);
+  if (memory_->stalled.exchange(0, std::memory_order_relaxed) != 0)
+    memory_->stalled_ms.fetch_add(static_cast<uint32_t>(since(stalled_since_, now()) / 1'000'000),
+                                  std::memory_order_relaxed);
 }
 
 void RankMetrics::ran_outside_of_a_loop(const Ended& e, const void* like) {

@@ -242,7 +242,7 @@ class RankMetrics {
   const uint64_t first_ticks_;
   std::atomic<uint64_t> ns_per_tick_;
   uint64_t next_beat_ = 0;
-  uint64_t last_done_ = 0;  // a moment
+  uint64_t last_done_ = 0, stalled_since_ = 0;  // moments
   uint64_t under_way_ = 0;
   uint64_t steps_ = 0;
   uint64_t unwritten_ = 0;                                 // steps since the block was told of the last one

@@ -332,8 +332,13 @@ TEST_CASE("shared metrics are seen through another mapping, and a forked child l
   CHECK(other.late[0].rank == 4);
   CHECK(other.late[0].times == 7);
   CHECK(other.state == 1);
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  rank_metrics.stall("allreduce 'x'", {1});  // still the same stall
+  rank_metrics.go_on();
   rank_metrics.go_on();
   CHECK(other.stalled == 0);
+  CHECK(other.stalled_ms >= 20);
+  CHECK(other.stalled_ms < 10'000);
   rank_metrics.forget();
   rank_metrics.end();  // its own memory, not the parent's
   CHECK(other.state == 1);

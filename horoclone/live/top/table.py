@@ -159,6 +159,7 @@ def headline(overview: Overview, title: str, width: int) -> Text:
         f"{seconds_text(overview.step_s)} a step",
         f"comm {share_text(overview.communication)}",
         f"{bytes_text(overview.bytes_per_s)}B/s" if overview.bytes_per_s is not None else "",
+        f"goodput {share_text(overview.goodput.share)}" if overview.goodput else "",
         f"waited for most: rank {overview.slowest}" if overview.slowest is not None else "",
     ]
     second.append("; " + ", ".join(part for part in parts if part))
