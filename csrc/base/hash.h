@@ -41,8 +41,7 @@ inline uint64_t hash_of_bytes(const void* data, size_t bytes) {
   const auto* at = static_cast<const std::byte*>(data);
   size_t left = bytes;
   for (; left >= 64; at += 64, left -= 64)
-    for (size_t i = 0; i < 4; ++i)
-      chain[i] = folded(word(at + 16 * i) ^ kSecret[i], word(at + 16 * i + 8) ^ chain[i]);
+    for (size_t i = 0; i < 4; ++i) chain[i] = folded(word(at + 16 * i) ^ kSecret[i], word(at + 16 * i + 8) ^ chain[i]);
   std::byte rest[64] = {};
   if (left) std::memcpy(rest, at, left);
   for (size_t i = 0; i < 4; ++i)

@@ -1,4 +1,5 @@
-// The C API of what needs no engine: the simulator, block quantisation, hashes, reports about this build and this machine.
+// The C API of what needs no engine: the simulator, block quantisation, hashes, reports about this build and this
+// machine.
 #include <algorithm>
 #include <string>
 #include <vector>

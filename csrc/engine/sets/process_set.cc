@@ -58,9 +58,7 @@ void ProcessSet::set_tuning(const Tuning& tuning) {
   if (negotiator_) negotiator_->set_sizes(tuning);
 }
 
-void ProcessSet::limit_bypass() {
-  bypass_.set_flat_bytes(parts_.tuner.flat_bytes_at_init());
-}
+void ProcessSet::limit_bypass() { bypass_.set_flat_bytes(parts_.tuner.flat_bytes_at_init()); }
 
 // ---- operations come in, and end
 
