@@ -162,12 +162,11 @@ class _Lost:
         self._is_failure = False
 
     def interrupted(self, is_failure: bool, committed_s: float) -> None:
-        now = time.monotonic()
-        if is_failure and self._interrupted_s is None:
-            self._redone += now - max(committed_s, self._resumed_s)
         if self._interrupted_s is None:
-            self._interrupted_s, self._is_failure = now, is_failure
-        self._is_failure = self._is_failure or is_failure
+            self._interrupted_s, self._is_failure = time.monotonic(), is_failure
+            if is_failure:
+                self._redone += self._interrupted_s - max(committed_s, self._resumed_s)
+        self._is_failure |= is_failure
         if current.runtime is not None:  # its block begins anew
             self._stalled = shared_metrics.stalled_seconds(current.runtime)
 

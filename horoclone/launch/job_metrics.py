@@ -20,6 +20,7 @@ from horoclone.live import rank_metrics
 from horoclone.live.job_segment import Event, Writer
 from horoclone.live.overview import longest_goodput
 from horoclone.live.processes import ProcessIdentity, own_identity, own_namespace, start_of
+from horoclone.live.rank_metrics import RankMetrics
 
 LOOK_EVERY_S = 1.0
 _REPEAT_S = 5.0  # a block that does not change is sent so often: the launcher learns that its host lives
@@ -135,19 +136,21 @@ class JobMetrics:
                 continue
             if stalled:
                 self._stalled.add(key)
-                one = rank_metrics.read(rank_metrics.copy_from_file(self._segment.descriptor, at))
-                self.happened("stall", rank_metrics.stall_text(one), key)
+                self.happened("stall", rank_metrics.stall_text(self._read(at)), key)
             else:
                 self._stalled.discard(key)
                 if key not in self._ended:
                     self.happened("resumed", f"rank {self._ranks[key]} goes on", key)
 
+    def _read(self, at: int) -> RankMetrics:
+        assert self._segment is not None
+        return rank_metrics.read(rank_metrics.copy_from_file(self._segment.descriptor, at))
+
     def goodput(self) -> str:
         """A sentence for the end of an elastic job, "" of others."""
         if self._segment is None:
             return ""
-        copies = [rank_metrics.copy_from_file(self._segment.descriptor, at) for at in self._at.values()]
-        found = longest_goodput(rank_metrics.decode(one, time.time()) for one in copies)
+        found = longest_goodput(self._read(at) for at in self._at.values())
         if found is None or found.whole_seconds < 1:
             return ""
         parts = {

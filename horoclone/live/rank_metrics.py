@@ -46,8 +46,10 @@ _STALL = struct.Struct("=128sI15i")
 _STALL_AT = 416
 _LATE = struct.Struct("=iIQ")
 _LATE_AT, _LATE_COUNT = 608, 8
-_ELASTIC = struct.Struct("=Q6I")
+_ELASTIC = struct.Struct("=Q5I")
 _ELASTIC_AT = 736
+_STALLED = struct.Struct("=I")  # by the core, behind what recovery.py writes
+_STALLED_AT = _ELASTIC_AT + _ELASTIC.size
 _OPERATION = struct.Struct(f"={4 + BUCKETS}Q")
 _OPERATIONS_AT = 768
 _RECENT = struct.Struct("=2Q2I")
@@ -124,7 +126,7 @@ class Goodput:
 def elastic_at(at: int, began_ns: int, lost_ms: Sequence[int]) -> tuple[int, bytes]:
     """(where, what) a rank of an elastic job writes into its block, which begins at `at`. began_ns: Unix nanoseconds;
     lost_ms: redone, recovering, joining, saving, and stalled before this life."""
-    return at + _ELASTIC_AT, _ELASTIC.pack(began_ns, *(min(one, 2**32 - 1) for one in lost_ms), 0)[:-4]
+    return at + _ELASTIC_AT, _ELASTIC.pack(began_ns, *(min(one, 2**32 - 1) for one in lost_ms))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -429,9 +431,10 @@ def _late(copy: bytes) -> tuple[Late, ...]:
 
 
 def _goodput(copy: bytes, until: float, ahead_ns: int) -> Goodput | None:
-    began_ns, *lost_ms, before_ms, stalled_ms = _ELASTIC.unpack_from(copy, _ELASTIC_AT)
+    began_ns, *lost_ms, before_ms = _ELASTIC.unpack_from(copy, _ELASTIC_AT)
     if not began_ns:
         return None
+    (stalled_ms,) = _STALLED.unpack_from(copy, _STALLED_AT)
     whole = max(0.0, until - (began_ns + ahead_ns) / 1e9)
     return Goodput(whole, *(one / 1000 for one in (*lost_ms, before_ms + stalled_ms)))
 

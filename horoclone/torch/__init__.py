@@ -1,5 +1,6 @@
 """horoclone for PyTorch: `import horoclone.torch as hvd`. It offers what `horovod.torch` does, under the same names."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from horoclone import optional
@@ -53,16 +54,14 @@ __all__ = [
 
 
 if not TYPE_CHECKING:  # a type checker would take it for a sign that every name is there
+    _MODULE_OF = {
+        "DiLoCo": "local_sgd", "LocalSGD": "local_sgd",
+        "VirtualLoader": "virtual_ranks", "VirtualRanks": "virtual_ranks",
+    }  # fmt: skip
     _offered = optional.offers(__name__, __all__, checkpoint="checkpoint", ps="ps.torch")
 
     def __getattr__(name: str) -> Any:
         """What is loaded only where it is used."""
-        if name in ("DiLoCo", "LocalSGD"):
-            from horoclone.torch import local_sgd
-
-            return getattr(local_sgd, name)
-        if name in ("VirtualLoader", "VirtualRanks"):
-            from horoclone.torch import virtual_ranks
-
-            return getattr(virtual_ranks, name)
+        if name in _MODULE_OF:
+            return getattr(importlib.import_module(f"horoclone.torch.{_MODULE_OF[name]}"), name)
         return _offered(name)

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import random
 from collections.abc import Iterator, Sequence, Sized
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -209,7 +209,7 @@ class VirtualLoader:
         Quick in the order of VirtualRanks.ranks(): batches are loaded ahead. Any other order begins loading anew.
         """
         if (step, rank) != self._next:
-            plan = self._plan(rank, step)
+            plan: Any = self._plan(rank, step)  # more than lists of indices, as the data set's type says
             # A generator of its own: a new iterator draws a number, which must not come out of the model's.
             loader = DataLoader(
                 self._dataset, batch_sampler=plan, generator=torch.Generator(), **self._options
@@ -238,15 +238,12 @@ class VirtualLoader:
         return torch.randperm(self._samples, generator=generator)
 
 
-class _Batch(list[int]):
-    """The indices of a batch, and of which virtual rank and step it is."""
+class _Batch(NamedTuple):
+    """Of which virtual rank and step, and which samples; a DataLoader gives it to __getitems__() as it is."""
 
-    def __init__(self, indices: list[int], step: int, rank: int) -> None:
-        super().__init__(indices)
-        self.step, self.rank = step, rank
-
-    def __reduce__(self) -> tuple[Any, ...]:  # to a worker
-        return _Batch, (list(self), self.step, self.rank)
+    indices: list[int]
+    step: int
+    rank: int
 
 
 class _SeededDataset(torch.utils.data.Dataset[Any]):
@@ -258,8 +255,8 @@ class _SeededDataset(torch.utils.data.Dataset[Any]):
     def __getitems__(self, batch: _Batch) -> list[Any]:
         with _seeded(_SAMPLES, self.seed, batch.step, batch.rank):
             if hasattr(self.dataset, "__getitems__"):
-                return list(self.dataset.__getitems__(list(batch)))
-            return [self.dataset[index] for index in batch]
+                return list(self.dataset.__getitems__(batch.indices))
+            return [self.dataset[index] for index in batch.indices]
 
 
 # ---- the tree

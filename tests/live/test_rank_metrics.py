@@ -60,6 +60,7 @@ def test_the_layout_is_the_cores() -> None:
         "awaited": rank_metrics._STALL_AT,
         "late": rank_metrics._LATE_AT,
         "elastic_began": rank_metrics._ELASTIC_AT,
+        "stalled_ms": rank_metrics._STALLED_AT,
         "operations": rank_metrics._OPERATIONS_AT,
         "recent": rank_metrics._RECENT_AT,
     }

@@ -99,7 +99,7 @@ static_assert(sizeof(RankMetricsLayout) + kRankMetricsNotesBytes <= kRankMetrics
 static_assert(offsetof(RankMetricsLayout, rank) == 16 && offsetof(RankMetricsLayout, step) == 208);
 static_assert(offsetof(RankMetricsLayout, for_peers_ns) == 280 && offsetof(RankMetricsLayout, last_done) == 328);
 static_assert(offsetof(RankMetricsLayout, awaited) == 416 && offsetof(RankMetricsLayout, late) == 608);
-static_assert(offsetof(RankMetricsLayout, elastic_began) == 736);
+static_assert(offsetof(RankMetricsLayout, elastic_began) == 736 && offsetof(RankMetricsLayout, stalled_ms) == 764);
 static_assert(offsetof(RankMetricsLayout, operations) == 768 && MetricWord::is_always_lock_free);
 static_assert(offsetof(RankMetricsLayout, recent) == 3456);
 

@@ -86,19 +86,8 @@ def agree_on_parameters(
     while True:
         own = turn.name(begins=complete is None) if turn else ""
         optimizer = zlib.crc32(own.encode())
-        said = torch.tensor(
-            [
-                digest,
-                -digest,
-                optimizer,
-                -optimizer,
-                int(complete is not None),
-                int(local),
-                *checks,
-                *policy,
-                *here,
-            ]
-        )
+        asked = [digest, -digest, optimizer, -optimizer, int(complete is not None), int(local)]
+        said = torch.tensor([*asked, *checks, *policy, *here])
         operations.allreduce_(said, name=f"{operation}.parameters", op=Max, process_set=process_set)
         most, least, last, first, in_backward, some_local, *rest = said.tolist()
         greatest, smallest, action, steps, *present = rest

@@ -44,9 +44,7 @@ class Comparison:
         self._share: int | None = None  # that this step compares
         self._differs = False  # some rank has said something else than another one
         self._steps = 0  # that were made
-        self._fresh: list[
-            tuple[str, int]
-        ] = []  # buckets that were reduced since the last check, and their hashes
+        self._fresh: list[tuple[str, int]] = []  # buckets reduced since the last check, and their hashes
         self._reduced: list[tuple[str, int]] = []  # those of the last check
         self._is_first, self._when = False, ""
 
@@ -54,10 +52,9 @@ class Comparison:
 
     def said(self, states: Sequence[GradState]) -> tuple[int | None, Policy]:
         """What the ranks agree on: a check of all values, and what is to be done. None: nothing is compared here."""
-        own = self.own
-        if own.action == OFF or not all(_is_plain(state.parameter) for state in states):
+        if self.own.action == OFF or not all(_is_plain(state.parameter) for state in states):
             return None, Policy(OFF, 0)
-        return comparison.joined(self._hashes(states)), own
+        return comparison.joined(self._hashes(states)), self.own
 
     def heard(self, alike: bool, agreed: Policy) -> None:
         """What they have agreed on."""
@@ -69,8 +66,7 @@ class Comparison:
     def begin(self, states: Sequence[GradState]) -> None:
         """The order of states and the layout of buckets are new."""
         self._states, self._share = list(states), None
-        sizes = [state.parameter.numel() * state.parameter.element_size() for state in states]
-        self._rotation = Rotation(sizes, self.agreed.steps)
+        self._rotation = Rotation([state.parameter.nbytes for state in states], self.agreed.steps)
         self._fresh, self._reduced = [], []
 
     # --- every other step -----------------------------------------------------------------------------------------
@@ -97,7 +93,7 @@ class Comparison:
     def note(self, bucket: Bucket) -> None:
         """It holds the result of this step's reduction."""
         if self._share is not None and bucket.index % len(self._rotation.shares) == self._share:
-            [bits] = comparison.hashes([bucket.address], [_bytes(bucket.gradients)])
+            [bits] = comparison.hashes([bucket.address], [bucket.gradients.nbytes])
             self._fresh.append((bucket.summary, bits))
 
     # --- a difference ---------------------------------------------------------------------------------------------
@@ -181,7 +177,7 @@ class Comparison:
                 tensors += [_in_memory(held[key].detach(), False) for key in keys]
                 counts.append(len(keys))
                 names.append(zlib.crc32(repr([(k, tuple(held[k].shape)) for k in keys]).encode()))
-        bits = comparison.hashes([t.data_ptr() for t in tensors], [_bytes(t) for t in tensors])
+        bits = comparison.hashes([t.data_ptr() for t in tensors], [t.nbytes for t in tensors])
         found, at = bits[: len(states)], len(states)
         for count, name in zip(counts, names, strict=True):
             found.append(comparison.joined([name, *bits[at : at + count]]))
@@ -206,7 +202,3 @@ def _in_memory(tensor: torch.Tensor, same_strides: bool) -> torch.Tensor:
     if tensor.is_contiguous():
         return tensor
     return flat_of(tensor) if same_strides and is_dense(tensor) else tensor.contiguous()
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
