@@ -48,6 +48,7 @@ def train() -> None:
     import torch
 
     import horoclone.torch as torch_hvd
+    from horoclone.comparison import PLACES
 
     model = torch.nn.Linear(1000, 10, bias=False)
     optimizer = torch_hvd.DistributedOptimizer(
@@ -65,7 +66,8 @@ def train() -> None:
     for _ in range(10):
         step()
     grown = counted() - before
-    assert 10 * 40_000 <= grown <= 10 * 40_064, grown  # buckets are aligned to 64 bytes
+    # A bucket's end is aligned to 64 bytes; a check of the weights may travel behind it.
+    assert 10 * 40_000 <= grown <= 10 * (40_064 + PLACES * 4), grown
 
 
 @needs_torch
