@@ -247,6 +247,11 @@ void Intake::undeclare(SetIntake& set, int id) const {
   set.undeclare(id);
 }
 
+bool Intake::is_pending(const SetIntake& set, int id) const {
+  SubmitLock lock(mu_);
+  return set.is_pending(id);
+}
+
 void Intake::take_back_declared(SetIntake& set, int id) const {
   SubmitLock lock(mu_);
   set.take_back_declared(id);

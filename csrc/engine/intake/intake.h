@@ -69,6 +69,7 @@ class Intake {
   std::shared_ptr<SetIntake> find(int process_set) const;
   int declare(SetIntake& set, std::shared_ptr<const BucketSet> buckets) const;
   void undeclare(SetIntake& set, int id) const;
+  bool is_pending(const SetIntake& set, int id) const;  // as SetIntake says
   void take_back_declared(SetIntake& set, int id) const;
   Operation* find_named(SetIntake& set, Op op, std::string_view name) const;
   void skip_sequence(SetIntake& set, Op op, uint64_t sequence) const;

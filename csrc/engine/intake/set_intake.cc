@@ -68,6 +68,13 @@ int SetIntake::declare(Declared declared) {
   return next_declared_++;
 }
 
+bool SetIntake::is_pending(int id) const {
+  const Declared* known = declared(id);
+  return known && std::any_of(known->buckets.begin(), known->buckets.end(), [](const Declared::Bucket& bucket) {
+           return bucket.record && bucket.record->pending.load(std::memory_order_acquire);
+         });
+}
+
 void SetIntake::undeclare(int id) {
   const auto at = declared_.find(id);
   if (at == declared_.end()) return;

@@ -66,6 +66,8 @@ class SetIntake {
     const auto at = declared_.find(id);
     return at == declared_.end() ? nullptr : &at->second;
   }
+  // A bucket of this set was submitted and is not done, whether or not it has been taken.
+  bool is_pending(int id) const HC_REQUIRES(submit_lock);
   int declare(Declared declared) HC_REQUIRES(submit_lock);  // gives its id
   void undeclare(int id) HC_REQUIRES(submit_lock);
   // The last one, as if it had never been declared.

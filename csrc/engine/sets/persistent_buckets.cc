@@ -25,7 +25,7 @@ BucketId PersistentBuckets::with_flag(size_t flag) const {
 }
 
 void PersistentBuckets::invalidate(SharedSegment* shared_segment) {
-  if (!shared_segment || declared_.empty()) return;
+  if (!shared_segment) return;  // others may have buckets that this rank has dropped
   for (auto& [id, d] : declared_) d.is_persistent = false;
   shared_segment->publish(shared_segment->mine().invalidated, 1);
 }

@@ -400,7 +400,9 @@ void ProcessSet::undeclare(int id) {
   const bool used = std::any_of(pending_.all().begin(), pending_.all().end(),
                                 [&](const Operation* op) { return op->bucket.set == id; });
   const PersistentBuckets::Declared* d = buckets_.find(id);
-  if (!d || used) return;  // the late operations find it; it goes with the process set
+  // The late operations, also those that are not taken yet, find it; it goes with the process set. One that did not
+  // would be negotiated, while the other ranks, who have their bucket, wait for it in the plan.
+  if (!d || used || parts_.intake.is_pending(*intake_, id)) return;
   backend_->undeclare(*d->set);
   buckets_.remove(id);
   parts_.intake.undeclare(*intake_, id);

@@ -247,8 +247,8 @@ TEST_CASE("buffers in arenas are reduced where they lie, also when only some ran
   }
 }
 
-// Declared buckets in arenas, in another order on each rank; one rank may join early.
-void run_persistent(int size, int steps, bool with_join, bool shared) {
+// Declared buckets in arenas, in another order on each rank; one rank may join early, and drop its buckets before.
+void run_persistent(int size, int steps, bool with_join, bool shared, bool drops = false) {
   World world(size, settings_of(shared));
   CHECK_OK(world.each([&](Engine& engine, int rank) {
     constexpr int kBuckets = 5;
@@ -282,6 +282,7 @@ void run_persistent(int size, int steps, bool with_join, bool shared) {
         CHECK_LOCKED(std::count(v, v + n, expected) == n);
       }
     }
+    if (drops) CHECK_OK(engine.undeclare(0, id));
     if (!with_join) return;
     int64_t h = 0;
     CHECK_OK(submit<float>(engine, Op::kJoin, "", {}, nullptr, {}, &h));
@@ -297,6 +298,49 @@ TEST_CASE("a persistent plan runs in any order and breaks when a rank joins, als
     run_persistent(size, 5, false, false);
     for (int round = 0; round < 10; ++round) run_persistent(size, round, true, true);
   }
+}
+
+TEST_CASE("a rank that has dropped its buckets and joins or leaves lets those go on that wait in them") {
+  for (int size : {2, 3})
+    for (int round = 0; round < 5; ++round) run_persistent(size, round, true, true, true);
+  World world(2);
+  CHECK_OK(world.each([&](Engine& engine, int rank) {
+    auto memory = engine.allocate(400).take();
+    BucketSet set;
+    set.buckets.push_back({"b", memory->data(), {100}, DType::kF32});
+    int id = -1;
+    CHECK_OK(engine.declare(0, set, &id));
+    if (rank == 1) {
+      CHECK_OK(engine.undeclare(0, id));
+      return;
+    }
+    int64_t h = 0;
+    CHECK_OK(engine.submit_declared(0, id, 0, nullptr, &h));
+    const Status outcome = finish(engine, h);
+    CHECK_LOCKED(outcome.code() == Code::kAborted);
+    CHECK_LOCKED(outcome.text().find("rank 1") != std::string::npos);
+  }));
+}
+
+TEST_CASE("buckets that are dropped as soon as they were submitted are reduced all the same") {
+  World world(2);
+  CHECK_OK(world.each([&](Engine& engine, int rank) {
+    auto memory = engine.allocate(400).take();
+    auto* values = reinterpret_cast<float*>(memory->data());
+    for (int round = 0; round < 200; ++round) {
+      BucketSet set;
+      set.buckets.push_back({"b" + std::to_string(round), memory->data(), {100}, DType::kF32});
+      int id = -1;
+      CHECK_OK(engine.declare(0, set, &id));
+      std::fill(values, values + 100, static_cast<float>(1 + rank));
+      int64_t h = 0;
+      CHECK_OK(engine.submit_declared(0, id, 0, nullptr, &h));
+      CHECK_OK(engine.undeclare(0, id));
+      CHECK_OK(finish(engine, h));
+      engine.release(h);
+      CHECK_LOCKED(std::count(values, values + 100, 3.0f) == 100);
+    }
+  }));
 }
 
 TEST_CASE("ranks that declare different buckets are told so, and go on") {

@@ -265,6 +265,8 @@ class Bucket:
         ranks: int = 0,
     ) -> None:
         """shards: the size is a multiple of so many aligned parts. ranks: whose weights travel in it."""
+        self.under_way: tuple[Runtime, int] | None = None  # the core's handle, while the core uses the memory
+        _let_go(runtime)
         self.index = index
         self.states = list(states)
         more = len(self.states) - 1
@@ -301,11 +303,35 @@ class Bucket:
         self.exposed: Any = None  # GradientBucket, where a GradientCompressor reduces it
         self.work: Any = None  # the compressor's generator, while it runs
 
+    def release(self) -> None:
+        """Its operation is over."""
+        if self.under_way is not None:
+            (runtime, handle), self.under_way = self.under_way, None
+            runtime.release(handle)
+
+    def __del__(self) -> None:
+        # Its optimizer was dropped, or gives up a step: the other ranks may still write to the memory.
+        if self.under_way is not None:
+            _in_use.append((self.under_way, self.flat))
+
     def alias(self) -> torch.Tensor:
         """The same memory through a storage of its own, which a user may exchange (share_memory() does)."""
         if self._alias is None or self._alias.data_ptr() != self.address:
             self._alias = _alias_of(self.flat)
         return self._alias
+
+
+_in_use: list[tuple[tuple[Runtime, int], torch.Tensor]] = []  # memory of buckets that are gone
+
+
+def _let_go(now: Runtime) -> None:
+    """Of what is not used any more; an earlier runtime uses nothing."""
+    kept, _in_use[:] = list(_in_use), []
+    for (runtime, handle), memory in kept:
+        if runtime is now and not runtime.poll(handle):
+            _in_use.append(((runtime, handle), memory))
+        elif runtime is now:
+            runtime.release(handle)
 
 
 def _allocate(runtime: Runtime, count: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:

@@ -272,5 +272,5 @@ def _ended(reducer: Reducer, bucket: Bucket, handle: Any) -> Exception | None:
     except Exception as error:
         return error
     finally:
-        runtime.release(handle)
+        bucket.release()
     return None

@@ -153,7 +153,6 @@ class Reducer:
         self._next_weight = self._weight = (
             weights.MISSING
         )  # of the step that comes; of the one that has begun
-        self._abandoned: list[Any] = []  # memory of reductions given up: the core may still write to it
         self._order: dict[GradState, None] = {}  # in a learning step: by the last time that each hook fired
         self._awaited = (
             0  # counted gradients that every rank computes, and that have not arrived in this step
@@ -577,7 +576,9 @@ class Reducer:
 
     def _start(self, bucket: Bucket) -> None:
         if bucket.exposed is None:
+            assert self._runtime is not None
             bucket.handle = self._submit_flat(bucket)
+            bucket.under_way = self._runtime, bucket.handle
             return
         with torch.no_grad():
             bucket.work = self._terms.compression.reduce(bucket.exposed)
@@ -706,7 +707,7 @@ class Reducer:
             follow(self._runtime, handle, bucket.place)
             if self._scatter:
                 self._keep_share(bucket, handle)
-            self._runtime.release(handle)
+            bucket.release()
         if self._weighs and not self.is_marked(bucket):
             divide(
                 bucket.gradients,
@@ -825,12 +826,9 @@ class Reducer:
         self._marks.clear()
 
     def discard(self) -> None:
-        """Gives up reductions in flight (a state is being restored); their memory is kept, not reused."""
+        """Gives up reductions in flight: a state is being restored. Their memory is kept until they are over."""
         if not self.outstanding:
             return
-        self._abandoned.append(
-            ([b.flat for b in self.buckets if b.sent], [s.pending for s in self.states], dict(self._marks))
-        )
         self._forget_layout()
         self._end()
         self.reduced = False
@@ -883,7 +881,7 @@ class Reducer:
             try:
                 if bucket.exposed is None:
                     spans.wait(self._runtime, bucket.handle)
-                    self._runtime.release(bucket.handle)
+                    bucket.release()
                 bucket.flat.copy_(content)
             except HorovodInternalError as error:
                 errors.append(error)
