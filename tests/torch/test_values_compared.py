@@ -309,3 +309,73 @@ def test_a_share_is_compared_at_a_time() -> None:
             _flip(model[0].weight, 7)
         _train(model, optimizer, 20)
         assert not lines
+
+
+class _Momentum(torch.optim.Optimizer):
+    """Keeps a tensor as the state of a parameter, where torch's own keep a dictionary."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            if parameter not in self.state:
+                self.state[parameter] = torch.zeros_like(parameter)
+            parameter -= 0.1 * self.state[parameter].mul_(0.9).add_(parameter.grad)
+
+
+class _Around:
+    """Has an optimizer, and is none; its state is a property, or it has none to show."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups = inner, inner.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+
+class _Showing(_Around):
+    @property
+    def state(self) -> Any:
+        return self.inner.state
+
+
+@ranks(2)
+def test_state_may_have_any_form() -> None:
+    for around in (None, _Around, _Showing):
+        with _told("repair") as lines:
+            model = _model()
+            plain: Any = _Momentum(model.parameters())
+            plain = plain if around is None else around(plain)
+            optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
+            for _ in range(3):
+                _step(model, optimizer)
+            held = plain.state if around is None else plain.inner.state
+            if hvd.rank() == 1:
+                _flip(held[model[0].weight], 30)
+            _step(model, optimizer)
+            said = any("the optimizer's state of '0.weight'" in line for line in lines)
+            assert said == (hvd.rank() == 0 and around is not _Around), lines
+            flat = torch.cat([held[p].reshape(-1) for p in model.parameters()])
+            rows = hvd.allgather(flat.view(1, -1), name="held")
+            assert torch.equal(rows[0], rows[1]) == (around is not _Around)
+
+
+@ranks(2)
+def test_state_that_one_rank_alone_has_is_repaired_on_the_others() -> None:
+    for owner in range(2):
+        with _told("repair") as lines:
+            model = _model()
+            plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            if hvd.rank() == owner:
+                for parameter in model.parameters():
+                    plain.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
+            optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
+            for _ in range(3):
+                _step(model, optimizer)
+                assert len(lines) == (hvd.rank() == 0)
+            assert _everywhere_alike(model, optimizer)

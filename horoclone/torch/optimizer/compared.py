@@ -9,7 +9,7 @@ reducer.py. Thread: the one that trains, and those of backward.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -33,9 +33,9 @@ DRIFTED = (
 
 
 class Comparison:
-    """Of one optimizer. state_of: what the optimizer has of a parameter."""
+    """Of one optimizer. state_of: gives what the optimizer has, by parameter."""
 
-    def __init__(self, policy: Policy, state_of: Callable[[torch.Tensor], Mapping[Any, Any]] | None) -> None:
+    def __init__(self, policy: Policy, state_of: Callable[[], MutableMapping[Any, Any]] | None) -> None:
         self.own = policy  # this rank's
         self.agreed = Policy()
         self._state_of = state_of
@@ -146,23 +146,29 @@ class Comparison:
                 received = operations.broadcast(weight.contiguous(), root, name, process_set)
                 weight.copy_(received)
             elif at >= 0:
-                parameter = self._states[at - len(self._states)].parameter
                 assert self._state_of is not None
-                state: Any = self._state_of(parameter)
-                received = broadcast_object(dict(state), root, process_set=process_set)
-                for key, value in received.items():
-                    old = state.get(key)
-                    if (
-                        _is_plain(old)
-                        and _is_plain(value)
-                        and old.shape == value.shape
-                        and old.dtype == value.dtype
-                    ):
-                        old.copy_(value)  # others may hold it
-                    else:
-                        state[key] = value
-                for key in set(state) - set(received):
-                    del state[key]
+                self._repair_state(
+                    self._state_of(), self._states[at - len(self._states)].parameter, root, process_set
+                )
+
+    def _repair_state(
+        self, held: MutableMapping[Any, Any], parameter: torch.Tensor, root: int, process_set: ProcessSet
+    ) -> None:
+        received = broadcast_object(held.get(parameter), root, process_set=process_set)
+        state = held.get(parameter)
+        if not (isinstance(received, Mapping) and isinstance(state, MutableMapping)):
+            held.pop(parameter, None)
+            if received is not None:
+                held[parameter] = received
+            return
+        for key, value in received.items():
+            old = state.get(key)
+            if _is_plain(old) and _is_plain(value) and old.shape == value.shape and old.dtype == value.dtype:
+                old.copy_(value)  # others may hold it
+            else:
+                state[key] = value
+        for key in set(state) - set(received):
+            del state[key]
 
     # --- hashes ---------------------------------------------------------------------------------------------------
 
@@ -171,18 +177,25 @@ class Comparison:
         tensors, counts = [_in_memory(state.parameter.detach(), True) for state in states], []
         names = []
         if self._state_of is not None:
+            held = self._state_of()
             for state in states:
-                held = self._state_of(state.parameter)
-                keys = sorted((k for k, v in held.items() if isinstance(k, str) and _is_plain(v)))
-                tensors += [_in_memory(held[key].detach(), False) for key in keys]
-                counts.append(len(keys))
-                names.append(zlib.crc32(repr([(k, tuple(held[k].shape)) for k in keys]).encode()))
+                found_here = _tensors_of(held.get(state.parameter))
+                tensors += [_in_memory(tensor.detach(), False) for _, tensor in found_here]
+                counts.append(len(found_here))
+                names.append(zlib.crc32(repr([(key, tuple(one.shape)) for key, one in found_here]).encode()))
         bits = comparison.hashes([t.data_ptr() for t in tensors], [t.nbytes for t in tensors])
         found, at = bits[: len(states)], len(states)
         for count, name in zip(counts, names, strict=True):
             found.append(comparison.joined([name, *bits[at : at + count]]))
             at += count
         return found
+
+
+def _tensors_of(held: Any) -> list[tuple[str, torch.Tensor]]:
+    """What can be compared of an optimizer's state of one parameter, which is a mapping almost always."""
+    named = held if isinstance(held, Mapping) else {"": held}
+    there = [key for key, value in named.items() if isinstance(key, str) and _is_plain(value)]
+    return [(key, named[key]) for key in sorted(there)]
 
 
 def _is_plain(value: Any) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -497,15 +497,17 @@ def _begun(wrapped: Any, shard_optimizer_state: bool | str, modules: Any) -> Any
 
 
 def _state_of(wrapped: Any) -> Any:
-    """What the optimizer, which the reducer must not keep alive, has of a parameter; None where ranks share it out."""
+    """Gives what the optimizer, which the reducer must not keep alive, has of its parameters; None where ranks share it
+    out."""
     if wrapped._sharding is not None:
         return None
     optimizer_of = weakref.ref(wrapped)
 
-    def state_of(parameter: torch.Tensor) -> Any:
-        optimizer = optimizer_of()
-        held = {} if optimizer is None else optimizer.__dict__["state"]
-        return held.get(parameter, {})
+    def state_of() -> Any:
+        held = getattr(
+            optimizer_of(), "state", None
+        )  # one around another optimizer has a property, or nothing
+        return held if isinstance(held, MutableMapping) else {}
 
     return state_of
 
