@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -198,7 +198,7 @@ def _tensors_of(held: Any) -> list[tuple[str, torch.Tensor]]:
     return [(key, named[key]) for key in sorted(there)]
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: Any) -> TypeGuard[torch.Tensor]:
     """A tensor whose memory can be read here."""
     return (
         isinstance(value, torch.Tensor)
