@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 import random
-from collections.abc import Iterator, Sequence, Sized
+import zlib
+from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from horoclone import comparison
+from horoclone.errors import Mismatch
 from horoclone.ops import Max
+from horoclone.runtime import native
 from horoclone.runtime.exported import rank, size
 from horoclone.torch.mpi_ops import allgather, allreduce, alltoall
 
@@ -24,7 +29,14 @@ _Node = tuple[int, int]
 _Tensors = list["torch.Tensor | None"]  # gradients, then buffers
 
 # What random numbers are for: parts of the key from which they follow.
-_STEP, _SAMPLES, _ORDER = 1, 2, 3
+_STEP, _SAMPLES, _ORDER, _COLLATING = 1, 2, 3, 4
+
+
+MODELS_DIFFER = (
+    "VirtualRanks: before step {step} the processes' models are not the same: other parameters or buffers, other "
+    "values, or others that are trained. Build the same model on every process, and give all the same values before "
+    "the first loop: hvd.broadcast_parameters(model.state_dict(), root_rank=0)"
+)
 
 
 class VirtualRanks:
@@ -50,11 +62,15 @@ class VirtualRanks:
     """
 
     def __init__(self, model: torch.nn.Module, size: int, seed: int = 0) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"VirtualRanks: model is a {type(model).__name__}; it must be a torch.nn.Module")
+        size, seed = operator.index(size), operator.index(seed)
         if size < 1:
             raise ValueError(f"VirtualRanks: size is {size}; it must be at least 1")
         if seed < 0:
             raise ValueError(f"VirtualRanks: seed is {seed}; it must be 0 or more")
         self.model, self.size, self.seed = model, size, seed
+        self._compared_in: Any = None  # the runtime in which the processes' models were compared
 
     @property
     def mine(self) -> range:
@@ -66,39 +82,47 @@ class VirtualRanks:
 
         step: the number of the training step, from which random numbers follow; the same on all processes. Each virtual
         rank finds no gradients, and buffers as the step found them. After a loop that was left early there are no
-        gradients. Parameters without a gradient on all virtual ranks have none afterwards. ValueError where size, seed
-        or step differ between processes, or a gradient is sparse.
+        gradients, and buffers are as the step found them. Parameters without a gradient on all virtual ranks have none
+        afterwards. ValueError where size, seed or step differ between processes, or a gradient is sparse; Mismatch
+        where the models do, which is looked at in the first loop; RuntimeError where nothing was computed in the loop.
         """
         parameters = [one for one in self.model.parameters() if one.requires_grad]
-        buffers = list(self.model.buffers())
-        before = [one.detach().clone() for one in buffers]
-        has_changed = [False] * len(buffers)
+        buffers = _Buffers(self.model)
+        check = self._check_of_model()
+        has_changed = [False] * len(buffers.tensors)
         sums: list[tuple[_Node, _Tensors]] = []
         _drop_gradients(parameters)
         try:
             for one in self.mine:
                 with _seeded(_STEP, self.seed, step, one):
                     yield one
-                found = [_copied(buffer, old) for buffer, old in zip(buffers, before, strict=True)]
+                found = buffers.taken()
                 has_changed = [has or new is not None for has, new in zip(has_changed, found, strict=True)]
                 gradients = [self._gradient(parameter) for parameter in parameters]
-                _add(
-                    sums,
-                    one,
-                    gradients
-                    + [old.clone() if new is None else new for new, old in zip(found, before, strict=True)],
-                )
+                changed = [
+                    _widened(old, copies=True) if new is None else _widened(new)
+                    for new, old in zip(found, buffers.before, strict=True)
+                ]
+                _add(sums, one, [*map(_widened, gradients), *changed])
                 _drop_gradients(parameters)
-        except GeneratorExit:
+        except BaseException:
             _drop_gradients(parameters)
+            buffers.restore()
             raise
         there = [
             any(tensors[i] is not None for _, tensors in sums) for i in range(len(parameters))
         ] + has_changed
-        means = self._means(sums, [*parameters, *buffers], there, step)
+        if size() > 1:
+            there = self._agreed(there, step, check)
+        if parameters and not any(there):
+            raise RuntimeError(
+                f"VirtualRanks: in step {step} no virtual rank has computed a gradient or changed a buffer. Call "
+                f"backward() within the loop over ranks({step}), and take its numbers one by one, not as a list"
+            )
+        means = self._means(sums, [*parameters, *buffers.tensors], there)
         for parameter, mean in zip(parameters, means, strict=False):
             parameter.grad = mean
-        for buffer, mean in zip(buffers, means[len(parameters) :], strict=True):
+        for buffer, mean in zip(buffers.tensors, means[len(parameters) :], strict=True):
             if mean is not None:
                 buffer.detach().copy_(mean)
 
@@ -114,16 +138,14 @@ class VirtualRanks:
         return found
 
     def _means(
-        self, sums: list[tuple[_Node, _Tensors]], models: Sequence[torch.Tensor], there: list[bool], step: int
+        self, sums: list[tuple[_Node, _Tensors]], models: Sequence[torch.Tensor], there: list[bool]
     ) -> _Tensors:
         """The mean over all virtual ranks of each tensor that is there on any process; the others are None."""
-        if size() > 1:
-            there = self._agreed(there, step)
         means: _Tensors = [None] * len(models)
         of_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for i, model in enumerate(models):
             if there[i]:
-                of_kind.setdefault((model.dtype, model.device), []).append(i)
+                of_kind.setdefault((_wide(model.dtype), model.device), []).append(i)
         for (dtype, device), kind in of_kind.items():
             parts = {
                 node: torch.cat([_or_zeros(tensors[i], models[i]).reshape(-1) for i in kind])
@@ -132,23 +154,39 @@ class VirtualRanks:
             lengths = [models[i].numel() for i in kind]
             flat = self._mean(parts, torch.empty(0, dtype=dtype, device=device), sum(lengths))
             for i, piece in zip(kind, flat.split(lengths), strict=True):
-                means[i] = piece.view(models[i].shape)
+                means[i] = piece.view(models[i].shape).to(models[i].dtype)
         return means
 
-    def _agreed(self, there: list[bool], step: int) -> list[bool]:
-        told = [self.size, self.seed, step]
-        agreed = allreduce(
-            torch.tensor([*there, *told, *(-one for one in told)], dtype=torch.int64),
+    def _check_of_model(self) -> int | None:
+        """Of the form and content of this process's model, in the first loop of a world."""
+        if size() == 1 or self._compared_in is native():
+            return None
+        named = [*self.model.named_parameters(), *self.model.named_buffers()]
+        form = [(name, tuple(one.shape), str(one.dtype), one.requires_grad) for name, one in named]
+        here = [one.detach() for _, one in named if one.device.type == "cpu" and one.layout is torch.strided]
+        flat = [one.resolve_conj().resolve_neg().contiguous() for one in here]
+        hashes = comparison.hashes([one.data_ptr() for one in flat], [one.nbytes for one in flat])
+        return comparison.joined([zlib.crc32(repr(form).encode()), *hashes])
+
+    def _agreed(self, there: list[bool], step: int, check: int | None) -> list[bool]:
+        told = [self.size, self.seed, step, len(there)]
+        checks = [-1, -(1 << 40)] if check is None else [check, -check]
+        limits = allreduce(
+            torch.tensor([*told, *(-one for one in told), *checks], dtype=torch.int64),
             op=Max,
-            name="virtual_ranks.there",
+            name="virtual_ranks.limits",
         ).tolist()
-        most, least = agreed[-6:-3], [-one for one in agreed[-3:]]
+        most, least = limits[:3], [-one for one in limits[4:7]]
         if most != least:
             raise ValueError(
-                f"VirtualRanks: size, seed and step differ between processes: {told} on rank {rank()}, "
+                f"VirtualRanks: size, seed and step differ between processes: {told[:3]} on rank {rank()}, "
                 f"from {least} to {most} on all"
             )
-        return [bool(one) for one in agreed[:-6]]
+        if limits[3] != -limits[7] or limits[8] > -limits[9]:
+            raise Mismatch(MODELS_DIFFER.format(step=step))
+        self._compared_in = native()
+        agreed = allreduce(torch.tensor(there, dtype=torch.uint8), op=Max, name="virtual_ranks.there")
+        return [bool(one) for one in agreed.tolist()]
 
     def _mean(self, parts: dict[_Node, torch.Tensor], empty: torch.Tensor, length: int) -> torch.Tensor:
         """parts: this process's nodes of the tree, each `length` elements. Each process adds up one slice of them.
@@ -192,7 +230,10 @@ class VirtualLoader:
         self._virtual, self._batch_size, self._shuffle, self._options = virtual, batch_size, shuffle, options
         self._dataset = _SeededDataset(dataset, virtual.seed)
         self._samples = len(dataset)
-        self._next: tuple[int, int] | None = None
+        collate = options.get("collate_fn")
+        if collate is not None:
+            self._options = {**options, "collate_fn": _SeededCollating(collate, virtual.seed)}
+        self._next: tuple[int, int, range] | None = None  # step, rank, and the share of which that is planned
         self._batches: Iterator[Any] = iter(())
         if not len(self):
             raise ValueError(
@@ -207,16 +248,22 @@ class VirtualLoader:
         """Returns the batch of a virtual rank in a step, which is counted over epochs.
 
         Quick in the order of VirtualRanks.ranks(): batches are loaded ahead. Any other order begins loading anew.
+        ValueError for what is no virtual rank or step.
         """
-        if (step, rank) != self._next:
+        if not 0 <= rank < self._virtual.size or step < 0:
+            raise ValueError(
+                f"VirtualLoader: there is no virtual rank {rank} of {self._virtual.size}, or no step {step}; "
+                "it is batch(rank, step)"
+            )
+        mine = self._virtual.mine
+        if (step, rank, mine) != self._next:
             plan: Any = self._plan(rank, step)  # more than lists of indices, as the data set's type says
             # A generator of its own: a new iterator draws a number, which must not come out of the model's.
             loader = DataLoader(
                 self._dataset, batch_sampler=plan, generator=torch.Generator(), **self._options
             )
             self._batches = iter(loader)
-        mine = self._virtual.mine
-        self._next = (step, rank + 1) if rank + 1 in mine else (step + 1, mine.start)
+        self._next = (step, rank + 1, mine) if rank + 1 in mine else (step + 1, mine.start, mine)
         return next(self._batches)
 
     def _plan(self, rank: int, step: int) -> Iterator[_Batch]:
@@ -255,8 +302,27 @@ class _SeededDataset(torch.utils.data.Dataset[Any]):
     def __getitems__(self, batch: _Batch) -> list[Any]:
         with _seeded(_SAMPLES, self.seed, batch.step, batch.rank):
             if hasattr(self.dataset, "__getitems__"):
-                return list(self.dataset.__getitems__(batch.indices))
-            return [self.dataset[index] for index in batch.indices]
+                return _Samples(batch, self.dataset.__getitems__(batch.indices))
+            return _Samples(batch, [self.dataset[index] for index in batch.indices])
+
+
+class _Samples(list[Any]):
+    """Of a batch."""
+
+    def __init__(self, batch: _Batch, samples: Sequence[Any]) -> None:
+        super().__init__(samples)
+        self.batch = batch
+
+
+class _SeededCollating:
+    """Draws numbers of its own, too (MixUp, random crops of a whole batch)."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], seed: int) -> None:
+        self.collate, self.seed = collate, seed
+
+    def __call__(self, samples: _Samples) -> Any:
+        with _seeded(_COLLATING, self.seed, samples.batch.step, samples.batch.rank):
+            return self.collate(samples)
 
 
 # ---- the tree
@@ -330,17 +396,81 @@ def _drop_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
         one.grad = None
 
 
-def _copied(buffer: torch.Tensor, old: torch.Tensor) -> torch.Tensor | None:
-    """A copy if it has changed, and the buffer is as it was; None: it has not. Equal NaNs are no change."""
-    if bool(((buffer == old) | ((buffer != buffer) & (old != old))).all()):
-        return None
-    copy = buffer.detach().clone()
-    buffer.detach().copy_(old)
-    return copy
+class _Buffers:
+    """A model's buffers as a step finds them, and where they are held: a forward may put another tensor there."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
+        self.tensors: list[torch.Tensor] = []
+        self._model, self._names = model, list[str]()
+        for prefix, module in model.named_modules():
+            for name, one in module._buffers.items():
+                if one is not None:
+                    if id(one) not in places:
+                        self.tensors.append(one)
+                        self._names.append(f"{prefix}.{name}" if prefix else name)
+                    places.setdefault(id(one), []).append((module, name))
+        self._places = [places[id(one)] for one in self.tensors]
+        self.before = [one.detach().clone() for one in self.tensors]
+
+    def taken(self) -> _Tensors:
+        """Copies of those that have changed, None for the others; afterwards all are as they were. ValueError for
+        buffers that are new, or have become another kind of tensor."""
+        found: _Tensors = []
+        for name, tensor, before, places in zip(
+            self._names, self.tensors, self.before, self._places, strict=True
+        ):
+            now = [module._buffers.get(place) for module, place in places]
+            other = next((one for one in now if one is not tensor), tensor)
+            if other is None or other.shape != before.shape or other.dtype != before.dtype:
+                is_now = None if other is None else (list(other.shape), other.dtype)
+                raise ValueError(
+                    f"VirtualRanks: in the loop the buffer {name} has become {is_now}, and was "
+                    f"{(list(before.shape), before.dtype)}: there is no mean of that"
+                )
+            found.append(None if _are_same(other, before) else other.detach().clone())
+        own = {id(one) for one in self.tensors}
+        held = [place for places in self._places for place in places]
+        for prefix, module in self._model.named_modules():
+            for name, one in module._buffers.items():
+                if (
+                    one is not None
+                    and id(one) not in own
+                    and not any(m is module and n == name for m, n in held)
+                ):
+                    raise ValueError(
+                        f"VirtualRanks: the buffer {name} of {prefix or 'the model'} was made in the loop, so that not "
+                        "all processes need have it: run the model once before the first loop"
+                    )
+        self.restore()
+        return found
+
+    def restore(self) -> None:
+        """All are as they were before the step."""
+        for tensor, before, places in zip(self.tensors, self.before, self._places, strict=True):
+            for module, name in places:
+                module._buffers[name] = tensor
+            tensor.detach().copy_(before)
+
+
+def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal NaNs are the same."""
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """In which sums cannot overflow where the mean does not."""
+    if dtype.is_floating_point:
+        return torch.float32 if dtype.itemsize < 4 else dtype
+    return dtype if dtype.is_complex or dtype is torch.bool else torch.int64
+
+
+def _widened(found: torch.Tensor | None, copies: bool = False) -> torch.Tensor | None:
+    return None if found is None else found.detach().to(_wide(found.dtype), copy=copies)
 
 
 def _or_zeros(found: torch.Tensor | None, model: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(model) if found is None else found
+    return torch.zeros_like(model, dtype=_wide(model.dtype)) if found is None else found
 
 
 def _seed(*key: int) -> int:

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ import torch
 from world import Worlds, ranks
 
 import horoclone.torch as hvd
+from horoclone.errors import Mismatch
+from horoclone.torch import virtual_ranks
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "torch_virtual_ranks.py"
 
@@ -197,6 +200,146 @@ def test_what_is_wrong_is_an_error_on_all_and_they_go_on() -> None:
     for _ in virtual.ranks(1):
         model(torch.ones(2, 4)).sum().backward()
     assert number(model.last.bias.grad) == 2
+
+
+class Held(torch.nn.Module):
+    """Puts new tensors in the place of a buffer, and has two that are narrow."""
+
+    mean: torch.Tensor
+    count: torch.Tensor
+    narrow: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(4, 2)
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("count", torch.tensor([200], dtype=torch.uint8))
+        self.register_buffer("narrow", torch.tensor([30000.0], dtype=torch.float16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.layer(x)
+        self.mean = 0.9 * self.mean + 0.1 * found.detach().mean(0)
+        self.count += 1
+        self.narrow += 32
+        return found - self.mean
+
+
+def held() -> tuple[str, list[float]]:
+    model = Held()
+    buffer = model.mean
+    virtual = hvd.VirtualRanks(model, size=8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        for _ in virtual.ranks(step):
+            model(torch.randn(3, 4)).square().mean().backward()
+        optimizer.step()
+    assert model.mean is buffer
+    return digest(model), [model.count.item(), model.narrow.item()]
+
+
+def test_buffers_that_are_replaced_or_narrow_are_means_at_any_number_of_processes(worlds: Worlds) -> None:
+    found = {outcome for n in (1, 2, 3) for outcome in map(repr, worlds.run(n, held))}
+    assert len(found) == 1, found
+    assert "[203, 30096.0]" in found.pop()
+
+
+@ranks(1, 2)
+def test_a_loop_that_is_left_or_fails_leaves_nothing() -> None:
+    model = model_of()
+    virtual = hvd.VirtualRanks(model, size=4)
+
+    def found() -> tuple[str, bool, int]:
+        drawn = torch.random.get_rng_state().sum().item()
+        return digest(model), any(one.grad is not None for one in model.parameters()), int(drawn)
+
+    before = found()
+    for _ in virtual.ranks(0):
+        model(torch.randn(3, 4)).sum().backward()
+        break
+    assert found() == before
+    with pytest.raises(OSError, match="no data"):
+        for _ in virtual.ranks(0):
+            model(torch.randn(3, 4)).sum().backward()
+            raise OSError("no data")
+    assert found() == before
+    table = torch.nn.Embedding(5, 2, sparse=True)
+    with pytest.raises(ValueError, match="weight is sparse"):
+        for _ in hvd.VirtualRanks(table, size=4).ranks(0):
+            table(torch.tensor([1])).sum().backward()
+    assert table.weight.grad is None
+
+
+@ranks(1, 2)
+def test_what_would_not_be_the_mean_is_an_error() -> None:
+    model = model_of()
+    virtual = hvd.VirtualRanks(model, size=4)
+    data = virtual.loader(Noisy(), batch_size=2)
+    with pytest.raises(RuntimeError, match="in step 0 no virtual rank .* one by one, not as a list"):
+        for _ in list(virtual.ranks(0)):
+            model(torch.randn(3, 4)).sum().backward()
+    for rank, step in ((4, 0), (-1, 0), (0, -1)):
+        with pytest.raises(ValueError, match=r"no virtual rank .* batch\(rank, step\)"):
+            data.batch(rank, step)
+    with pytest.raises(ValueError, match=r"the buffer mask has become \(\[2\], "):
+        for _ in virtual.ranks(0):
+            model.mask = torch.zeros(2)
+    with pytest.raises(ValueError, match="the buffer late of the model was made in the loop"):
+        for _ in virtual.ranks(0):
+            model.register_buffer("late", torch.zeros(2))
+    del model._buffers["late"]
+    wrong: Any = [model]
+    with pytest.raises(TypeError, match="it must be a torch.nn.Module"):
+        hvd.VirtualRanks(wrong, size=2)
+    for _ in virtual.ranks(0):
+        model(torch.randn(3, 4)).sum().backward()
+    assert gradient(model.last.weight).abs().sum() > 0
+
+
+@ranks(2, 3)
+def test_models_that_differ_are_told_before_the_first_step() -> None:
+    model = torch.nn.Linear(4, 2)
+    with torch.no_grad():
+        model.weight.fill_(hvd.rank())
+    virtual = hvd.VirtualRanks(model, size=4)
+    for _ in range(2):
+        with pytest.raises(Mismatch, match=r"before step 0 .* not the same.* hvd\.broadcast_parameters"):
+            for _ in virtual.ranks(0):
+                model(torch.ones(3, 4)).sum().backward()
+        assert model.weight.grad is None
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    for _ in virtual.ranks(0):
+        model(torch.ones(3, 4)).sum().backward()
+    assert gradient(model.weight).tolist() == [[3.0] * 4] * 2
+
+
+def mixed_up(samples: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(samples) * (torch.rand(()) + float(np.random.rand()) + random.random())
+
+
+@ranks(1)
+def test_a_batch_that_is_mixed_as_it_is_put_together_does_not_depend_on_workers_or_processes() -> None:
+    virtual = hvd.VirtualRanks(model_of(), size=4)
+    found = []
+    for workers, processes in ((0, 1), (2, 1), (1, 2), (2, 4)):
+        with mock.patch.multiple(virtual_ranks, size=lambda n=processes: n):
+            data = virtual.loader(Noisy(), batch_size=2, num_workers=workers, collate_fn=mixed_up)
+            found.append([data.batch(0, step) for step in range(3)])
+    assert all(torch.equal(a, b) for one in found[1:] for a, b in zip(one, found[0], strict=True))
+
+
+@ranks(1)
+def test_a_loader_gives_the_right_batches_after_the_share_has_changed() -> None:
+    virtual = hvd.VirtualRanks(model_of(), size=4)
+    fresh = virtual.loader(Noisy(), batch_size=2)
+    for before, after in ((1, 2), (2, 1), (1, 4)):
+        data = virtual.loader(Noisy(), batch_size=2)
+        for processes, steps in ((before, range(2)), (after, range(2, 5))):
+            with mock.patch.multiple(virtual_ranks, size=lambda n=processes: n):
+                for step in steps:
+                    for rank in virtual.mine:
+                        assert torch.equal(data.batch(rank, step), fresh.batch(rank, step)), (rank, step)
+                        fresh._next = None
 
 
 @ranks(1, 2)
