@@ -162,7 +162,7 @@ class Comparison:
                 held[parameter] = received
             return
         for key, value in received.items():
-            old = state.get(key)
+            old: Any = state.get(key)
             if _is_plain(old) and _is_plain(value) and old.shape == value.shape and old.dtype == value.dtype:
                 old.copy_(value)  # others may hold it
             else:
