@@ -379,3 +379,26 @@ def test_state_that_one_rank_alone_has_is_repaired_on_the_others() -> None:
                 _step(model, optimizer)
                 assert len(lines) == (hvd.rank() == 0)
             assert _everywhere_alike(model, optimizer)
+
+
+@ranks(2)
+def test_ranks_that_come_back_from_join_are_told_to_take_the_last_ones_weights() -> None:
+    with _told("warn") as lines:
+        model = _model()
+        optimizer = _optimizer(model)
+        for _ in range(2):
+            for _ in range(3 + hvd.rank()):
+                _step(model, optimizer)
+            last = hvd.join()
+        assert last == 1
+        said = [
+            line for line in lines if "hvd.broadcast_parameters(model.state_dict(), root_rank=last)" in line
+        ]
+        assert len(said) == len(lines) == (hvd.rank() == 0)
+        for _ in range(2):
+            hvd.broadcast_parameters(model.state_dict(), last)
+            hvd.broadcast_optimizer_state(optimizer, last)
+            for _ in range(3 + hvd.rank()):
+                _step(model, optimizer)
+            last = hvd.join()
+        assert len(lines) == (hvd.rank() == 0)

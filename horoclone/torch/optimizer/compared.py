@@ -20,11 +20,17 @@ from horoclone.objects import broadcast_object
 from horoclone.ops import Sum
 from horoclone.process_sets import ProcessSet
 from horoclone.torch import operations
+from horoclone.torch.operations.barriers import joins
 from horoclone.torch.optimizer.buckets import Bucket, GradState, flat_of, is_dense
 
 FORGOTTEN = (
     " Give all ranks the same before the first step: hvd.broadcast_parameters(model.state_dict(), root_rank=0) and "
     "hvd.broadcast_optimizer_state(optimizer, root_rank=0)."
+)
+JOINED = (
+    " Ranks that had joined made no steps meanwhile: give them the weights of the last one that trained, after every "
+    "join. last = hvd.join(); hvd.broadcast_parameters(model.state_dict(), root_rank=last); "
+    "hvd.broadcast_optimizer_state(optimizer, root_rank=last)."
 )
 DRIFTED = (
     " A change of weights, gradients or state that is not the same on all ranks does so (a norm over other threads, "
@@ -46,7 +52,8 @@ class Comparison:
         self._steps = 0  # that were made
         self._fresh: list[tuple[str, int]] = []  # buckets reduced since the last check, and their hashes
         self._reduced: list[tuple[str, int]] = []  # those of the last check
-        self._is_first, self._when = False, ""
+        self._when, self._why = "", DRIFTED
+        self._joins = joins()  # that there had been when the ranks agreed
 
     # --- the first step -------------------------------------------------------------------------------------------
 
@@ -60,8 +67,12 @@ class Comparison:
         """What they have agreed on."""
         self.agreed = agreed
         if agreed.action != OFF and not alike:
-            self._differs, self._is_first = True, not self._steps
-            self._when = "before the first step" if self._is_first else f"after step {self._steps}"
+            self._differs = True
+            self._when = f"after step {self._steps}" if self._steps else "before the first step"
+            self._why = DRIFTED if self._steps else FORGOTTEN
+            if self._joins != joins():
+                self._why = JOINED
+        self._joins = joins()
 
     def begin(self, states: Sequence[GradState]) -> None:
         """The order of states and the layout of buckets are new."""
@@ -86,7 +97,7 @@ class Comparison:
             if comparison.differ(places.tolist()):
                 last = self._steps - self._rotation.every * len(self._rotation.shares)
                 since = f"after step {last}" if last > 0 else "before the first one"
-                self._differs, self._is_first = True, False
+                self._differs, self._why = True, DRIFTED
                 self._when = f"after step {self._steps}, and not yet {since},"
             places.zero_()
 
@@ -123,7 +134,7 @@ class Comparison:
             comparison.tell(action, text, is_first)
             return
         text = comparison.described(found, labels, ranks, self._when)
-        text += FORGOTTEN if self._is_first else DRIFTED
+        text += self._why
         if action == REPAIR:
             self._repair(found, len(self._reduced), ranks, process_set)
             text += (
