@@ -20,6 +20,7 @@ from horoclone.ops import Max
 from horoclone.runtime import native
 from horoclone.runtime.exported import rank, size
 from horoclone.torch.mpi_ops import allgather, allreduce, alltoall
+from horoclone.torch.optimizer.wrapping import is_wrapped_for
 
 __all__ = ["VirtualLoader", "VirtualRanks"]
 
@@ -83,10 +84,16 @@ class VirtualRanks:
         step: the number of the training step, from which random numbers follow; the same on all processes. Each virtual
         rank finds no gradients, and buffers as the step found them. After a loop that was left early there are no
         gradients, and buffers are as the step found them. Parameters without a gradient on all virtual ranks have none
-        afterwards. ValueError where size, seed or step differ between processes, or a gradient is sparse; Mismatch
-        where the models do, which is looked at in the first loop; RuntimeError where nothing was computed in the loop.
+        afterwards. ValueError where size, seed or step differ between processes, a gradient is sparse, or a
+        DistributedOptimizer has parameters of the model; Mismatch where the models differ, which is looked at in the
+        first loop; RuntimeError where nothing was computed in the loop.
         """
         parameters = [one for one in self.model.parameters() if one.requires_grad]
+        if is_wrapped_for(parameters):
+            raise ValueError(
+                "VirtualRanks: an hvd.DistributedOptimizer has parameters of this model and would reduce their "
+                "gradients as well: use torch's own optimizer, and drop the other one"
+            )
         buffers = _Buffers(self.model)
         check = self._check_of_model()
         has_changed = [False] * len(buffers.tensors)

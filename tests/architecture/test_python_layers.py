@@ -103,7 +103,7 @@ torch.optimizer: arguments arrays comparison errors gradient_names objects ops p
     torch.compressor torch.functions torch.operations weights
 torch.sync_batch_norm: errors ops process_sets torch.operations
 torch.torchft: torch.c10d
-torch.virtual_ranks: ops runtime runtime.exported torch.mpi_ops
+torch.virtual_ranks: comparison errors ops runtime runtime.exported torch.mpi_ops torch.optimizer
 tracking: runtime
 weights: arguments errors ops
 connection_limits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import random
@@ -288,6 +289,11 @@ def test_what_would_not_be_the_mean_is_an_error() -> None:
         for _ in virtual.ranks(0):
             model.register_buffer("late", torch.zeros(2))
     del model._buffers["late"]
+    twice = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    with pytest.raises(ValueError, match="DistributedOptimizer has parameters of this model"):
+        next(virtual.ranks(0))
+    del twice
+    gc.collect()
     wrong: Any = [model]
     with pytest.raises(TypeError, match="it must be a torch.nn.Module"):
         hvd.VirtualRanks(wrong, size=2)

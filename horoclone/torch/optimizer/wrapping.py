@@ -7,6 +7,7 @@ scripts import that): by its module libraries see that an optimizer is wrapped a
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -137,7 +138,21 @@ def wrap(
     everybody, members = options["process_set"] is global_process_set, options["process_set"].ranks or ()
     wrapped._turn = Turn((tuple(sorted(own)), None if everybody else tuple(members)))
     wrapped._turn.announce()
+    _wrapped[id(wrapped)] = wrapped
     return wrapped
+
+
+_wrapped: weakref.WeakValueDictionary[int, Any] = (
+    weakref.WeakValueDictionary()
+)  # by id(): a class may define ==
+
+
+def is_wrapped_for(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether some optimizer that wrap() has made has one of these parameters."""
+    optimizers = list(_wrapped.values())
+    here = {id(one) for one in parameters} if optimizers else set()
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return any(id(one) in here for group in groups for one in group["params"])
 
 
 def parameters_of(things: Any) -> list[torch.Tensor]:
