@@ -106,7 +106,7 @@ constexpr SettingRow kRows[] = {
      "Agreement over several machines goes through a tree of their first ranks, of which each has at most this many "
      "others below it; 0: every rank talks to rank 0 itself."},
     {&Config::keepalive_s, "KEEPALIVE_S", "GLOO_TIMEOUT_SECONDS", seconds(1, 32767),
-     "Silence after which TCP probes a connection and gives it up as dead."},
+     "Silence after which TCP probes a connection and gives it up as dead; a lost one is tried again for so long."},
     // deadlines
     {&Config::init_timeout_s, "START_TIMEOUT", "START_TIMEOUT", seconds(0.001, 1e7),
      "init fails when ranks are still missing after this time."},

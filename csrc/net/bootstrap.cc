@@ -116,16 +116,14 @@ Bootstrap::Bootstrap(const BootstrapInput& input)
     if (in_.shares[peer]) {
       target.unix_name = other.unix_name;
     } else {
-      for (const Address& a : other.addresses) {  // another host's loopback would be our own
-        if (!a.is_loopback() || own.identity.same_network(other.identity)) target.addresses.push_back(a);
-      }
+      target.addresses = dialable(own.identity, other);
     }
     const auto purposes =
         in_.shares[peer] ? std::vector{Purpose::kLocal} : std::vector{Purpose::kControl, Purpose::kData};
     for (Purpose purpose : purposes) {
       ExpectedLink link(peer, purpose);
       const Claim claim{rank_, peer, members_.generation, purpose};
-      if (peer < rank_) link.dialer = std::make_unique<Dialer>(&credentials_, claim, target);
+      if (peer < rank_) link.dialer = std::make_unique<Dialer>(&credentials_, claim, target, Dialer::Pace{});
       expected_.push_back(std::move(link));
     }
   }

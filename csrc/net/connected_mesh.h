@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "net/bootstrap.h"
+#include "net/links.h"
 #include "net/mesh.h"
 #include "net/mpi_channel.h"
 #include "net/own_doorbell.h"
@@ -58,6 +59,7 @@ class ConnectedMesh final : public Mesh {
   bool has_mpi() const override { return mpi_ != nullptr && !tcp_peers_.empty(); }
   Status use_mpi(bool on) override;
   bool moves_silently() const override;
+  int silent_look_us() override;
 
   Status poll(int timeout_ms, bool* moved, std::vector<Loss>* losses) override;
   bool progress_shared() override;
@@ -74,6 +76,7 @@ class ConnectedMesh final : public Mesh {
   void after_fork_child() override;
 
  private:
+  static constexpr uint64_t kLinksToken = ~uint64_t{0};  // in the epoll set; 0 is the doorbell, r + 1 rank r
   struct Peer {
     std::unique_ptr<FramedChannel> channel;
     TcpChannel* tcp = nullptr;        // the same one, when it is of that kind,
@@ -94,7 +97,10 @@ class ConnectedMesh final : public Mesh {
   void find_who_shares(const std::vector<Endpoint>& endpoints);
   Status prepare_rings();
   Status make_channels(const std::vector<Endpoint>& endpoints, std::vector<PeerLinks> links, uint64_t generation);
+  Status keep_links(const MeshMembers& members, const std::vector<Endpoint>& endpoints,
+                    const std::vector<std::string>& reached_at);
   Status make_shared_channel(int rank, PeerLinks links);
+  bool moves_through_mpi() const;
   void open_arena();
   Status watch(int fd, uint64_t token);
   void unwatch(Fd* fd);
@@ -119,6 +125,7 @@ class ConnectedMesh final : public Mesh {
   std::vector<int> node_{0}, local_{0};
   std::vector<Locality> locality_{1};
   std::vector<bool> shares_{false};  // by rank: it maps the arenas of its node, and the others map its own
+  std::unique_ptr<Links> links_;     // null where every peer shares memory; outlives the channels
   std::vector<Peer> peers_;
   RingNews shared_peers_;
   std::vector<int> tcp_peers_;

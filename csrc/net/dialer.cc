@@ -1,16 +1,13 @@
 #include "net/dialer.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 
 namespace hc {
 namespace {
 
-constexpr double kStaggerS = 0.05;  // between two addresses of one round
-constexpr double kRoundS = 0.1;     // before the first address is tried again; grows with the rounds
-constexpr double kMaxRoundS = 1.0;
-constexpr double kConnectS = 3.0;  // an address that swallows packets
-constexpr int kMaxRefusals = 3;    // so many in a row at every address that answered: it will not change
+constexpr int kMaxRefusals = 3;  // so many in a row at every address that answered: it will not change
 
 TimePoint later(TimePoint now, double s) {
   return now + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(s));
@@ -18,12 +15,14 @@ TimePoint later(TimePoint now, double s) {
 
 }  // namespace
 
-Dialer::Dialer(const Credentials* credentials, const Claim& claim, Target target)
+Dialer::Dialer(const Credentials* credentials, const Claim& claim, Target target, Pace pace)
     : credentials_(credentials),
       claim_(claim),
       target_(std::move(target)),
+      pace_(pace),
       last_error_(places()),
-      refusals_(places(), 0) {}
+      refusals_(places(), 0),
+      refused_(places(), false) {}
 
 std::string Dialer::name_of_place(size_t place) const {
   return target_.unix_name.empty() ? target_.addresses[place].text() : "its unix socket";
@@ -31,6 +30,16 @@ std::string Dialer::name_of_place(size_t place) const {
 
 bool Dialer::busy(size_t place) const {
   return std::any_of(attempts_.begin(), attempts_.end(), [&](const Attempt& a) { return a.place == place; });
+}
+
+bool Dialer::is_talking() const {
+  return std::any_of(attempts_.begin(), attempts_.end(), [](const Attempt& a) { return !a.connecting; });
+}
+
+bool Dialer::proved_within(double s, TimePoint now) const {
+  return std::any_of(attempts_.begin(), attempts_.end(), [&](const Attempt& a) {
+    return a.handshake && a.handshake->proof_sent() && seconds_between(a.proved, now) < s;
+  });
 }
 
 std::string Dialer::tried() const {
@@ -54,19 +63,23 @@ void Dialer::start(size_t place, TimePoint now) {
   const bool local = !target_.unix_name.empty();
   auto fd = local ? connect_unix(target_.unix_name) : start_connect(target_.addresses[place], target_.tuning);
   if (!fd.is_ok()) {
-    note(place, fd.status(), local && fd.status().code() == Code::kPeerLost);
+    refused_[place] = fd.status().code() == Code::kPeerLost;
+    note(place, fd.status(), local && refused_[place]);
     return;
   }
-  attempts_.push_back({fd.take(), place, now, !local, {}});
+  attempts_.push_back({fd.take(), place, now, !local, {}, {}});
 }
 
 void Dialer::start_next(TimePoint now) {
   if (now < next_start_ || places() == 0) return;
-  if (!busy(next_place_)) start(next_place_, now);
-  double pause = kStaggerS;
+  const bool waits = std::any_of(attempts_.begin(), attempts_.end(), [&](const Attempt& a) {
+    return a.place == next_place_ && (!a.connecting || seconds_between(a.since, now) < pace_.retry_s);
+  });
+  if (!waits) start(next_place_, now);
+  double pause = pace_.stagger_s;
   if (++next_place_ == places()) {
     next_place_ = 0;
-    pause = std::min(kMaxRoundS, kRoundS * ++rounds_);
+    pause = std::min(pace_.max_round_s, pace_.round_s * ++rounds_);
   }
   next_start_ = later(now, pause);
 }
@@ -76,11 +89,13 @@ bool Dialer::step_attempt(Attempt& attempt, TimePoint now) {
   if (attempt.connecting) {
     pollfd one{attempt.fd.get(), POLLOUT, 0};
     if (::poll(&one, 1, 0) <= 0) {
-      if (seconds_between(attempt.since, now) < kConnectS) return true;
+      if (seconds_between(attempt.since, now) < pace_.connect_s) return true;
       note(attempt.place, error(Code::kTimeout, "no answer to the connection request"), false);
       return false;
     }
-    if (int number = take_socket_error(attempt.fd.get()); number != 0) {
+    const int number = take_socket_error(attempt.fd.get());
+    refused_[attempt.place] = number == ECONNREFUSED;
+    if (number != 0) {
       note(attempt.place, error(Code::kPeerLost, std::strerror(number)), false);
       return false;
     }
@@ -89,7 +104,9 @@ bool Dialer::step_attempt(Attempt& attempt, TimePoint now) {
   if (!attempt.handshake) attempt.handshake = Handshake::connect(credentials_, claim_);
   switch (attempt.handshake->step(attempt.fd.get())) {
     case Handshake::State::kPending:
-      return true;
+      if (seconds_between(attempt.since, now) < pace_.handshake_s) return true;
+      note(attempt.place, error(Code::kTimeout, "no answer to the handshake"), false);
+      return false;
     case Handshake::State::kFailed:
       note(attempt.place, attempt.handshake->status(), attempt.handshake->refused());
       return false;
@@ -101,13 +118,15 @@ bool Dialer::step_attempt(Attempt& attempt, TimePoint now) {
   return false;
 }
 
-void Dialer::choose_prover() {
+void Dialer::choose_prover(TimePoint now) {
   for (const Attempt& a : attempts_) {
     if (a.handshake && a.handshake->proof_sent()) return;
   }
   for (Attempt& a : attempts_) {
     if (!a.handshake || !a.handshake->ready_to_prove()) continue;
     a.handshake->allow_proof();
+    a.proved = now;
+    has_proved_ = true;
     a.handshake->step(a.fd.get());
     return;
   }
@@ -121,7 +140,7 @@ Status Dialer::step(TimePoint now) {
     attempts_.clear();
     return Status::ok();
   }
-  choose_prover();
+  choose_prover(now);
   // Somebody refuses us again and again and nobody else answers: waiting for the deadline would change nothing.
   bool hopeless = false;
   for (size_t i = 0; i < places(); ++i) {

@@ -23,7 +23,15 @@ class Dialer {
     std::vector<Address> addresses;  // else these
     TcpTuning tuning;
   };
-  Dialer(const Credentials* credentials, const Claim& claim, Target target);
+  struct Pace {
+    double stagger_s = 0.05;   // between two addresses of one round
+    double round_s = 0.1;      // before the first address is tried again; grows with the rounds,
+    double max_round_s = 1.0;  // up to this
+    double connect_s = 3.0;    // an address that swallows packets
+    double retry_s = 3.0;      // then it is asked again beside that, as its host may be there by now
+    double handshake_s = 1e9;  // for a connection to become a rank's
+  };
+  Dialer(const Credentials* credentials, const Claim& claim, Target target, Pace pace);
 
   // Starts attempts that are due and advances the others. An error is final: no rank will answer there.
   Status step(TimePoint now);
@@ -32,6 +40,14 @@ class Dialer {
   bool done() const { return static_cast<bool>(connected_); }
   Fd take() { return std::move(connected_); }
   const std::string& address() const { return address_; }
+  // Some connection is on its way to become one.
+  bool is_talking() const;
+  // One of them has sent its proof within the last `s`: the other side may have chosen it.
+  bool proved_within(double s, TimePoint now) const;
+  // Some proof was sent, of whatever attempt.
+  bool has_proved() const { return has_proved_; }
+  // Nobody listens at this address any more.
+  bool is_refused(size_t place) const { return refused_[place]; }
   // "10.0.0.2:4123: Connection refused, 192.168.0.2:4123: no answer yet"
   std::string tried() const;
 
@@ -42,6 +58,7 @@ class Dialer {
     TimePoint since;
     bool connecting;
     std::optional<Handshake> handshake;
+    TimePoint proved{};
   };
   size_t places() const { return target_.unix_name.empty() ? target_.addresses.size() : 1; }
   std::string name_of_place(size_t place) const;
@@ -50,17 +67,20 @@ class Dialer {
   void start(size_t place, TimePoint now);
   bool step_attempt(Attempt& attempt, TimePoint now);
   void note(size_t place, const Status& why, bool refused);
-  void choose_prover();
+  void choose_prover(TimePoint now);
 
   const Credentials* credentials_;
   const Claim claim_;
   const Target target_;
+  const Pace pace_;
   std::vector<Attempt> attempts_;
   std::vector<std::string> last_error_;  // by place
   std::vector<int> refusals_;            // by place, in a row
+  std::vector<bool> refused_;            // by place: by its kernel, at the last attempt
   size_t next_place_ = 0;
   int rounds_ = 0;
   TimePoint next_start_{};
+  bool has_proved_ = false;
   Fd connected_;
   std::string address_;
 };

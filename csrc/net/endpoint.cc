@@ -34,6 +34,13 @@ HostIdentity HostIdentity::of_this_process(const std::string& label) {
   return self;
 }
 
+std::vector<Address> dialable(const HostIdentity& own, const Endpoint& other) {
+  std::vector<Address> all;
+  for (const Address& a : other.addresses)
+    if (!a.is_loopback() || own.same_network(other.identity)) all.push_back(a);
+  return all;
+}
+
 std::string Endpoint::encode() const {
   Writer out;
   out.put(kEndpointMagic);

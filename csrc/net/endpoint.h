@@ -47,5 +47,7 @@ struct Endpoint {
 };
 
 std::string this_host_name();
+// Where `own` may reach `other`: another host's loopback would be its own.
+std::vector<Address> dialable(const HostIdentity& own, const Endpoint& other);
 
 }  // namespace hc

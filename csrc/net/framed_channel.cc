@@ -7,9 +7,17 @@ namespace hc {
 namespace {
 
 constexpr size_t kControlOutBytes = 16u << 10;  // more memory than this is given back once it is empty
-constexpr size_t kPassBytes = 8u << 20;  // one progress() reads about this much, so that every channel gets its turn
-constexpr size_t kSendBatch = 8;         // transfers in one write
-constexpr double kLonelyEndS = 1.0;      // the data line ended and the control line did not: then it is a loss
+constexpr size_t kPassBytes = 8u << 20;    // one progress() reads about this much, so that every channel gets its turn
+constexpr size_t kSendBatch = 8;           // transfers in one write
+constexpr double kLonelyEndS = 1.0;        // the data line ended and the control line did not: then it is a loss
+constexpr size_t kSmallBytes = 32u << 10;  // a transfer that is copied at once rather than waited for
+constexpr size_t kCopiedBytes = 128u << 10;    // of small transfers, at one time
+constexpr size_t kLastBytes = 256u << 10;      // of large ones, before this rank would sleep
+constexpr size_t kAskAfterBytes = 256u << 10;  // are written before it is asked what is acknowledged
+constexpr double kBytesPerUs = 1250;           // a link of 10 Gbit/s; how soon to ask again while more is missing
+constexpr double kSoonUpS = 0.2;               // a line that is down so long may stay so
+constexpr int kAskAgainUs = 50, kAskAgainMaxUs = 1000;
+constexpr size_t kControlLooseBytes = 64u << 10;  // kept before it is asked what is acknowledged
 
 }  // namespace
 
@@ -22,10 +30,108 @@ void FramedChannel::fail(Code code, const std::string& reason) {
   failed_ = Status(code, peer_ + ": " + reason, rank_);
   traffic_->failed_channels.add(1);
   // Whoever posted them learns it from progress(); their memory is not touched again.
-  stranded_ |= !sends_.empty();
+  stranded_ |= released_ < sends_.size();
   sends_.clear();
   control_out_.clear();
-  control_sent_ = send_moved_ = 0;
+  kept_control_.clear();
+  control_sent_ = send_moved_ = released_ = written_ = kept_bytes_ = kept_from_ = 0;
+  down_[0] = down_[1] = false;
+  note_lingering();
+}
+
+// True: the line is down until there is another stream, which is no failure.
+bool FramedChannel::broke(Line line, const IoResult& result) {
+  if (!failed_.is_ok() || goodbye_ || lost_ || !will_remake(line, result)) return false;
+  take_down(line);
+  return true;
+}
+
+void FramedChannel::take_down(Line line) {
+  down_[static_cast<int>(line)] = true;
+  down_at_[static_cast<int>(line)] = Clock::now();
+  note_lingering();
+  settle();
+}
+
+void FramedChannel::take_up(Line line) {
+  down_[static_cast<int>(line)] = false;
+  note_lingering();
+  settle();
+}
+
+// Who leaves does not wait for a peer that cannot be reached.
+bool FramedChannel::flushed() const {
+  const auto is_hopeless = [&](Line line) {
+    return is_down(line) && seconds_between(down_at_[static_cast<int>(line)], Clock::now()) > kSoonUpS;
+  };
+  return (control_out_.empty() || is_hopeless(Line::kControl)) && (unwritten() == 0 || is_hopeless(Line::kData)) &&
+         (!is_down() || is_hopeless(Line::kControl) || is_hopeless(Line::kData));
+}
+
+// Nothing is connected again for somebody who is leaving.
+void FramedChannel::expect_close() {
+  goodbye_ = true;
+  control_over_ |= is_down(Line::kControl);
+  data_ended_ |= is_down(Line::kData);
+  down_[0] = down_[1] = false;
+  settle();
+}
+
+void FramedChannel::keep_sent(size_t tail_bytes) {
+  keeps_ = true;
+  tail_bytes_ = tail_bytes;
+}
+
+uint64_t FramedChannel::refresh(Line line) {
+  const int at = static_cast<int>(line);
+  if (is_down(line) || position_[at] == acknowledged_[at]) return position_[at] - acknowledged_[at];
+  asked_at_[at] = position_[at];
+  const uint64_t missing = std::min(unacknowledged(line), position_[at]);
+  acknowledged_[at] = std::max(acknowledged_[at], position_[at] - missing);
+  if (line == Line::kData) {
+    drop_acknowledged();
+  } else {
+    kept_from_ = kept_control_.size() - (position_[at] - acknowledged_[at]);
+    if (kept_from_ == kept_control_.size() || 2 * kept_from_ > kept_control_.size()) {
+      kept_control_.erase(kept_control_.begin(), kept_control_.begin() + static_cast<std::ptrdiff_t>(kept_from_));
+      kept_from_ = 0;
+    }
+    if (kept_control_.empty() && kept_control_.capacity() > 2 * kControlLooseBytes) kept_control_.shrink_to_fit();
+  }
+  return position_[at] - acknowledged_[at];
+}
+
+Status FramedChannel::go_on(Line line, uint64_t received) {
+  const int at = static_cast<int>(line);
+  if (received < acknowledged_[at] || received > position_[at]) {
+    return error(Code::kPeerLost, "its connection was made again, but it has ", received, " bytes where ",
+                 acknowledged_[at], " to ", position_[at], " were sent; a proxy may have lost the others");
+  }
+  down_[at] = false;
+  acknowledged_[at] = received;
+  if (line == Line::kControl) {
+    const size_t again = static_cast<size_t>(position_[at] - received);
+    control_out_.erase(control_out_.begin(), control_out_.begin() + static_cast<std::ptrdiff_t>(control_sent_));
+    control_out_.insert(control_out_.begin(), kept_control_.end() - static_cast<std::ptrdiff_t>(again),
+                        kept_control_.end());
+    kept_control_.clear();
+    kept_from_ = control_sent_ = 0;
+  } else {
+    uint64_t first = position_[at] - send_moved_;  // where the one begins that is to be written next
+    for (size_t i = written_; i-- > 0;) {
+      Outgoing& one = sends_[i];
+      if (one.end <= received) break;
+      first = one.end - one.bytes();
+      written_ = i;
+    }
+    for (; released_ < written_; ++released_) copy_rest(&sends_[released_]);  // the peer has all of these: nothing
+    released_ = std::min(released_, written_);
+    send_moved_ = static_cast<size_t>(received - first);
+    drop_acknowledged();
+  }
+  position_[at] = received;
+  note_lingering();
+  return Status::ok();
 }
 
 // A socket broke: the peer closed both, and on the control line there may be its reason, yet unread.
@@ -47,13 +153,14 @@ Status FramedChannel::verdict() const {
 }
 
 bool FramedChannel::wants_read(Line line) const {
+  if (is_down(line)) return false;
   if (line == Line::kControl) return !control_over_ && !frames_in_.full();
   return failed_.is_ok() && !data_ended_ && !inbox_.blocked();
 }
 
 bool FramedChannel::wants_write(Line line) const {
-  if (!failed_.is_ok()) return false;
-  return line == Line::kControl ? !control_out_.empty() : !sends_.empty();
+  if (!failed_.is_ok() || is_down(line)) return false;
+  return line == Line::kControl ? !control_out_.empty() : unwritten() > 0;
 }
 
 Status FramedChannel::send(std::span<const uint8_t> frame) {
@@ -64,10 +171,10 @@ Status FramedChannel::send(std::span<const uint8_t> frame) {
   uint32_t bytes = static_cast<uint32_t>(frame.size());
   const auto* length = reinterpret_cast<const uint8_t*>(&bytes);
   size_t moved = 0;
-  if (control_out_.empty()) {
+  if (control_out_.empty() && !is_down(Line::kControl)) {
     const iovec parts[2] = {{&bytes, sizeof(bytes)}, {const_cast<uint8_t*>(frame.data()), frame.size()}};
     IoResult result = write(Line::kControl, parts);
-    if (result.what == Io::kFailed) {
+    if (result.what == Io::kFailed && !broke(Line::kControl, result)) {
       break_line(std::strerror(result.error_number));
       settle();
       return goodbye_ ? Status::ok() : verdict();
@@ -76,6 +183,10 @@ Status FramedChannel::send(std::span<const uint8_t> frame) {
   }
   if (moved < sizeof(bytes)) control_out_.insert(control_out_.end(), length + moved, length + sizeof(bytes));
   const size_t from = moved > sizeof(bytes) ? moved - sizeof(bytes) : 0;
+  if (moved > 0) {
+    keep_control({length, std::min(moved, sizeof(bytes))});
+    keep_control(frame.first(from));
+  }
   if (from < frame.size()) control_out_.insert(control_out_.end(), frame.begin() + from, frame.end());
   traffic_->frames_sent.add(1);
   traffic_->bytes_sent.add(moved);
@@ -104,8 +215,9 @@ void FramedChannel::post_send(Transfer* transfer) {
     stranded_ = true;
     return;
   }
-  sends_.push_back(transfer);
-  if (sends_.size() > 1) return;
+  sends_.push_back(
+      {transfer, {transfer->tag, static_cast<uint32_t>(transfer->bytes), SegmentHeader::kGuard}, 0, 0, {}});
+  if (unwritten() > 1) return;
   flush_data();
   settle();
 }
@@ -118,14 +230,22 @@ void FramedChannel::post_receive(Transfer* transfer) {
 
 void FramedChannel::forget(Transfer* transfer) {
   if (transfer->done) return;
-  const bool half_sent = !sends_.empty() && sends_.front() == transfer && send_moved_ > 0;
+  const auto sent = std::find_if(sends_.begin() + static_cast<std::ptrdiff_t>(released_), sends_.end(),
+                                 [&](const Outgoing& one) { return one.transfer == transfer; });
+  const auto index = static_cast<size_t>(sent - sends_.begin());
+  if (sent != sends_.end() && index < written_) {  // the peer expects it; what comes before it must be done first
+    for (; released_ <= index; ++released_) copy_rest(&sends_[released_]);
+    note_lingering();
+    return;
+  }
+  const bool half_sent = sent != sends_.end() && index == written_ && send_moved_ > 0;
   if (half_sent || !inbox_.forget(transfer)) {
     fail(Code::kAborted, "a transfer was withdrawn half-way, the data line cannot go on");
     inbox_.forget_all();
     settle();
     return;
   }
-  std::erase(sends_, transfer);
+  if (sent != sends_.end()) sends_.erase(sent);
 }
 
 Status FramedChannel::progress(bool* moved) {
@@ -142,6 +262,8 @@ Status FramedChannel::progress(bool* moved) {
 }
 
 void FramedChannel::lose(const std::string& reason) {
+  lost_ = true;
+  down_[0] = down_[1] = false;  // what is left there is taken in
   for (bool moved = true; moved;) {
     moved = read_control();
     if (failed_.is_ok()) moved |= read_data();
@@ -159,6 +281,8 @@ bool FramedChannel::read_control() {
     IoResult result = read(Line::kControl, {&part, 1});
     if (result.what == Io::kWouldBlock) break;
     if (result.what != Io::kMoved) {
+      if (broke(Line::kControl, result)) return true;
+      if (lost_) return any;
       control_over_ = true;
       control_ended_at_ = Clock::now();
       if (result.what == Io::kFailed) {
@@ -172,6 +296,7 @@ bool FramedChannel::read_control() {
     total += result.bytes;
     traffic_->bytes_received.add(result.bytes);
     bytes_received_ += result.bytes;
+    taken_[0] += result.bytes;
     const size_t before = frames_in_.frames();
     const Status status = frames_in_.took(result.bytes);
     traffic_->frames_received.add(frames_in_.frames() - before);
@@ -192,8 +317,9 @@ bool FramedChannel::read_data() {
     size_t wanted = 0;
     for (const iovec& p : places) wanted += p.iov_len;
     IoResult result = read(Line::kData, places);
-    if (result.what == Io::kWouldBlock) break;
+    if (result.what == Io::kWouldBlock || (lost_ && result.what != Io::kMoved)) break;
     any = true;
+    if (result.what != Io::kMoved && broke(Line::kData, result)) break;
     if (result.what == Io::kFailed) {
       break_line(std::strerror(result.error_number));
       break;
@@ -207,6 +333,7 @@ bool FramedChannel::read_data() {
     total += result.bytes;
     traffic_->bytes_received.add(result.bytes);
     bytes_received_ += result.bytes;
+    taken_[1] += result.bytes;
     if (control_over_) control_ended_at_ = Clock::now();
     const size_t before = inbox_.segments();
     const bool expected = inbox_.waiting();
@@ -218,14 +345,22 @@ bool FramedChannel::read_data() {
   return any;
 }
 
+void FramedChannel::keep_control(std::span<const uint8_t> bytes) {
+  position_[0] += bytes.size();
+  if (!keeps_) return;
+  kept_control_.insert(kept_control_.end(), bytes.begin(), bytes.end());
+  if (kept_control_.size() - kept_from_ > kControlLooseBytes) refresh(Line::kControl);
+}
+
 bool FramedChannel::flush_control() {
-  if (control_out_.empty()) return false;
+  if (control_out_.empty() || is_down(Line::kControl)) return false;
   const iovec part{control_out_.data() + control_sent_, control_out_.size() - control_sent_};
   IoResult result = write(Line::kControl, {&part, 1});
   if (result.what == Io::kFailed) {
-    break_line(std::strerror(result.error_number));
+    if (!broke(Line::kControl, result)) break_line(std::strerror(result.error_number));
     return true;
   }
+  keep_control(std::span<const uint8_t>(control_out_).subspan(control_sent_, result.bytes));
   control_sent_ += result.bytes;
   traffic_->bytes_sent.add(result.bytes);
   if (control_sent_ == control_out_.size()) {
@@ -236,49 +371,127 @@ bool FramedChannel::flush_control() {
   return result.bytes > 0;
 }
 
-// The first transfers of the queue as parts: header, payload, header, payload ... from where the first one stands.
-size_t FramedChannel::gather(std::span<iovec> parts, std::span<SegmentHeader> headers) const {
+// The first transfers that are not written as parts: header, payload, header, payload ... from where the first stands.
+size_t FramedChannel::gather(std::span<iovec> parts) const {
   size_t n = 0, skip = send_moved_;
-  for (size_t i = 0; i < std::min(sends_.size(), headers.size()); ++i) {
-    const Transfer& t = *sends_[i];
-    headers[i] = {t.tag, static_cast<uint32_t>(t.bytes), SegmentHeader::kGuard};
+  for (size_t i = written_; i < sends_.size() && n + 2 <= parts.size(); ++i) {
+    const Outgoing& one = sends_[i];
     if (skip < sizeof(SegmentHeader)) {
-      parts[n++] = {reinterpret_cast<std::byte*>(&headers[i]) + skip, sizeof(SegmentHeader) - skip};
+      auto* header = reinterpret_cast<std::byte*>(const_cast<SegmentHeader*>(&one.header));
+      parts[n++] = {header + skip, sizeof(SegmentHeader) - skip};
     }
     size_t payload_skip = skip > sizeof(SegmentHeader) ? skip - sizeof(SegmentHeader) : 0;
-    if (t.bytes > payload_skip) parts[n++] = {t.data + payload_skip, t.bytes - payload_skip};
+    if (one.header.bytes > payload_skip) parts[n++] = {one.payload(payload_skip), one.header.bytes - payload_skip};
     skip = 0;
   }
   return n;
 }
 
+void FramedChannel::note_written(size_t bytes) {
+  while (bytes > 0 && unwritten() > 0) {
+    Outgoing& one = sends_[written_];
+    const size_t take = std::min(bytes, one.bytes() - send_moved_);
+    send_moved_ += take;
+    bytes -= take;
+    position_[1] += take;
+    if (one.transfer)
+      one.transfer->moved = send_moved_ > sizeof(SegmentHeader) ? send_moved_ - sizeof(SegmentHeader) : 0;
+    if (send_moved_ < one.bytes()) break;
+    one.end = position_[1];
+    ++written_;
+    send_moved_ = 0;
+  }
+}
+
 bool FramedChannel::flush_data() {
   bool any = false;
-  while (!sends_.empty()) {
+  while (unwritten() > 0 && !is_down(Line::kData)) {
     iovec parts[2 * kSendBatch];
-    SegmentHeader headers[kSendBatch];
-    IoResult result = write(Line::kData, {parts, gather(parts, headers)});
+    IoResult result = write(Line::kData, {parts, gather(parts)});
     if (result.what == Io::kFailed) {
-      break_line(std::strerror(result.error_number));
+      if (!broke(Line::kData, result)) break_line(std::strerror(result.error_number));
       return true;
     }
     if (result.bytes == 0) break;
     any = true;
     traffic_->bytes_sent.add(result.bytes);
-    for (size_t left = result.bytes; left > 0 && !sends_.empty();) {
-      Transfer* t = sends_.front();
-      size_t take = std::min(left, sizeof(SegmentHeader) + t->bytes - send_moved_);
-      send_moved_ += take;
-      left -= take;
-      t->moved = send_moved_ > sizeof(SegmentHeader) ? send_moved_ - sizeof(SegmentHeader) : 0;
-      if (send_moved_ < sizeof(SegmentHeader) + t->bytes) break;
-      sends_.pop_front();
-      send_moved_ = 0;
-      t->done = true;
-      traffic_->segments_sent.add(1);
-    }
+    note_written(result.bytes);
+    release_written(tail_bytes_);
   }
+  if (released_ < written_) any |= release_written(tail_bytes_);
   return any;
+}
+
+int FramedChannel::look_again_us() {
+  if (!lingers_) return 0;
+  refresh(Line::kData);
+  if (release_written(std::max(tail_bytes_, kLastBytes))) return 1;
+  const double missing = static_cast<double>(position_[1] - acknowledged_[1]) - static_cast<double>(kLastBytes);
+  return std::clamp(static_cast<int>(missing / kBytesPerUs), kAskAgainUs, kAskAgainMaxUs);
+}
+
+// Its memory is the caller's again; what the peer may still ask for is copied.
+void FramedChannel::copy_rest(Outgoing* one) {
+  if (!one->transfer) return;
+  Transfer* const transfer = one->transfer;
+  const uint64_t payload_at = one->end - one->header.bytes;
+  one->copied_from =
+      acknowledged_[1] > payload_at ? static_cast<size_t>(std::min(acknowledged_[1], one->end) - payload_at) : 0;
+  if (const size_t bytes = one->header.bytes - one->copied_from; keeps_ && bytes > 0) {
+    one->copy.reset(new std::byte[bytes]);
+    std::memcpy(one->copy.get(), transfer->data + one->copied_from, bytes);
+  }
+  one->kept = sizeof(Outgoing) + one->header.bytes - one->copied_from;
+  kept_bytes_ += one->kept;
+  one->transfer = nullptr;
+  transfer->done = true;
+  traffic_->segments_sent.add(1);
+}
+
+// Of the transfers that are written, those in front are done whose bytes are acknowledged, or copied: small ones, and
+// the last `tail_bytes` before nothing follows. Returns whether any is. Asking costs a system call: while data comes
+// in, this rank is busy with that.
+bool FramedChannel::release_written(size_t tail_bytes) {
+  bool any = false;
+  bool asked = !keeps_ || (inbox_.waiting() && position_[1] - asked_at_[1] < kAskAfterBytes);
+  if (!keeps_) acknowledged_[1] = position_[1] - send_moved_;
+  while (released_ < written_) {
+    Outgoing& one = sends_[released_];
+    if (one.transfer && one.end > acknowledged_[1]) {
+      const bool cheap = one.header.bytes <= kSmallBytes
+                             ? kept_bytes_ + one.header.bytes <= kCopiedBytes
+                             : unwritten() == 0 && position_[1] - acknowledged_[1] <= tail_bytes;
+      if (!cheap) {
+        if (asked) break;
+        asked = true;
+        refresh(Line::kData);
+        continue;
+      }
+    }
+    copy_rest(&one);
+    ++released_;
+    any = true;
+  }
+  if (!keeps_) drop_acknowledged();
+  note_lingering();
+  return any;
+}
+
+void FramedChannel::drop_acknowledged() {
+  while (released_ > 0 && sends_.front().end <= acknowledged_[1]) {
+    kept_bytes_ -= sends_.front().kept;
+    sends_.pop_front();
+    --released_;
+    --written_;
+  }
+}
+
+// Something waits for an acknowledgement, which ends no sleep.
+void FramedChannel::note_lingering() {
+  const bool lingers = released_ < written_ && !is_down(Line::kData);
+  if (lingers == lingers_) return;
+  lingers_ = lingers;
+  traffic_->lingering.add(lingers ? 1 : ~uint64_t{0});
 }
 
 // A peer closes both lines at once, but they are two streams: the end of one may overtake what comes on the other, be

@@ -33,6 +33,8 @@ const char* text_of(Verdict verdict) {
       return "no connection from that rank is expected";
     case Verdict::kDuplicate:
       return "that rank is connected already";
+    case Verdict::kBusy:
+      return "it is about to connect by itself";
   }
   return "unknown verdict";
 }
@@ -184,8 +186,9 @@ void Handshake::take_verdict() {
   } else if (verdict == Verdict::kWelcome) {
     fail(Code::kInvalidArgument, "the other side could not prove that it knows the job secret", true);
   } else {
-    // Another rank at this address: the right one may still answer at the next.
-    fail(Code::kInvalidArgument, hc::text_of("refused: ", text_of(verdict)), verdict != Verdict::kNotThisRank);
+    // Another rank at this address: the right one may still answer at the next. Busy: this will pass.
+    fail(Code::kInvalidArgument, hc::text_of("refused: ", text_of(verdict)),
+         verdict != Verdict::kNotThisRank && verdict != Verdict::kBusy);
   }
 }
 

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <utility>
 
 #include "base/sha256.h"
 #include "base/status.h"
@@ -24,7 +25,15 @@ constexpr const char* name_of(Purpose p) {
 
 // Why the accepting side turns a connection down. Except for kBadProof, the other side is told only after its proof was
 // right.
-enum class Verdict : uint8_t { kWelcome, kBadProof, kWrongGeneration, kNotThisRank, kUnexpectedRank, kDuplicate };
+enum class Verdict : uint8_t {
+  kWelcome,
+  kBadProof,
+  kWrongGeneration,
+  kNotThisRank,
+  kUnexpectedRank,
+  kDuplicate,
+  kBusy
+};
 const char* text_of(Verdict verdict);
 
 // Who connects to whom. `from` is the connecting rank.
@@ -50,6 +59,7 @@ class Handshake {
   static Handshake connect(const Credentials* credentials, const Claim& claim);
   // The accepting side: `judge` is asked about a proven claim and accepts the connection with kWelcome.
   static Handshake accept(const Credentials* credentials, uint64_t generation, Judge judge);
+  void judged_by(Judge judge) { judge_ = std::move(judge); }
 
   // Goes on as far as possible without waiting.
   State step(int fd);

@@ -114,15 +114,27 @@ Status ConnectedMesh::use_mpi(bool on) {
   return Status::ok();
 }
 
-bool ConnectedMesh::moves_silently() const {
+bool ConnectedMesh::moves_through_mpi() const {
   return mpi_ && std::any_of(tcp_peers_.begin(), tcp_peers_.end(),
                              [&](int r) { return peers_[r].mpi && peers_[r].mpi->under_way(); });
+}
+
+bool ConnectedMesh::moves_silently() const { return traffic_.lingering.value() != 0 || moves_through_mpi(); }
+
+int ConnectedMesh::silent_look_us() {
+  int soonest = moves_through_mpi() ? kSilentLookUs : 0;
+  for (size_t i = 0; traffic_.lingering.value() != 0 && i < tcp_peers_.size(); ++i) {
+    const int us = peers_[tcp_peers_[i]].channel->look_again_us();
+    if (us > 0) soonest = soonest == 0 ? us : std::min(soonest, us);
+  }
+  return soonest;
 }
 
 void ConnectedMesh::expect_close(int rank) {
   if (rank == rank_) return;
   Peer& peer = peers_[rank];
   peer.channel->expect_close();
+  if (peer.tcp) links_->forget(rank);
   unwatch(&peer.liveness);
   unwatch(&peer.process);
 }
@@ -133,12 +145,13 @@ std::string ConnectedMesh::counters_json() const {
                  ", \"segments_sent\": ", t.segments_sent.value(),
                  ", \"segments_received\": ", t.segments_received.value(), ", \"bytes_sent\": ", t.bytes_sent.value(),
                  ", \"bytes_received\": ", t.bytes_received.value(), ", \"syscalls\": ", t.syscalls.value(),
-                 ", \"wakes\": ", t.wakes.value(), "}");
+                 ", \"wakes\": ", t.wakes.value(), ", \"connections_remade\": ", t.remade.value(), "}");
 }
 
 void ConnectedMesh::close() {
   doorbell_.disconnect();
   listeners_ = {};
+  links_.reset();  // first: who sees a connection end finds that nobody listens any more
   for (Peer& peer : peers_) {
     if (peer.mpi) peer.mpi->close();
     if (peer.tcp) peer.tcp->close();

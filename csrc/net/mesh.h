@@ -27,7 +27,7 @@
 namespace hc {
 
 inline constexpr uint32_t kProtocolVersion = 1;
-inline constexpr int kSilentLookUs = 50;  // see moves_silently()
+inline constexpr int kSilentLookUs = 50;  // see silent_look_us()
 
 struct MeshOptions {
   bool shared_memory = defaults::shared_memory;  // false: every pair talks TCP, also on one host
@@ -53,9 +53,10 @@ struct MeshMembers {
   uint64_t generation = 0;             // in every handshake, whole: a stale rank of an older life is refused
   double timeout_s = defaults::init_timeout_s;
   double report_after_s = defaults::init_report_s;  // then `say` hears who is missing and which address was tried
-  std::function<void(const std::string&)> say;      // may be empty
-  std::function<bool()> cancelled;                  // polled every 50 ms (Ctrl-C); may be empty
-  std::optional<MpiLink> mpi;                       // a second backend for data between nodes
+  // Also told, as long as the mesh lives, which connections were lost and made again. May be empty.
+  std::function<void(const std::string&)> say;
+  std::function<bool()> cancelled;  // polled every 50 ms (Ctrl-C); may be empty
+  std::optional<MpiLink> mpi;       // a second backend for data between nodes
 };
 
 // What RankBlock::asleep says. A peer that sleeps idle has announced nothing, so nobody can be waiting for it to move
@@ -109,8 +110,9 @@ class Mesh {
   // change it between the same operations, none of which moves data.
   virtual bool has_mpi() const = 0;
   virtual Status use_mpi(bool on) = 0;
-  // Something is under way that ends no sleep in poll(): look again within kSilentLookUs.
+  // Something is under way that ends no sleep in poll(); silent_look_us: look again so soon, 0 without.
   virtual bool moves_silently() const = 0;
+  virtual int silent_look_us() = 0;
 
   // Sleeps until a socket or the doorbell has something, at most timeout_ms (0 = just look, -1 = no limit), then moves
   // what can be moved on every channel; *moved is set when anything did. Losses are reported once each, and only when

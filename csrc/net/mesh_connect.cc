@@ -155,13 +155,16 @@ Status ConnectedMesh::connect(const MeshMembers& members) {
   }
   auto links = bootstrap(input);
   if (!links.is_ok()) return links.status();
-  listeners_ = {};  // nobody else is expected: from here on there is no port to attack
+  std::vector<std::string> reached_at;
+  for (const PeerLinks& one : links.value()) reached_at.push_back(one.address);
   if (members.mpi) {
     auto api = MpiApi::load(*members.mpi);
     if (!api.is_ok()) return api.status();
     mpi_ = api.take();
   }
   HC_TRY(make_channels(endpoints, links.take(), members.generation));
+  if (!tcp_peers_.empty()) HC_TRY(keep_links(members, endpoints, reached_at));
+  listeners_ = {};  // without TCP nobody else is expected: from here on there is no port to attack
   connected_ = true;
   return Status::ok();
 }
@@ -192,6 +195,24 @@ Status ConnectedMesh::make_channels(const std::vector<Endpoint>& endpoints, std:
     tcp_peers_.push_back(r);
   }
   all_shared_ = tcp_peers_.empty();
+  return Status::ok();
+}
+
+Status ConnectedMesh::keep_links(const MeshMembers& members, const std::vector<Endpoint>& endpoints,
+                                 const std::vector<std::string>& reached_at) {
+  Links::Setup setup{rank_,
+                     size_,
+                     members.generation,
+                     {members.secret, members.job},
+                     {options_.keepalive_s, options_.socket_buffer_bytes},
+                     options_.keepalive_s,
+                     epoll_.get(),
+                     kLinksToken,
+                     members.say};
+  auto links = Links::open(std::move(setup), std::move(listeners_.tcp));
+  if (!links.is_ok()) return links.status();
+  links_ = links.take();
+  for (int r : tcp_peers_) links_->add(r, peers_[r].tcp, reached_at[r], dialable(own_endpoint_.identity, endpoints[r]));
   return Status::ok();
 }
 

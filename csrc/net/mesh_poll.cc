@@ -12,6 +12,7 @@ namespace hc {
 namespace {
 
 constexpr int kEvents = 64;
+constexpr int kLingeringMs = 1;  // how soon to look again at what waits for an acknowledgement
 constexpr int kClosingMs = 100;  // how soon to look again at a connection of which one half has ended
 
 bool is_readable(int fd) {
@@ -85,6 +86,7 @@ int ConnectedMesh::sleep_limit(int timeout_ms, bool* moved) {
     return 0;
   }
   if (doorbell_.take_ring()) return 0;
+  if (traffic_.lingering.value() != 0) timeout_ms = timeout_ms < 0 ? kLingeringMs : std::min(timeout_ms, kLingeringMs);
   for (int r : tcp_peers_) {
     FramedChannel& channel = *peers_[r].channel;
     if (!channel.closing() || channel.close_expected()) continue;
@@ -116,12 +118,16 @@ Status ConnectedMesh::poll(int timeout_ms, bool* moved, std::vector<Loss>* losse
   if (slept_by_itself) set_asleep(Sleep::kAwake);
   if (timeout_ms != 0) doorbell_.forget_ring();  // the sleep it was to end has ended
   if (count < 0 && errno != EINTR) return error(Code::kInternal, "epoll_wait: ", std::strerror(errno));
+  bool links_due = false;  // last, once: what the others have received may be why
   for (int i = 0; i < count; ++i) {
     if (const uint64_t token = events[i].data.u64; token == 0)
       doorbell_.clear();
+    else if (token == kLinksToken)
+      links_due = true;
     else
       handle_event(static_cast<int>(token - 1), moved);
   }
+  if (links_due) links_->step(moved);
   if (progress_shared()) *moved = true;
   if (has_failures() && collect_losses(losses)) {
     *moved = true;  // there are frames to fetch; and whoever sleeps on wait_fd() is to come back

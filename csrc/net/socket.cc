@@ -204,7 +204,7 @@ Result<Fd> start_connect(const Address& to, const TcpTuning& tuning) {
   tune_tcp(fd.value().get(), tuning);
   // EINTR means the same as EINPROGRESS: the attempt goes on.
   if (::connect(fd.value().get(), to.raw(), to.raw_bytes()) != 0 && errno != EINPROGRESS && errno != EINTR) {
-    return error(Code::kInternal, std::strerror(errno));
+    return error(errno == ECONNREFUSED ? Code::kPeerLost : Code::kInternal, std::strerror(errno));
   }
   return fd.take();
 }

@@ -75,7 +75,8 @@ struct TcpTuning {
 // Accepted sockets inherit the tuning. Port 0: the kernel chooses.
 Result<Fd> listen_tcp(const Address& at, const TcpTuning& tuning);
 Result<Address> local_address(int fd);
-// The connection may still be in progress. Once the socket is writable, take_socket_error() says how it ended.
+// The connection may still be in progress (PeerLost: it was refused at once). Once the socket is writable,
+// take_socket_error() says how it ended.
 Result<Fd> start_connect(const Address& to, const TcpTuning& tuning);
 int take_socket_error(int fd);
 

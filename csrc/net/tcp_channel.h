@@ -1,12 +1,26 @@
 // A channel over two TCP connections (or other stream sockets): one for control, one for data. It keeps its own
 // registration with the mesh's epoll up to date, so that a sleeper is woken exactly by what this channel waits for.
 //
+// With a Remaker a connection that is lost is no failure: its line is down until resume() brings another one. What the
+// old one had received is taken over by drain(); both sides stop writing before either drains (links.h).
+//
 // Thread: the thread that makes progress. Owner: the mesh.
 #pragma once
 
 #include "net/framed_channel.h"
 
 namespace hc {
+
+// Makes lost connections again.
+class Remaker {
+ public:
+  virtual void lost(int rank, Line line, const IoResult& how) = 0;
+  // Something was written, whose acknowledgement may never come.
+  virtual void watch() = 0;
+
+ protected:
+  ~Remaker() = default;
+};
 
 class TcpChannel final : public FramedChannel {
  public:
@@ -23,15 +37,37 @@ class TcpChannel final : public FramedChannel {
   // In a forked child: the connections stay the parent's.
   void abandon();
 
+  // Before anything is sent. `remaker` outlives the channel.
+  void remake_with(Remaker* remaker);
+  // Nothing is written to this line's connection any more.
+  void stop(Line line);
+  // On the same connection, before anybody has heard that it was stopped.
+  void start(Line line) { take_up(line); }
+  // Takes over what the stopped connection has received, and closes it. Returns how many bytes of the line that makes.
+  uint64_t drain(Line line);
+  // Goes on over another connection, whose other side has `received` bytes of this line.
+  Status resume(Line line, Fd connection, uint64_t received);
+  // Bytes wait here that no connection will announce.
+  bool has_drained() const { return !drained_[0].empty() || !drained_[1].empty(); }
+  // Whether something is written and not acknowledged, on a line that is up; and whether the kernel sends it again and
+  // again without hearing anything.
+  bool waits_for_acknowledgement(Line line) { return !is_down(line) && refresh(line) > 0; }
+  bool is_stuck(Line line) const;
+
  private:
   IoResult write(Line line, std::span<const iovec> parts) override;
   IoResult read(Line line, std::span<const iovec> parts) override;
   void settle() override;
+  bool will_remake(Line line, const IoResult& how) override;
+  uint64_t unacknowledged(Line line) override;
 
   Fd fd_[2];
   int epoll_;
   uint64_t token_;
   uint32_t registered_[2] = {0, 0};  // epoll events; 0: not in the set
+  Remaker* remaker_ = nullptr;
+  std::vector<std::byte> drained_[2];  // from drained_at_ on
+  size_t drained_at_[2] = {0, 0};
 };
 
 }  // namespace hc

@@ -20,6 +20,8 @@ struct Traffic {
   Counter frames_sent, frames_received, segments_sent, segments_received, bytes_sent, bytes_received, syscalls, wakes;
   Counter frames_taken;     // of those received, by the engine
   Counter failed_channels;  // some may be told of as losses
+  Counter lingering;        // channels with a transfer that is written and waits for its acknowledgement
+  Counter remade;           // connections that were lost and made again
 };
 
 }  // namespace hc

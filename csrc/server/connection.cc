@@ -23,13 +23,12 @@ Result<std::unique_ptr<Connection>> Connection::dial(const Credentials& credenti
   if (own == target.endpoint.identity) {
     where.unix_name = target.endpoint.unix_name;
   } else {
-    for (const Address& a : target.endpoint.addresses) {
-      if (!a.is_loopback() || own.same_network(target.endpoint.identity)) where.addresses.push_back(a);
-    }
+    where.addresses = dialable(own, target.endpoint);
   }
   const std::string who =
       text_of("server ", target.index, " (", target.endpoint.host_name, ", pid ", target.endpoint.pid, ")");
-  Dialer dialer(&credentials, {from, target.index, target.generation, Purpose::kData}, std::move(where));
+  Dialer dialer(&credentials, {from, target.index, target.generation, Purpose::kData}, std::move(where),
+                Dialer::Pace{});
   const Deadline deadline = Deadline::in(timeout_s);
   while (!dialer.done()) {
     if (Status status = dialer.step(Clock::now()); !status.is_ok())

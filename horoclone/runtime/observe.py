@@ -38,6 +38,7 @@ def metrics() -> dict[str, Any]:
     fusion_threshold, cycle_time_ms, ...}; with HOROVOD_AUTOTUNE=1 they change until searching is False.
     "gpu" says how tensors in GPU memory are reduced, once there were some: process set id -> {backend ("nccl", "peers"
     or "host"), reason, no_kernels: "" or why what NCCL does not do by itself goes through host memory}.
+    "mesh" counts what the connections moved; connections_remade: those that broke and were made again.
 
     Times, in seconds, of this rank's metrics block (docs/observing.md says how each is measured):
     "by_operation": kind ("allreduce", ...) -> {count, bytes, queued_seconds, running_seconds, histogram}, where

@@ -226,7 +226,7 @@ void ProgressThreads::sleep(int64_t us) {
 
 // limit_ms, or less when a batching delay ends before or something moves that rings no doorbell.
 int64_t ProgressThreads::longest_sleep_us(int limit_ms) {
-  if (context_.mesh->moves_silently()) return kSilentLookUs;
+  if (const int us = context_.mesh->silent_look_us(); us > 0) return us;
   const Iteration& last = loop_.last();
   if (last.looks_soon)
     return std::min({int64_t{1000} * limit_ms, kBackendLookUs << std::min(backend_looks_++, 8), kRareBackendLookUs});

@@ -1,0 +1,320 @@
+#include "net/links.h"
+
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <sys/timerfd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cmath>
+#include <cstring>
+#include <utility>
+
+#include "base/wire.h"
+#include "net/bootstrap.h"
+
+namespace hc {
+namespace {
+
+constexpr uint64_t kCountMagic = 0x544e554f434b4e4cull;  // "LNKCOUNT"
+constexpr int kAcceptBatch = 16;
+constexpr Dialer::Pace kPace{
+    .stagger_s = 0.01, .round_s = 0.1, .max_round_s = 0.1, .connect_s = 1.0, .retry_s = 0.2, .handshake_s = 1.5};
+
+Purpose purpose_of(Line line) { return line == Line::kControl ? Purpose::kControl : Purpose::kData; }
+
+std::string host_of(const std::string& address) { return address.substr(0, address.rfind(':')); }
+
+Status watch_fd(int epoll, int fd, uint64_t token) {
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.u64 = token;
+  if (::epoll_ctl(epoll, EPOLL_CTL_ADD, fd, &event) != 0)
+    return error(Code::kInternal, "epoll_ctl: ", std::strerror(errno));
+  return Status::ok();
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Links>> Links::open(Setup setup, std::vector<Fd> listeners) {
+  std::unique_ptr<Links> links(new Links(std::move(setup)));
+  links->peers_.resize(static_cast<size_t>(links->setup_.size));
+  links->listeners_ = std::move(listeners);
+  links->timer_ = Fd(::timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC));
+  if (!links->timer_) return error(Code::kInternal, "timerfd_create: ", std::strerror(errno));
+  const Setup& s = links->setup_;
+  HC_TRY(watch_fd(s.epoll, links->timer_.get(), s.token));
+  for (const Fd& fd : links->listeners_) HC_TRY(watch_fd(s.epoll, fd.get(), s.token));
+  return links;
+}
+
+void Links::add(int rank, TcpChannel* channel, const std::string& reached_at, std::vector<Address> addresses) {
+  Peer& peer = peers_[static_cast<size_t>(rank)];
+  peer.channel = channel;
+  auto good = std::find_if(addresses.begin(), addresses.end(),
+                           [&](const Address& a) { return host_of(a.text()) == host_of(reached_at); });
+  peer.first_is_good = good != addresses.end();
+  if (peer.first_is_good) std::rotate(addresses.begin(), good, good + 1);
+  peer.addresses = std::move(addresses);
+  channel->remake_with(this);
+}
+
+void Links::set_timer(double s) {
+  timer_set_ = true;
+  itimerspec at{};
+  at.it_value.tv_nsec = static_cast<long>(s * 1e9);
+  ::timerfd_settime(timer_.get(), 0, &at, nullptr);
+}
+
+bool Links::is_over(const Peer& peer) const {
+  return !peer.channel || !peer.channel->failure().is_ok() || peer.channel->close_expected();
+}
+
+void Links::lost(int rank, Line line, const IoResult& how) {
+  Side& side = peers_[static_cast<size_t>(rank)].sides[static_cast<int>(line)];
+  side.closed = how.what == Io::kEnded;
+  take_down(rank, line, side.closed ? "closed its connection without a goodbye" : std::strerror(how.error_number));
+}
+
+void Links::take_down(int rank, Line line, const std::string& why) {
+  Side& side = peers_[static_cast<size_t>(rank)].sides[static_cast<int>(line)];
+  if (!side.down) {
+    side.down = true;
+    side.down_at = Clock::now();
+    side.reason = why;
+  }
+  set_timer(kTalkS / 10);
+}
+
+void Links::forget(int rank) {
+  for (Side& side : peers_[static_cast<size_t>(rank)].sides) side = Side{};
+}
+
+void Links::give_up(int rank, const std::string& reason) {
+  forget(rank);
+  peers_[static_cast<size_t>(rank)].channel->lose(reason);
+}
+
+// One line for a break that concerns both lines, and for many breaks in a short time.
+void Links::report(int rank, const Side& was, int fd) {
+  Peer& peer = peers_[static_cast<size_t>(rank)];
+  const TimePoint now = Clock::now();
+  ++peer.unsaid;
+  peer.unsaid_s = std::max(peer.unsaid_s, seconds_between(was.down_at, now));
+  peer.unsaid_why = was.reason;
+  const bool both_up = !peer.sides[0].down && !peer.sides[1].down;
+  if (!setup_.say || !both_up || (peer.said_at != TimePoint{} && seconds_between(peer.said_at, now) < kSayS)) return;
+  sockaddr_storage to{};
+  socklen_t bytes = sizeof(to);
+  static_cast<void>(::getpeername(fd, reinterpret_cast<sockaddr*>(&to), &bytes));
+  setup_.say(text_of("lost ", peer.unsaid == 1 ? "a connection" : text_of(peer.unsaid, " connections"), " to ",
+                     peer.channel->peer(), ": ", peer.unsaid_why, "; made again over ",
+                     Address(reinterpret_cast<const sockaddr*>(&to), bytes).text(), " within ",
+                     std::round(peer.unsaid_s * 100) / 100,
+                     " s. Every operation goes on where it was; look at the network if this repeats"));
+  peer.said_at = now;
+  peer.unsaid = 0;
+  peer.unsaid_s = 0;
+}
+
+// Asked only about claims that were proven.
+Verdict Links::judge(const Claim& claim, Stranger* one) {
+  if (claim.to != setup_.rank) return Verdict::kNotThisRank;
+  if (claim.from < 0 || claim.from >= setup_.size || claim.purpose == Purpose::kLocal) return Verdict::kUnexpectedRank;
+  Peer& peer = peers_[static_cast<size_t>(claim.from)];
+  if (is_over(peer)) return Verdict::kUnexpectedRank;
+  const Line line = claim.purpose == Purpose::kControl ? Line::kControl : Line::kData;
+  Side& side = peer.sides[static_cast<int>(line)];
+  const TimePoint now = Clock::now();
+  if (setup_.rank > claim.from && ((side.dialer && side.dialer->proved_within(kPatienceS, now)) ||
+                                   seconds_between(side.dialed_at, now) < kPatienceS))
+    return Verdict::kBusy;
+  side.dialer.reset();
+  side.fd.reset();
+  side.suspected = false;
+  peer.channel->stop(line);
+  take_down(claim.from, line, "its end of the connection was lost");
+  one->from = claim.from;
+  one->line = line;
+  return Verdict::kWelcome;
+}
+
+void Links::accept(TimePoint now) {
+  for (const Fd& listener : listeners_) {
+    for (int i = 0; i < kAcceptBatch; ++i) {
+      int number = 0;
+      Fd fd = accept_one(listener.get(), nullptr, &number);
+      if (!fd) {
+        if (number != 0 && !strangers_.empty()) strangers_.pop_front();  // no descriptor is left
+        break;
+      }
+      if (strangers_.size() >= kMaxStrangers) {
+        auto victim = std::find_if(strangers_.begin(), strangers_.end(),
+                                   [](const Stranger& s) { return !s.handshake.said_hello(); });
+        strangers_.erase(victim == strangers_.end() ? strangers_.begin() : victim);
+      }
+      strangers_.push_back({std::move(fd), now, Handshake::accept(&setup_.credentials, setup_.generation, {}), -1, {}});
+      Stranger* one = &strangers_.back();
+      one->handshake.judged_by([this, one](const Claim& claim) { return judge(claim, one); });
+    }
+  }
+}
+
+// True when it is over, or a rank's.
+bool Links::step_stranger(Stranger* one, TimePoint now) {
+  const Handshake::State state = one->handshake.step(one->fd.get());
+  if (state == Handshake::State::kPending) return seconds_between(one->since, now) > kHelloDeadlineS;
+  if (state == Handshake::State::kFailed || one->from < 0) return true;
+  Peer& peer = peers_[static_cast<size_t>(one->from)];
+  if (is_over(peer)) return true;
+  Side& side = peer.sides[static_cast<int>(one->line)];
+  side.dialer.reset();
+  side.fd = std::move(one->fd);
+  side.fd_at = now;
+  side.sent = false;
+  side.in_bytes = 0;
+  return true;
+}
+
+void Links::dial(int rank, Line line, TimePoint now) {
+  Peer& peer = peers_[static_cast<size_t>(rank)];
+  Side& side = peer.sides[static_cast<int>(line)];
+  if (!side.dialer) {
+    const Claim claim{setup_.rank, rank, setup_.generation, purpose_of(line)};
+    side.dialer =
+        std::make_unique<Dialer>(&setup_.credentials, claim, Dialer::Target{"", peer.addresses, setup_.tuning}, kPace);
+  }
+  if (Status status = side.dialer->step(now); !status.is_ok()) {
+    give_up(rank, text_of(side.reason, "; it takes no other connection: ", status.text()));
+    return;
+  }
+  if (side.dialer->done()) {
+    side.fd = side.dialer->take();
+    side.dialer.reset();
+    side.suspected = false;
+    side.fd_at = side.dialed_at = now;
+    side.sent = false;
+    side.in_bytes = 0;
+    return;
+  }
+  bool gone = !peer.addresses.empty();
+  for (size_t place = 0; place < peer.addresses.size(); ++place) {
+    gone = gone && side.dialer->is_refused(place);
+    if (place == 0 && peer.first_is_good && gone) break;
+  }
+  if (gone) give_up(rank, std::string(side.reason));
+}
+
+// Both sides have stopped writing to the old connection. False: this one is lost as well.
+bool Links::swap_counts(int rank, Line line, bool* moved) {
+  Peer& peer = peers_[static_cast<size_t>(rank)];
+  Side& side = peer.sides[static_cast<int>(line)];
+  if (!side.sent) {
+    Writer message;
+    message.put(kCountMagic);
+    message.put(peer.channel->drain(line));
+    const iovec part{const_cast<uint8_t*>(message.bytes().data()), kCountBytes};
+    // The first bytes after the handshake: they fit into the socket's buffer.
+    if (send_parts(side.fd.get(), {&part, 1}).bytes != kCountBytes) return false;
+    side.sent = true;
+  }
+  const iovec part{side.in.data() + side.in_bytes, kCountBytes - side.in_bytes};
+  const IoResult result = receive_parts(side.fd.get(), {&part, 1});
+  if (result.what == Io::kWouldBlock) return true;
+  if (result.what != Io::kMoved) return false;
+  side.in_bytes += result.bytes;
+  if (side.in_bytes < kCountBytes) return true;
+  Reader in(side.in);
+  if (in.get<uint64_t>() != kCountMagic) return false;
+  const uint64_t received = in.get<uint64_t>();
+  Fd fd = std::move(side.fd);
+  const int number = fd.get();
+  const Side was = std::exchange(side, Side{});
+  side.dialed_at = was.dialed_at;
+  *moved = true;
+  if (Status status = peer.channel->resume(line, std::move(fd), received); !status.is_ok()) {
+    give_up(rank, status.text());
+    return true;
+  }
+  report(rank, was, number);
+  static_cast<void>(peer.channel->progress(moved));
+  return true;
+}
+
+void Links::step_side(int rank, Line line, TimePoint now, bool* moved) {
+  Peer& peer = peers_[static_cast<size_t>(rank)];
+  Side& side = peer.sides[static_cast<int>(line)];
+  if (side.fd && (!swap_counts(rank, line, moved) || seconds_between(side.fd_at, now) > kSwapS)) side.fd.reset();
+  if (!side.down) return;
+  const double down_s = seconds_between(side.down_at, now);
+  if (side.closed && down_s > kClosedS) return give_up(rank, std::string(side.reason));
+  if (down_s > setup_.limit_s)
+    return give_up(rank, text_of(side.reason, ", and no other connection came about within ", setup_.limit_s, " s"));
+  if (!side.fd && !std::any_of(strangers_.begin(), strangers_.end(),
+                               [&](const Stranger& s) { return s.from == rank && s.line == line; }))
+    dial(rank, line, now);
+}
+
+// From both lines the peer has heard nothing yet.
+bool Links::can_go_back(int rank) const {
+  const Peer& peer = peers_[static_cast<size_t>(rank)];
+  bool suspects = false;
+  for (const Side& side : peer.sides) {
+    if (side.down && (!side.suspected || side.fd || (side.dialer && side.dialer->has_proved()))) return false;
+    suspects |= side.suspected;
+  }
+  return suspects && !peer.channel->is_stuck(Line::kControl) && !peer.channel->is_stuck(Line::kData);
+}
+
+// A path that is cut concerns both lines.
+void Links::look_at(int rank) {
+  TcpChannel& channel = *peers_[static_cast<size_t>(rank)].channel;
+  if (can_go_back(rank)) {
+    forget(rank);
+    for (const Line line : {Line::kControl, Line::kData}) channel.start(line);
+  }
+  bool stuck = false;
+  for (const Line line : {Line::kControl, Line::kData})
+    stuck |= channel.waits_for_acknowledgement(line) && channel.is_stuck(line);
+  if (!stuck) return;
+  for (const Line line : {Line::kControl, Line::kData}) {
+    Side& side = peers_[static_cast<size_t>(rank)].sides[static_cast<int>(line)];
+    side.suspected |= !side.down;
+    channel.stop(line);
+    take_down(rank, line, "no answer comes over its connection");
+  }
+}
+
+void Links::step(bool* moved) {
+  uint64_t expirations;
+  static_cast<void>(!::read(timer_.get(), &expirations, sizeof(expirations)));
+  timer_set_ = false;
+  const TimePoint now = Clock::now();
+  accept(now);
+  for (auto one = strangers_.begin(); one != strangers_.end();)
+    one = step_stranger(&*one, now) ? strangers_.erase(one) : std::next(one);
+  double again_s = 1e9;
+  for (const Stranger& one : strangers_) again_s = std::min(again_s, one.handshake.said_hello() ? kTalkS : kDialS);
+  for (int rank = 0; rank < setup_.size; ++rank) {
+    Peer& peer = peers_[static_cast<size_t>(rank)];
+    if (is_over(peer)) continue;
+    look_at(rank);
+    for (const Line line : {Line::kControl, Line::kData}) {
+      Side& side = peer.sides[static_cast<int>(line)];
+      if (side.down) step_side(rank, line, now, moved);
+      if (is_over(peer)) break;
+      if (side.down)
+        again_s = std::min(again_s, side.fd || (side.dialer && side.dialer->is_talking()) ? kTalkS : kDialS);
+      else if (peer.channel->waits_for_acknowledgement(line))
+        again_s = std::min(again_s, kLookS);
+    }
+    if (is_over(peer)) continue;
+    if (peer.channel->has_drained()) {
+      static_cast<void>(peer.channel->progress(moved));
+      again_s = std::min(again_s, kDialS);
+    }
+  }
+  if (again_s < 1) set_timer(again_s);
+}
+
+}  // namespace hc

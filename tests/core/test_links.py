@@ -1,0 +1,259 @@
+"""Connections between living ranks that break are made again: resets and cut cables under every operation."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from worker_pool import say
+
+import horoclone as hvd
+
+pytestmark = [pytest.mark.netns, pytest.mark.usefixtures("needs_root")]
+
+
+def ip(*words):
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20).stdout
+
+
+class Hosts:
+    """Two namespaces joined by some cables, each a network of its own."""
+
+    def __init__(self, cables):
+        tag, third = secrets.token_hex(3), secrets.randbelow(250)
+        self.names = [f"hc-{tag}-{side}" for side in "ab"]
+        self.cables = [f"cable{number}" for number in range(cables)]
+        self.addresses = [[f"10.{218 + n}.{third}.{host}" for n in range(cables)] for host in (1, 2)]
+        for name in self.names:
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+        for number, cable in enumerate(self.cables):
+            peer = ["type", "veth", "peer", "name", cable, "netns", self.names[1]]
+            ip("-n", self.names[0], "link", "add", cable, *peer)
+            for name, addresses in zip(self.names, self.addresses, strict=True):
+                ip("-n", name, "addr", "add", f"{addresses[number]}/30", "dev", cable)
+                ip("-n", name, "link", "set", cable, "up")
+
+    def places(self, per_host):
+        return [name for name in self.names for _ in range(per_host)]
+
+    def set_cable(self, number, state, host=0):
+        ip("-n", self.names[host], "link", "set", self.cables[number], state)
+
+    def reset(self, host, rendezvous):
+        """The kernel gives up each connection to the other host; that one hears of it by a reset."""
+        for address in self.addresses[1 - host]:
+            words = ["ip", "netns", "exec", self.names[host], "ss", "-K", "-H", "state", "established"]
+            others = f"dport != :{rendezvous} and sport != :{rendezvous}"
+            done = subprocess.run(
+                [*words, "dst", address, f"( {others} )"], capture_output=True, text=True, timeout=20
+            )
+            if done.returncode:
+                pytest.skip(f"ss -K resets nothing here: {done.stderr}")
+
+    def close(self):
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20)
+
+
+@pytest.fixture
+def make_hosts():
+    made = []
+
+    def make(cables):
+        try:
+            made.append(Hosts(cables))
+        except (subprocess.CalledProcessError, OSError) as error:
+            pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', error)}")
+        return made[-1]
+
+    yield make
+    for hosts in made:
+        hosts.close()
+
+
+PORT = 29_517
+
+
+@pytest.fixture
+def team(worker_pool, make_hosts):
+    def start(body, cables=1, per_host=1, **kwargs):
+        hosts = make_hosts(cables)
+        places, where = hosts.places(per_host), [f"{hosts.addresses[0][0]}:{PORT}"]
+        return hosts, worker_pool(body, 2 * per_host, namespaces=places, addresses=where, **kwargs)
+
+    return start
+
+
+def values(turn, rank, count):
+    """Whole numbers, of which every sum is exact."""
+    return np.random.default_rng([turn, rank]).integers(-1000, 1000, count).astype(np.float32)
+
+
+def one_turn(turn, rank, size):
+    """One operation that the number of the turn names, held against NumPy's result."""
+    choice = random.Random(turn)
+    what = choice.choice(
+        ["allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier", "message"]
+    )
+    count = choice.choice([1, 100, 5_000, 40_000, 300_000, 1_500_000]) // size * size or size
+    root = choice.randrange(size)
+    mine, name = values(turn, rank, count), f"{what}.{count}"
+
+    def everybodys():
+        return [values(turn, r, count) for r in range(size)]
+
+    if what == "allreduce":
+        assert np.array_equal(hvd.allreduce(mine, op=hvd.Sum, name=name), sum(everybodys()))
+    elif what == "allgather":
+        assert np.array_equal(hvd.allgather(mine, name=name), np.concatenate(everybodys()))
+    elif what == "broadcast":
+        assert np.array_equal(hvd.broadcast(mine, root, name=name), values(turn, root, count))
+    elif what == "alltoall":
+        parts = [values(turn, r, count).reshape(size, -1)[rank] for r in range(size)]
+        assert np.array_equal(hvd.alltoall(mine, name=name), np.concatenate(parts))
+    elif what == "reducescatter":
+        part = sum(everybodys()).reshape(size, -1)[rank]
+        assert np.array_equal(hvd.reducescatter(mine, op=hvd.Sum, name=name), part)
+    elif what == "barrier":
+        hvd.barrier()
+    else:
+        to, source = (rank + 1) % size, (rank - 1) % size
+        sent = hvd.isend(mine, to)
+        mine_to_be = np.empty_like(mine)
+        hvd.recv(mine_to_be, source)
+        hvd.synchronize(sent)
+        assert np.array_equal(mine_to_be, values(turn, source, count))
+
+
+def compute(stop):
+    """Every operation in turn, until the file is there. Says what took long, and how many turns there were."""
+    hvd.init()
+    rank, size, turn, told = hvd.rank(), hvd.size(), 0, 0.0
+    while True:
+        began = time.monotonic()
+        one_turn(turn, rank, size)
+        turn += 1
+        ended = time.monotonic()
+        if ended - began > 0.15:
+            say(began=began, slow=ended - began, turn=turn)
+        if ended - told > 0.1:
+            told = ended
+            say(turns=turn)
+        if hvd.broadcast(np.array([rank == 0 and Path(stop).exists()]), 0)[0]:
+            break
+    say(turns=turn, remade=hvd.metrics()["mesh"]["connections_remade"])
+    hvd.shutdown()
+
+
+class Trial:
+    def __init__(self, team, tmp_path, **kwargs):
+        self.stop = tmp_path / "stop"
+        self.hosts, self.started = team(compute, stop=str(self.stop), **kwargs)
+        self.size = len(self.started.pids)
+        for rank in range(self.size):
+            self.started.wait_for(rank, "turns")
+        self.goes_on()
+
+    def turns(self, rank):
+        return self.started.said(rank, "turns")[-1]["turns"]
+
+    def goes_on(self, turns=3, limit_s=30):
+        """Until every rank has done so many turns more."""
+        before, deadline = [self.turns(rank) for rank in range(self.size)], time.monotonic() + limit_s
+        while any(self.turns(rank) < before[rank] + turns for rank in range(self.size)):
+            assert time.monotonic() < deadline, self.started.outputs()
+            time.sleep(0.01)
+
+    def finish(self):
+        self.stop.touch()
+        assert self.started.wait(60) == [0] * self.size, self.started.outputs()
+        told = [self.started.said(rank, "remade")[-1]["remade"] for rank in range(self.size)]
+        for rank in range(self.size):
+            assert ("made again over 10." in self.started.output(rank)) == (told[rank] > 0), told
+        return min(told)
+
+    def stall(self, since, until):
+        """The longest operation of any rank that was under way between these times."""
+        return max(
+            (one["slow"] for rank in range(self.size) for one in self.started.said(rank, "slow")
+             if one["began"] < until and one["began"] + one["slow"] > since),
+            default=0.0,
+        )  # fmt: skip
+
+
+# What the machine itself may add, where every core has other work.
+SLACK_S = 1.5
+
+
+@pytest.mark.parametrize("per_host", [1, 2])
+def test_resets_in_the_middle_of_every_operation_lose_nothing(team, tmp_path, per_host):
+    trial = Trial(team, tmp_path, per_host=per_host)
+    chance = random.Random(per_host)
+    for turn in range(12):
+        began = time.monotonic()
+        trial.hosts.reset(turn % 2, PORT)
+        trial.goes_on()
+        time.sleep(chance.random() * 0.1)
+        assert trial.stall(began, time.monotonic()) < SLACK_S, trial.started.outputs()
+    assert trial.finish() >= 12
+
+
+def test_with_another_cable_a_cut_one_is_replaced_at_once(team, tmp_path):
+    trial = Trial(team, tmp_path, cables=2)
+    for turn in range(3):
+        cut = time.monotonic()
+        trial.hosts.set_cable(turn % 2, "down", host=turn // 2)
+        trial.goes_on()
+        time.sleep(0.5)
+        assert trial.stall(cut, cut + 0.5) < 0.5 + SLACK_S, trial.started.outputs()
+        trial.hosts.set_cable(turn % 2, "up", host=turn // 2)
+        time.sleep(0.2)
+    assert trial.finish() >= 1
+
+
+def test_without_another_cable_it_goes_on_when_the_cable_is_back(team, tmp_path):
+    """Longer than a silent rank is waited for unless somebody says so."""
+    trial = Trial(team, tmp_path, env={"HOROCLONE_LIVENESS_ERROR_S": "10"})
+    cut = time.monotonic()
+    trial.hosts.set_cable(0, "down")
+    time.sleep(3)
+    trial.hosts.set_cable(0, "up")
+    trial.goes_on()
+    assert 2.5 < trial.stall(cut, cut + 4) < 3 + SLACK_S, trial.started.outputs()
+    trial.finish()
+
+
+@pytest.mark.long(330)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("cables", "faults"), [(2, 140), (1, 60)])
+def test_two_hundred_breaks_at_random_moments(team, tmp_path, cables, faults):
+    trial = Trial(team, tmp_path, cables=cables, per_host=2, env={"HOROCLONE_LIVENESS_ERROR_S": "10"})
+    time.sleep(5)
+    usual = trial.stall(0.0, time.monotonic())
+    chance, stalls = random.Random(cables), []
+    for _ in range(faults):
+        what, host = chance.choice(["reset", "flap", "cut"]), chance.randrange(2)
+        down_s = {"reset": 0.0, "flap": 0.2, "cut": 3.0}[what]
+        began = time.monotonic()
+        if what == "reset":
+            trial.hosts.reset(host, PORT)
+        else:
+            number = chance.randrange(cables)
+            trial.hosts.set_cable(number, "down", host)
+            time.sleep(down_s)
+            trial.hosts.set_cable(number, "up", host)
+        trial.goes_on()
+        stalls.append((what, trial.stall(began, time.monotonic()) - (down_s if cables == 1 else 0)))
+        time.sleep(chance.random() * 0.3)
+    trial.finish()
+    for kind in ("reset", "flap", "cut"):
+        of_kind = sorted(stall for what, stall in stalls if what == kind)
+        print(f"{cables} cables, {len(of_kind)} x {kind}: operations stood still for up to {of_kind[-1]:.2f} s",
+              f"beyond the break, half of them {of_kind[len(of_kind) // 2]:.2f} s, without one {usual:.2f} s")  # fmt: skip
+    assert max(stall for _, stall in stalls) < 0.5 + SLACK_S
