@@ -1,19 +1,23 @@
-"""Sends commits to spares: rank 0 of a generation feeds them through a connection that each spare opens.
+"""Sends commits to those who wait in init(), spares and newcomers: rank 0 of a generation feeds them through a
+connection that each of them opens.
 
 Rank 0 writes its addresses into the rendezvous; a spare reads them there, proves the job's secret (wire.py), and
-receives each newest commit: [commit u64][parts u32][bytes u64 of each part][parts][digest][tag]. The content is not
+receives each newest commit: [commit u64][parts u32][bytes u64 of each part], of each part [kept u8] and, where it is
+not as in the commit that was sent before, its bytes; then [crc u32 of each part][digest][tag]. The content is not
 interpreted here. A spare keeps the newest commit that arrived completely.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
 import secrets
 import socket
 import struct
 import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -28,11 +32,13 @@ MAX_PARTS = 1 << 20
 DIGEST_BYTES = 8
 STUCK_S = 10.0  # a spare that takes nothing for so long is given up
 CHUNK = 1 << 20
+SLICE = 1 << 18  # bytes that are compared at once
 PART_OF_TIME = 2  # one part of so many at most goes to packing and sending, the rest is training's alone
 RETRY_S = 0.5
 REACH_S = 2.0  # for the feeder to answer; it is tried again
 LAST_S = 30.0  # for the commit that is on its way when a spare is promoted
 LOOK_S = 5.0  # so often does a spare that hears nothing look whether somebody else feeds
+QUIET_S = 5.0  # who hears nothing for so long does not wait to be fed any more
 _HEAD = struct.Struct("<QI")
 
 Part = bytes | bytearray | memoryview
@@ -40,16 +46,24 @@ Pack = Callable[[], Sequence[Part]]
 
 
 class Replica(NamedTuple):
-    """A commit as it travels. digest: a number that who packed it has drawn; 0 is none. tag: see seal.tag_of()."""
+    """A commit as it travels: parts[0] is a pickle, the others are memory of arrays. No parts: there is such a commit,
+    and it cannot be sent in this way.
+
+    digest: a number that who packed it has drawn; 0 is none. sums: CRC-32 of each part; tag: see seal.tag_of().
+    """
 
     commit: int
     parts: Sequence[Part]
     digest: int
     tag: bytes = b""
+    sums: Sequence[int] = ()
 
-    def context(self, job: str) -> str:
-        """For the tag."""
-        return f"{job}, commit {self.commit}, {self.digest}"
+    def tag_with(self, secret: bytes, job: str) -> bytes:
+        """Of the pickle and of all sizes and sums. An array is data as a gradient is, and counts with its sum."""
+        context = f"{job}, commit {self.commit}, {self.digest}"
+        sizes = [memoryview(part).nbytes for part in self.parts]
+        table = struct.pack(f"<{len(sizes)}Q{len(sizes)}I", *sizes, *self.sums)
+        return seal.tag_of(secret, context, [*self.parts[:1], table])
 
 
 class Feeder:
@@ -62,7 +76,9 @@ class Feeder:
         self._secret, self._job, self._interval_s = secret, f"{job}/replica", interval_s
         self._news = threading.Condition()
         self._offered: tuple[int, Pack] | None = None
+        self._hurries = False  # the newest offer is not to wait for its turn
         self._packed: Replica | None = None
+        self._packed_of: tuple[int, Pack] | None = None  # the offer
         self._spares = 0
         self._strangers = UnauthenticatedConnections(MAX_SPARES, HELLO_S)
         self._closed = False
@@ -83,7 +99,13 @@ class Feeder:
     def offer(self, commit: int, pack: Pack) -> None:
         """All ranks hold this commit. pack is called by another thread, later or never."""
         with self._news:
-            self._offered = commit, pack
+            self._offered, self._hurries = (commit, pack), False
+            self._news.notify_all()
+
+    def hurry(self) -> None:
+        """Training stands still until the newest offer has arrived: it does not wait for its turn."""
+        with self._news:
+            self._hurries = True
             self._news.notify_all()
 
     def digest(self, commit: int) -> int:
@@ -122,6 +144,11 @@ class Feeder:
                 finally:
                     with self._news:
                         self._spares -= 1
+                        if not self._spares and self._packed is not None:
+                            self._packed = self._packed._replace(
+                                parts=()
+                            )  # its memory; the digest may be asked for
+                            self._packed_of = None
         except (OSError, MemoryError):
             pass  # the spare has gone, or is promoted
         finally:
@@ -137,46 +164,62 @@ class Feeder:
             return True
 
     def _feed(self, peer: socket.socket) -> None:
-        sent, next_s = 0, 0.0
+        sent: Replica | None = None
+        seen: tuple[int, Pack] | None = None
+        next_s = 0.0
         while True:
             with self._news:
-                while not self._closed and (self._offered is None or self._offered[0] <= sent):
-                    self._news.wait(SLICE_S)
+                while not self._closed and (
+                    self._offered is seen or (time.monotonic() < next_s and not self._hurries)
+                ):
+                    wait_s = SLICE_S if self._offered is seen else next_s - time.monotonic()
+                    self._news.wait(min(max(wait_s, 0.0), SLICE_S))
                     if _has_ended(peer):
                         return
             if self._closed:
                 return
-            time.sleep(max(0.0, next_s - time.monotonic()))
             began_s = time.monotonic()
-            replica = self._newest()
-            if replica is None or replica.commit <= sent:
-                next_s = began_s + max(self._interval_s, RETRY_S)
-                continue
-            sent = replica.commit
-            sizes = [memoryview(part).nbytes for part in replica.parts]
-            peer.sendall(_HEAD.pack(replica.commit, len(sizes)) + struct.pack(f"<{len(sizes)}Q", *sizes))
-            for part in replica.parts:
-                view = memoryview(part).cast("B")
-                for begin in range(0, len(view), CHUNK):
-                    peer.sendall(view[begin : begin + CHUNK])
-            peer.sendall(struct.pack("<Q", replica.digest) + replica.tag)
+            seen, replica = self._newest()
+            self._send(peer, replica, sent)
+            sent = replica
             took_s = time.monotonic() - began_s
             next_s = began_s + max(self._interval_s, PART_OF_TIME * took_s)
 
-    def _newest(self) -> Replica | None:
-        """Packed once for all spares. What cannot be packed is not sent: the spare then takes part in a sync."""
+    def _newest(self) -> tuple[tuple[int, Pack], Replica]:
+        """Packed once for all spares. What cannot be packed has no parts: the spare then takes part in a sync."""
         with self._packing:
             offered = self._offered
-            if offered is None or (self._packed is not None and self._packed.commit == offered[0]):
-                return self._packed
-            try:
-                parts = offered[1]()
-            except Exception:
-                return self._packed
-            packed = Replica(offered[0], parts, 1 + secrets.randbits(62))
-            tag = seal.tag_of(self._secret, packed.context(self._job), parts)
-            self._packed = packed._replace(tag=tag)
-            return self._packed
+            assert offered is not None
+            if self._packed is None or self._packed_of is not offered:
+                try:
+                    parts = [memoryview(part).cast("B") for part in offered[1]()]
+                except Exception:
+                    parts = []
+                self._packed = Replica(offered[0], parts, 1 + secrets.randbits(62), sums=[-1] * len(parts))
+                self._packed_of = offered
+            return offered, self._packed
+
+    def _send(self, peer: socket.socket, replica: Replica, before: Replica | None) -> None:
+        """Only what has changed since the commit before, which this peer has. Sums are made once for all spares."""
+        sizes, sums = [memoryview(part).nbytes for part in replica.parts], replica.sums
+        assert isinstance(sums, list)
+        peer.sendall(_HEAD.pack(replica.commit, len(sizes)) + struct.pack(f"<{len(sizes)}Q", *sizes))
+        for place, part in enumerate(replica.parts):
+            old = before.parts[place] if before is not None and place < len(before.parts) else None
+            if before is not None and old is not None and _are_same(part, old):
+                sums[place] = before.sums[place]
+                peer.sendall(b"\1")
+                continue
+            peer.sendall(b"\0")
+            view, crc = memoryview(part), 0
+            for begin in range(0, len(view), CHUNK):
+                chunk = view[begin : begin + CHUNK]
+                peer.sendall(chunk)
+                if sums[place] < 0:
+                    crc = zlib.crc32(chunk, crc)  # while the other side takes it
+            sums[place] = crc if sums[place] < 0 else sums[place]
+        tag = replica.tag_with(self._secret, self._job)
+        peer.sendall(struct.pack(f"<{len(sums)}I", *sums) + struct.pack("<Q", replica.digest) + tag)
 
 
 class Feed(Client):
@@ -185,15 +228,26 @@ class Feed(Client):
     def __init__(self, addresses: Sequence[str], secret: bytes, job: str) -> None:
         super().__init__(list(addresses), secret, job, SLICE_S)
         self._newest: Replica | None = None
+        self._memory: dict[int, bytearray] = {}  # for parts of the next commit, by their places
         self._stop = False
+        self._is_fed = False  # somebody is connected who feeds
+        self._heard_s = time.monotonic()  # the last bytes
         self._wanted, self._until_s = 0, float("inf")
         self._thread = threading.Thread(target=self._run, name="hc-replica-in", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
+    def has_what_it_can(self) -> bool:
+        """Whether a commit is there, or nothing comes."""
+        return self._newest is not None or self._is_quiet()
+
+    def _is_quiet(self) -> bool:
+        return time.monotonic() >= self._heard_s + QUIET_S
+
     def finish(self, commit: int) -> None:
         """This process is promoted: nothing after this commit is wanted, and that one not for long."""
+        self._hear()  # what comes next comes from now on
         self._wanted, self._until_s = commit, time.monotonic() + LAST_S
 
     def _is_over(self) -> bool:
@@ -201,8 +255,11 @@ class Feed(Client):
         return self._stop or has_come or time.monotonic() >= self._until_s
 
     def take(self) -> Replica | None:
-        """The newest commit that has come whole; no other comes after it."""
-        self._stop = True
+        """The newest commit that has come whole; no other comes after it. Waits for the one that finish() has named, as
+        long as something comes."""
+        while self._wanted and self._is_fed and not self._is_over() and not self._is_quiet():
+            self._thread.join(SLICE_S / 10)
+        self._stop, self._memory = True, {}
         return self._newest
 
     def _run(self) -> None:
@@ -230,21 +287,42 @@ class Feed(Client):
         source = _Source(addresses, self._secret, f"{self._job}/replica", REACH_S)
         try:
             connection = source.open()
+            stream, before = _Stream(connection, is_over, self._hear), None  # of this feeder
+            self._is_fed = True
             while not self._is_over():
-                replica = self._checked(_read(connection, is_over))
+                replica = self._checked(stream.read(before, self._memory))
                 if replica is None:
                     return
-                if not self._stop:
-                    self._newest = replica
+                before = self._keep(replica)
         finally:
+            self._is_fed = False
             source.close()
+
+    def _keep(self, replica: Replica) -> Replica:
+        """Makes it the newest. What has changed is likely to change again, and fresh memory costs more than a copy: the
+        memory of the commit before is for the next one."""
+        newest = self._newest
+        if not self._stop:
+            self._newest = replica
+            if newest is None:
+                self._memory = {place: bytearray(len(part)) for place, part in enumerate(replica.parts)}
+            for place, (part, old) in enumerate(
+                zip(replica.parts, newest.parts if newest else (), strict=False)
+            ):
+                self._memory.pop(place, None)
+                if old is not part and isinstance(old, bytearray):
+                    self._memory[place] = old
+        return replica
+
+    def _hear(self) -> None:
+        self._heard_s = time.monotonic()
 
     def _checked(self, replica: Replica | None) -> Replica | None:
         """ConnectionError for a commit that no process of this job has packed, or that was damaged on its way."""
         if replica is None:
             return None
-        context = replica.context(f"{self._job}/replica")
-        if not seal.is_right(replica.tag, self._secret, context, replica.parts):
+        tag = replica.tag_with(self._secret, f"{self._job}/replica")
+        if not hmac.compare_digest(replica.tag, tag):
             raise ConnectionError(seal.broken(f"commit {replica.commit}"))
         return replica
 
@@ -256,49 +334,80 @@ class _Source(Client):
         return self._connection
 
 
-def _read(connection: socket.socket, is_over: Callable[[], bool]) -> Replica | None:
-    """The next commit. None when this process does not want one any more; OSError where the stream makes no sense."""
-    head = _exactly(connection, _HEAD.size, is_over)
-    if head is None:
-        return None
-    commit, count = _HEAD.unpack(head)
-    if count > MAX_PARTS:
-        raise ConnectionError(f"a commit of {count} parts")
-    table = _exactly(connection, 8 * count, is_over)
-    if table is None:
-        return None
-    sizes = struct.unpack(f"<{count}Q", table)
-    if sum(sizes) > _memory_bytes():
-        raise ConnectionError(f"a commit of {sum(sizes)} bytes, more than this machine has")
-    parts: list[bytearray] = []
-    for size in sizes:
-        part = _exactly(connection, size, is_over)
-        if part is None:
-            return None
-        parts.append(part)
-    told = _exactly(connection, DIGEST_BYTES + seal.TAG_BYTES, is_over)
-    if told is None:
-        return None
-    (digest,) = struct.unpack("<Q", told[:DIGEST_BYTES])
-    return Replica(commit, parts, digest, bytes(told[DIGEST_BYTES:]))
+class _Stream:
+    """What comes through a connection. is_over: asked when nothing has come for a while; hear: called when it does."""
 
+    def __init__(
+        self, connection: socket.socket, is_over: Callable[[], bool], hear: Callable[[], None] = lambda: None
+    ) -> None:
+        self._connection, self._is_over, self._hear = connection, is_over, hear
+        connection.settimeout(SLICE_S)
 
-def _exactly(connection: socket.socket, count: int, is_over: Callable[[], bool]) -> bytearray | None:
-    """Reads exactly that many bytes, however long they take. None when is_over()."""
-    part = bytearray(count)
-    view, at = memoryview(part), 0
-    connection.settimeout(SLICE_S)
-    while at < count:
+    def read(self, before: Replica | None, memory: dict[int, bytearray]) -> Replica | None:
+        """The next commit. before: the one that came before it. None when this process does not want one any more;
+        OSError where the stream makes no sense."""
         try:
-            got = connection.recv_into(view[at : at + CHUNK])
-        except TimeoutError:
-            if is_over():
-                return None
-            continue
-        if got == 0:
-            raise ConnectionError("the feeder has gone")
-        at += got
-    return part
+            commit, count = _HEAD.unpack(self._exactly(_HEAD.size))
+            if count > MAX_PARTS:
+                raise ConnectionError(f"a commit of {count} parts")
+            sizes = struct.unpack(f"<{count}Q", self._exactly(8 * count))
+            if sum(sizes) > _memory_bytes():
+                raise ConnectionError(f"a commit of {sum(sizes)} bytes, more than this machine has")
+            parts: list[Part] = []
+            sums: list[int] = []
+            for place, size in enumerate(sizes):
+                if self._exactly(1) == b"\0":
+                    old = memory.pop(place, None)
+                    part = old if old is not None and len(old) == size else bytearray(size)
+                    sums.append(self._fill(part))
+                    parts.append(part)
+                    continue
+                if before is None or place >= len(before.parts) or len(before.parts[place]) != size:
+                    raise ConnectionError("a part that was never sent")
+                sums.append(before.sums[place])
+                parts.append(before.parts[place])
+            told = struct.unpack(f"<{count}I", self._exactly(4 * count))
+            if list(told) != sums:
+                raise ConnectionError(seal.broken(f"commit {commit}"))
+            (digest,) = struct.unpack("<Q", self._exactly(DIGEST_BYTES))
+            return Replica(commit, parts, digest, bytes(self._exactly(seal.TAG_BYTES)), sums)
+        except _Over:
+            return None
+
+    def _exactly(self, count: int) -> bytearray:
+        part = bytearray(count)
+        self._fill(part)
+        return part
+
+    def _fill(self, part: bytearray) -> int:
+        """Reads as many bytes as there is room for, however long they take; their CRC-32. _Over when is_over()."""
+        view, at, crc = memoryview(part), 0, 0
+        while at < len(view):
+            try:
+                got = self._connection.recv_into(view[at : at + CHUNK])
+            except TimeoutError:
+                if self._is_over():
+                    raise _Over from None
+                continue
+            if got == 0:
+                raise ConnectionError("the feeder has gone")
+            self._hear()
+            crc = zlib.crc32(view[at : at + got], crc)
+            at += got
+        return crc
+
+
+class _Over(Exception):
+    """This process wants nothing more."""
+
+
+def _are_same(one: Part, other: Part) -> bool:
+    """Compared in pieces, as bytes: two memoryviews are compared byte by byte."""
+    if one is other or len(one) != len(other):
+        return one is other
+    return all(
+        bytes(one[at : at + SLICE]) == bytes(other[at : at + SLICE]) for at in range(0, len(one), SLICE)
+    )
 
 
 def _memory_bytes() -> int:

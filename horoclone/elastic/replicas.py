@@ -1,12 +1,15 @@
-"""Commits for spares: what is sent of a state while a spare waits, and how a spare that is promoted goes on from it.
+"""Commits for those who wait in init(), newcomers and spares: what is sent of a state while the others train, and how
+one of them goes on from it when it is let in.
 
-The ranks of a generation into which spares come agree in one small allgather that everybody has the same commit; then
+The ranks of a generation into which they come agree in one small allgather that everybody has the same commit; then
 nothing else travels. A commit is offered when all ranks hold it, so that its number is never that of another. Thread:
 the one that trains; packing is done by the one that sends.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import io
 import pickle
 from collections.abc import Callable, Sequence
@@ -14,7 +17,6 @@ from typing import Any
 
 from horoclone.elastic import member
 from horoclone.elastic.generation import generation
-from horoclone.runtime import facts
 from horoclone.runtime.lifecycle import member as process
 
 Reduce = Callable[[Any], tuple[Any, ...]]
@@ -52,13 +54,12 @@ def unpacked(parts: Sequence[Any]) -> Any:
 
 
 def offer(state: Any) -> None:
-    """All ranks have just agreed on a commit of this state: spares shall have it."""
-    if not process.feeds_spares() or facts.rank() != 0 or not _is_whole(state):
+    """All ranks have agreed on a commit of this state: who waits shall have it, or hear that it cannot be had."""
+    if not process.feeds():
         return
     number = state._commit_number
-    content = getattr(state, "_slots", {}).get(number)
-    if content is not None:
-        process.offer_replica(number, lambda: packed(content))
+    content = state._slots.get(number) if _is_whole(state) else None
+    process.offer_replica(number, lambda: [] if content is None else packed(content))
 
 
 def synchronise(state: Any) -> None:
@@ -69,11 +70,14 @@ def synchronise(state: Any) -> None:
 
 def _all_have_it(state: Any) -> bool:
     """Whether every rank is at the commit with which this generation begins. Decided by all ranks alike."""
-    if not process.feeds_spares():
+    if not member.is_elastic():
         return False
     now = generation()
     if not now.newcomers or len(now.newcomers) == now.size or not now.commit:
         return False
+    if getattr(state, "_commit_number", 0) == now.commit and not process.digest_of_replica(now.commit):
+        offer(state)  # it was lost between its save and its offer
+    process.hurry_replica()
     commit, digest = _take_over(state, now.commit) if now.rank in now.newcomers else _held(state, now.commit)
     everybody = member.told_by_all((commit, digest), "hvd.elastic.replica")
     digests = {told[1] for told in everybody if told[1]}
@@ -84,12 +88,32 @@ def _all_have_it(state: Any) -> bool:
     return True
 
 
-def _is_whole(state: Any) -> bool:
-    """Whether what is sent is all that it keeps: a subclass may save more, and a rank parts of its own."""
-    if getattr(state, "_own_parts", tuple)():
+def is_ours(function: Callable[..., Any]) -> bool:
+    """Whether it is the broadcast_object of this package, which takes a root and a name."""
+    inner = function.func if isinstance(function, functools.partial) else function
+    if str(getattr(inner, "__module__", "")).partition(".")[0] != "horoclone":
         return False
-    methods = [getattr(type(state), name) for name in ("save", "restore", "sync")]
-    return hasattr(state, "_accepts") and all(one.__module__.startswith("horoclone.") for one in methods)
+    return {"root_rank", "name"} <= set(inspect.signature(inner).parameters)
+
+
+def _is_whole(state: Any) -> bool:
+    """Whether what is sent is all that it keeps: a subclass may save more, a rank parts of its own, and what is kept by
+    reference goes on changing. With one's own broadcast rank 0 may be here before others have saved.
+
+    A callback may count on what its process has seen before. So a newcomer takes the state as the others have it behind
+    their callbacks; only spares run them, as is said of them.
+    """
+    if (
+        not hasattr(state, "_accepts")
+        or state._own_parts()
+        or state._uncopied
+        or not is_ours(state._bcast_object)
+    ):
+        return False
+    if state._reset_callbacks and not process.has_spares():
+        return False
+    methods = [getattr(type(state), name) for name in ("save", "restore", "sync", "reset")]
+    return all(one.__module__.startswith("horoclone.") for one in methods)
 
 
 def _held(state: Any, commit: int) -> tuple[int, int]:

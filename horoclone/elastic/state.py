@@ -6,8 +6,6 @@ with a number in common, and the generation that is formed next begins there. Th
 
 from __future__ import annotations
 
-import functools
-import inspect
 import os
 import queue
 import warnings
@@ -22,7 +20,9 @@ from horoclone.elastic.generation import generation
 from horoclone.elastic.notice import HostUpdateResult
 from horoclone.elastic.owning import Owning, chosen_root
 from horoclone.elastic.recovery import watch
+from horoclone.elastic.replicas import is_ours
 from horoclone.elastic.sampler import ElasticSampler
+from horoclone.runtime.lifecycle import member as process
 
 KEPT = 2  # commits: the newest, and the one before for ranks whose newest is not everybody's
 
@@ -86,10 +86,10 @@ class State:
             self.check_host_updates()
         except errors.HostsUpdatedInterrupt as interrupt:
             interrupt.committed = True
-            raise
-        if is_ours(self._bcast_object):
-            # with one of the user's own rank 0 may be here before others have saved
             replicas.offer(self)
+            process.hurry_replica()  # while the next generation is formed and connected
+            raise
+        replicas.offer(self)
 
     def check_host_updates(self) -> None:
         """Lets the hosts change here, without saving. A collective: all ranks call it at the same point.
@@ -179,14 +179,6 @@ class State:
                 yield self._host_messages.get_nowait()
             except queue.Empty:
                 return
-
-
-def is_ours(function: Callable[..., Any]) -> bool:
-    """Whether it is the broadcast_object of this package, which takes a root and a name."""
-    inner = function.func if isinstance(function, functools.partial) else function
-    if str(getattr(inner, "__module__", "")).partition(".")[0] != "horoclone":
-        return False
-    return {"root_rank", "name"} <= set(inspect.signature(inner).parameters)
 
 
 def _without_places(values: dict[str, Any]) -> dict[str, Any]:
@@ -295,6 +287,7 @@ class ObjectState(Owning, State):
             self._spread()
             interrupt.committed = True
             raise interrupt
+        replicas.offer(self)
 
     def save(self) -> None:
         """Keeps a copy of the attributes in memory, beside the one before. A collective where a part of the state is

@@ -151,11 +151,13 @@ class MembershipClient(Client):
             self.close()
             return DECLINES
 
-    def form(self, seen: int, commits: tuple[int, ...], wait_s: float) -> Assignment | Evicted | Stop | None:
-        """Waits that long for the generation after `seen`; None: not yet. Timeout when the coordinator cannot be
-        reached."""
+    def form(
+        self, seen: int, commits: tuple[int, ...], wait_s: float, is_ready: bool = True
+    ) -> Assignment | Evicted | Stop | None:
+        """Waits that long for the generation after `seen`; None: not yet. is_ready: not for a newcomer that is still
+        being given a commit. Timeout when the coordinator cannot be reached."""
         failpoints.reach("membership.form")
-        request = struct.pack("<BIQB", wire.FORM, int(wait_s * 1000), seen, len(commits))
+        request = struct.pack("<BIQBB", wire.FORM, int(wait_s * 1000), seen, is_ready, len(commits))
         request += struct.pack(f"<{len(commits)}Q", *commits)
         status, body = self._ask(request, time.monotonic() + self._timeout_s, wait_s)
         self.reason = body.decode(errors="replace") if status == wire.NOT_YET else ""

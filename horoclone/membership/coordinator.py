@@ -146,12 +146,14 @@ class Coordinator(JobState):
             self._lose(member, "its connections ended")
         self.step(now)
 
-    def form(self, id_: bytes, seen: int, commits: Iterable[int], now: float) -> None:
-        """It waits for a generation after `seen`, the newest that it knows (0: none), and holds these commits."""
+    def form(self, id_: bytes, seen: int, commits: Iterable[int], now: float, is_ready: bool = True) -> None:
+        """It waits for a generation after `seen`, the newest that it knows (0: none), and holds these commits. Others
+        are not interrupted for a newcomer that is not ready."""
         member = self.members[id_]
         after = 0 if seen and seen == member.released else seen
-        if member.waits_after != after:
+        if member.waits_after != after or member.is_ready != is_ready:
             member.waiting_s = now
+        member.is_ready = is_ready
         member.waits_after = after
         if after == 0:
             member.on(Event.ASKS)
@@ -312,7 +314,7 @@ class Coordinator(JobState):
                 due += [self.silent_until_s(one) for one in self.old() if not self.comes(one)]
                 due.append(self.detector.look_s())
         elif self.record is not None:
-            due += [one.waiting_s + TOGETHER_S for one in self.newcomers()]
+            due += [one.waiting_s + TOGETHER_S for one in self.fed()]
         if self._handing_over_s is not None:
             due.append(self._handing_over_s + self.limits.timeout_s)
         return min(due)
@@ -398,13 +400,14 @@ class Coordinator(JobState):
         """While a generation runs: is another one wanted?"""
         if self.record is None:
             return
-        update, holders, new = NO_UPDATE, self.last_holders(), self.newcomers()
+        update, holders, new = NO_UPDATE, self.last_holders(), self.fed()
         going = [one for one in self.live() if one.state is State.DRAINING]
         if going and not holders:
             update |= REMOVED
         largest = self.limits.largest
         has_room = largest is None or len(self.live()) - len(going) < largest
-        if new and has_room and (not self.coming() or now >= min(one.waiting_s for one in new) + TOGETHER_S):
+        others_come = self.coming() or len(new) < len(self.newcomers())
+        if new and has_room and (not others_come or now >= min(one.waiting_s for one in new) + TOGETHER_S):
             update |= ADDED | (REMOVED if holders else NO_UPDATE)
         last, wanted = self._notice, self.next_number()
         if update and (last.wanted, last.update) != (wanted, update):

@@ -63,6 +63,11 @@ class JobState:
         new = [one for one in self.members.values() if one.state is State.JOINING and not self.finishing]
         return sorted(new, key=lambda one: (one.order, one.index))
 
+    def fed(self) -> list[Member]:
+        """Those of them who have what they can have before the others are interrupted; all, where there is nothing."""
+        new = self.newcomers()
+        return [one for one in new if one.is_ready] if self.newest_commit and self.record else new
+
     def coming(self) -> list[Member]:
         """Those who were started and have not come to form()."""
         started = [one for one in self.members.values() if one.state is State.STARTING]
@@ -91,7 +96,9 @@ class JobState:
     def ready(self) -> list[Member]:
         """The members of the next generation: no more than the largest size, old ones first. Where old ones only stay
         to hand over, there is room for at least one to whom they do."""
-        old, new, largest = self.old(), self.newcomers(), self.limits.largest
+        old, new, largest = self.old(), self.fed(), self.limits.largest
+        if len(old) + len(new) < self.limits.smallest:  # the others wait anyway
+            new = self.newcomers()
         if largest is None:
             return old + new
         holders = self.last_holders()

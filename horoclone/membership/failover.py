@@ -77,7 +77,7 @@ class StandbyService(MembershipService):
                 return wire.NOT_COORDINATOR, bytes([self.state])
             return super().handle(connection, kind, reader)
 
-    def _form(self, id_: bytes, seen: int, commits: list[int], now: float) -> None:
+    def _form(self, id_: bytes, seen: int, commits: list[int], now: float, is_ready: bool) -> None:
         """Who has seen a generation after the one with which this coordinator began has another coordinator, which
         knows more."""
         first, record = self._first, self.coordinator.record
@@ -86,7 +86,7 @@ class StandbyService(MembershipService):
         if seen > first and has_another:
             self._first, self.state = None, DECLINES
         else:
-            super()._form(id_, seen, commits, now)
+            super()._form(id_, seen, commits, now, is_ready)
 
     def _answer(self, session: Session) -> tuple[int, bytes] | None:
         if self._first is None:

@@ -74,12 +74,12 @@ class MembershipService:
             self.coordinator.heard(session.id, now)
             if kind == wire.FORM:
                 session.deadline = now + min(reader.number("I"), MAX_WAIT_MS) / 1000
-                seen, count = reader.number("Q"), reader.number("B")
+                seen, is_ready, count = reader.number("Q"), bool(reader.number("B")), reader.number("B")
                 if count > MAX_COMMITS:
                     raise wire.FrameError("too many commits")
                 commits = [reader.number("Q") for _ in range(count)]
                 session.kind = wire.FORM
-                self._form(session.id, seen, commits, now)
+                self._form(session.id, seen, commits, now, is_ready)
                 return None
             if kind == wire.NOTICE:
                 session.deadline = now + min(reader.number("I"), MAX_WAIT_MS) / 1000
@@ -122,8 +122,8 @@ class MembershipService:
         self._sessions[connection] = Session(id_)
         return wire.OK, struct.pack("<I", index)
 
-    def _form(self, id_: bytes, seen: int, commits: list[int], now: float) -> None:
-        self.coordinator.form(id_, seen, commits, now)
+    def _form(self, id_: bytes, seen: int, commits: list[int], now: float, is_ready: bool) -> None:
+        self.coordinator.form(id_, seen, commits, now, is_ready)
 
     def gathered(self, key: str) -> None:
         """Every rank has come to this gather."""

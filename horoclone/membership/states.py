@@ -72,7 +72,8 @@ class Member:
     generation: int = 0
     released: int = 0  # the generation of which RELEASED tells
     waits_after: int | None = None  # it is in form(), and this is the generation that it has seen last
-    waiting_s: float = 0.0
+    waiting_s: float = 0.0  # since when
+    is_ready: bool = True  # as a newcomer: it is not being given the commit of the others
     commits: tuple[int, ...] = ()
     has_state: bool = False  # it holds a commit
     commit_before: int = 0  # the newest of the job when it came into its first generation

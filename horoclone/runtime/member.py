@@ -24,7 +24,7 @@ from horoclone.membership.failover import Failover
 from horoclone.membership.peer_discovery import PeerDiscovery
 from horoclone.membership.records import Assignment, Evicted, Stop
 from horoclone.membership.states import NO_MEMBER
-from horoclone.membership.timeouts import ASK_AGAIN_S, COORDINATOR_TIMEOUT_S, SAY_EVERY_S
+from horoclone.membership.timeouts import ASK_AGAIN_S, COORDINATOR_TIMEOUT_S, FED_S, SAY_EVERY_S
 from horoclone.runtime import current
 from horoclone.runtime.current import say
 from horoclone.runtime.native_module import core
@@ -48,7 +48,7 @@ class ElasticMember:
         self._moves = 0  # of the failover, when _link was made
         self._link: MembershipClient | None = None
         self._thread: _MembershipThread | None = None
-        self._feeder: replica.Feeder | None = None  # while this process is rank 0 and spares may wait
+        self._feeder: replica.Feeder | None = None  # since this process was rank 0
         self._feed: replica.Feed | None = None  # since this process waits to be one of the ranks
 
     def is_elastic(self) -> bool:
@@ -77,9 +77,9 @@ class ElasticMember:
         if self._feed is not None and self.assignment.commit:
             self._feed.finish(self.assignment.commit)
         elif self._feed is not None:
-            self.take_replica()  # nobody has trained yet: this is no spare
+            self.take_replica()  # nobody has trained yet: this is no newcomer
         one_host = all(address.startswith(("127.", "unix:")) for address in self._who.addresses)
-        if self.assignment.rank == 0 and self.feeds_spares():
+        if self.assignment.rank == 0:
             self._start_feeding(self._who, self.assignment.number, one_host)
         return GenerationJob(client.rendezvous(self._who, self._link, one_host), self.assignment)
 
@@ -134,9 +134,7 @@ class ElasticMember:
 
     def _wait(self, thread: _MembershipThread) -> Assignment | Evicted | Stop:
         seen = self.assignment.number if self.assignment is not None else 0
-        if self.assignment is None and self._feed is None and self.feeds_spares() and self._who is not None:
-            self._feed = replica.Feed(self._who.addresses, self._who.secret, self._who.job)
-            self._feed.start()
+        is_ready = self.assignment is not None
         began = reached = time.monotonic()
         say_at = began + SAY_EVERY_S
         announced = False
@@ -153,9 +151,10 @@ class ElasticMember:
                 )
                 if self.failover is not None and not tells:
                     raise errors.Timeout(link.where())
-                answer = link.form(seen, self.offered[-2:], SLICE_S)
+                answer = link.form(seen, self.offered[-2:], SLICE_S if is_ready else FED_S, is_ready)
                 reached = time.monotonic()
                 current.lost.clear()
+                is_ready = is_ready or self._is_fed()
             except errors.Timeout as error:
                 if self.failover is None:
                     return Stop(
@@ -190,12 +189,20 @@ class ElasticMember:
                 say(f"waiting for generation {seen + 1} of the job for {time.monotonic() - began:.0f} s{why}")
                 say_at += SAY_EVERY_S
 
-    def feeds_spares(self) -> bool:
-        """Whether spares are given commits while they wait: the launcher says so where there are any."""
-        return self.is_elastic() and "HOROCLONE_REPLICA_INTERVAL" in os.environ
+    def _is_fed(self) -> bool:
+        """Whether this process, which waits for its first generation, has a commit of the others, or gets none. Who is
+        in the first generation of a job is in it before this is asked."""
+        if self._feed is None and self._who is not None:
+            self._feed = replica.Feed(self._who.addresses, self._who.secret, self._who.job)
+            self._feed.start()
+        return self._feed is None or self._feed.has_what_it_can()
+
+    def has_spares(self) -> bool:
+        """Whether workers wait for a loss: the launcher says so."""
+        return "HOROCLONE_REPLICA_INTERVAL" in os.environ
 
     def _start_feeding(self, who: Identity, number: int, one_host: bool) -> None:
-        """This process is rank 0: spares find it under a key of the rendezvous. Without it they take part in a sync."""
+        """This process is rank 0: who waits finds it under a key of the rendezvous. Without it there is a sync."""
         if self._feeder is not None:
             return
         try:
@@ -208,12 +215,21 @@ class ElasticMember:
             client.close()
             self._feeder = feeder
         except (OSError, errors.HorovodInternalError) as error:
-            say(f"spares are not given commits: {error}")
+            say(f"newcomers are not given commits while they wait: {error}")
+
+    def feeds(self) -> bool:
+        """Whether this process is rank 0, which gives commits to those who wait."""
+        return self._feeder is not None and self.assignment is not None and self.assignment.rank == 0
 
     def offer_replica(self, commit: int, pack: replica.Pack) -> None:
-        """All ranks hold this commit: rank 0 gives it to the spares. pack is called on another thread, or never."""
-        if self._feeder is not None and self.assignment is not None and self.assignment.rank == 0:
+        """All ranks hold this commit: rank 0 gives it to those who wait. pack is called on another thread, or never."""
+        if self._feeder is not None:
             self._feeder.offer(commit, pack)
+
+    def hurry_replica(self) -> None:
+        """Training waits for those who wait for the newest offer."""
+        if self._feeder is not None:
+            self._feeder.hurry()
 
     def digest_of_replica(self, commit: int) -> int:
         """Of a commit that this process has given to a spare; 0: it has not."""

@@ -6,12 +6,13 @@ import socket
 import struct
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from horoclone.bootstrap import replica, seal, wire
+from horoclone.bootstrap import replica, wire
 from horoclone.bootstrap.client import Client
 from horoclone.bootstrap.rendezvous import Server
 from horoclone.bootstrap.replica import Feed, Feeder
@@ -157,39 +158,127 @@ def test_a_feeder_that_is_silent_is_left_for_the_next(
 
 
 def sent(*pieces: bytes) -> Any:
-    """What _read makes of a stream that ends behind these."""
+    """What a _Stream makes of a stream that ends behind these."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         writer = threading.Thread(target=lambda: (ours.sendall(b"".join(pieces)), ours.close()))
         writer.start()
         try:
-            return replica._read(theirs, lambda: False)
+            return replica._Stream(theirs, lambda: False).read(None, {})
         finally:
             writer.join(10)
 
 
 def test_what_makes_no_sense_is_refused() -> None:
-    head = struct.pack("<QIQ", 4, 1, 3)
-    tag = seal.tag_of(b"secret", replica.Replica(4, [], 7).context("job/replica"), [b"abc"])
-    end = struct.pack("<Q", 7) + tag
+    head, crc = struct.pack("<QIQ", 4, 1, 3), zlib.crc32(b"abc")
+    tag = replica.Replica(4, [b"abc"], 7, sums=[crc]).tag_with(b"secret", "job/replica")
+    part, end = b"\0abc" + struct.pack("<I", crc), struct.pack("<Q", 7) + tag
     feed = replica.Feed(["127.0.0.1:1"], b"secret", "job")
-    assert feed._checked(sent(head, b"abc", end)) == (4, [b"abc"], 7, tag)
+    assert feed._checked(sent(head, part, end)) == (4, [b"abc"], 7, tag, [crc])
+    forged = b"\0abd" + struct.pack("<I", zlib.crc32(b"abd"))
     wrong = struct.pack("<Q", 8) + tag
     for content, tail, other in (
-        (b"abd", end, head),
-        (b"abc", wrong, head),
-        (b"abc", end, struct.pack("<QIQ", 5, 1, 3)),
+        (forged, end, head),
+        (part, wrong, head),
+        (part, end, struct.pack("<QIQ", 5, 1, 3)),
     ):
         with pytest.raises(ConnectionError, match="changed on its way"):
             feed._checked(sent(other, content, tail))
     with pytest.raises(ConnectionError, match="changed on its way"):
-        replica.Feed(["127.0.0.1:1"], b"another", "job")._checked(sent(head, b"abc", end))
+        replica.Feed(["127.0.0.1:1"], b"another", "job")._checked(sent(head, part, end))
+    with pytest.raises(ConnectionError, match="changed on its way"):
+        sent(head, b"\0abd" + struct.pack("<I", crc), end)
+    with pytest.raises(ConnectionError, match="never sent"):
+        sent(head, b"\1")
     with pytest.raises(ConnectionError, match="gone"):
-        sent(head, b"ab")
+        sent(head, b"\0ab")
     with pytest.raises(ConnectionError, match="more than this machine has"):
         sent(struct.pack("<QIQ", 4, 1, 1 << 60))
     with pytest.raises(ConnectionError, match="parts"):
         sent(struct.pack("<QI", 4, 1 << 31))
+
+
+def test_an_array_that_was_damaged_on_its_way_is_found() -> None:
+    parts = [b"pickle", b"array"]
+    sums = [zlib.crc32(one) for one in parts]
+    tag = replica.Replica(4, parts, 7, sums=sums).tag_with(b"secret", "job/replica")
+    head, end = struct.pack("<QIQQ", 4, 2, 6, 5), struct.pack("<IIQ", *sums, 7) + tag
+    feed = replica.Feed(["127.0.0.1:1"], b"secret", "job")
+    whole = feed._checked(sent(head, b"\0pickle", b"\0array", end))
+    assert whole is not None and [bytes(one) for one in whole.parts] == parts
+    with pytest.raises(ConnectionError, match="changed on its way"):
+        sent(head, b"\0pickle", b"\0arrax", end)
+
+
+def test_only_what_has_changed_is_sent_again(
+    feeder: Feeder, feed: Feed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen, before, after = bytes(3_000_000), b"a" * 2_000_000, b"a" * 1_999_999 + b"b"
+    feeder.offer(1, lambda: [b"one", frozen, before])
+    first = newest(feed, 1)
+    read: list[int] = []
+    fill = replica._Stream._fill
+
+    def filled(stream: Any, part: bytearray) -> int:
+        read.append(len(part))
+        return fill(stream, part)
+
+    monkeypatch.setattr(replica._Stream, "_fill", filled)
+    feeder.offer(2, lambda: [b"two", bytearray(frozen), after])
+    second = newest(feed, 2)
+    assert second.parts[1] is first.parts[1] and bytes(second.parts[2]) == after
+    assert 2_000_000 <= sum(read) < 2_001_000
+    assert bytes(first.parts[2]) == before, "what is there stays whole until the next is"
+    feeder.offer(3, lambda: [b"three", frozen, before])
+    third = newest(feed, 3)
+    assert bytes(third.parts[2]) == before and third.parts[2] is first.parts[2], "its memory is used again"
+
+
+def test_who_is_let_in_waits_for_its_commit_while_it_comes(feeder: Feeder, feed: Feed) -> None:
+    feeder.offer(1, lambda: [b"1"])
+    newest(feed, 1)
+    feed.finish(2)
+    threading.Timer(0.3, lambda: (feeder.offer(2, lambda: [b"2"]), feeder.hurry())).start()
+    taken = feed.take()
+    assert taken is not None and taken.commit == 2
+
+
+def test_who_is_let_in_does_not_wait_for_a_feeder_that_is_gone(feeder: Feeder, feed: Feed) -> None:
+    feeder.offer(1, lambda: [b"1"])
+    newest(feed, 1)
+    feed.finish(2)
+    feeder.close()
+    until(lambda: not feed._is_fed)
+    began = time.monotonic()
+    taken = feed.take()
+    assert taken is not None and taken.commit == 1 and time.monotonic() - began < 1
+
+
+def test_what_is_in_a_hurry_does_not_wait_for_its_turn(server: Server) -> None:
+    one = Feeder(SECRET, JOB, ["127.0.0.1"], 1000.0)
+    tell(server, one.addresses)
+    feed = Feed(server.addresses, SECRET, JOB)
+    feed.start()
+    try:
+        one.offer(1, lambda: [b"1"])
+        newest(feed, 1)
+        one.offer(2, lambda: [b"2"])
+        time.sleep(0.2)
+        assert feed._newest is not None and feed._newest.commit == 1
+        one.hurry()
+        newest(feed, 2)
+    finally:
+        feed.take()
+        one.close()
+
+
+def test_a_newcomer_to_whom_nothing_comes_is_ready_after_a_while(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica, "QUIET_S", 0.3)
+    feed = Feed(server.addresses, SECRET, JOB)
+    assert not feed.has_what_it_can()
+    until(feed.has_what_it_can)
 
 
 def test_a_promoted_spare_takes_the_commit_that_is_on_its_way_and_no_other(

@@ -228,7 +228,7 @@ def test_too_many_commits_end_the_connection(two: Rendezvous) -> None:
     link = two.link()
     link.form(0, (), 0.01)
     assert link._connection is not None
-    link._connection.sendall(wire.frame(struct.pack("<BIQB3Q", wire.FORM, 10, 0, 3, 1, 2, 3)))
+    link._connection.sendall(wire.frame(struct.pack("<BIQBB3Q", wire.FORM, 10, 0, 1, 3, 1, 2, 3)))
     assert link._connection.recv(1) == b""
 
 

@@ -139,6 +139,51 @@ def test_a_process_that_joins_waits_for_those_that_start_with_it_but_not_long() 
     assert one.notice().update == ADDED
 
 
+def test_nobody_is_interrupted_for_a_newcomer_that_is_still_being_given_the_state() -> None:
+    one = job(2)
+    formed(one, [0, 1], 0)
+    one.holds(name(0), 5)
+    come(one, 2)
+    one.form(name(2), 0, (), 3, is_ready=False)
+    assert one.notice().seq == 0 and one.next_s() == float("inf")
+    one.dead(name(1), "killed", 4)
+    assert formed(one, [0], 1, 5, (5, 6)).members == (name(0),), "nor do survivors wait for it"
+    one.form(name(2), 0, (), 6, is_ready=True)
+    assert one.notice().update == ADDED
+    assert formed(one, [0], 2, 7, (6, 7)).members == (name(0), name(2))
+
+
+def test_a_newcomer_that_is_ready_waits_a_little_for_one_that_is_not() -> None:
+    one = job(1)
+    formed(one, [0], 0)
+    one.holds(name(0), 5)
+    for number in (1, 2):
+        come(one, number, 1)
+        one.form(name(number), 0, (), 1, is_ready=False)
+    one.form(name(1), 0, (), 10, is_ready=True)
+    assert one.notice().seq == 0 and one.next_s() == 10 + timeouts.TOGETHER_S
+    one.form(name(2), 0, (), 11, is_ready=True)
+    assert one.notice().update == ADDED
+
+
+def test_where_there_are_too_few_a_newcomer_comes_in_as_it_is() -> None:
+    one = job(2, smallest=2)
+    formed(one, [0, 1], 0)
+    one.holds(name(0), 5)
+    one.dead(name(1), "killed", 1)
+    come(one, 2, 2)
+    one.form(name(2), 0, (), 2, is_ready=False)
+    assert formed(one, [0], 1, 3, (5,)).members == (name(0), name(2))
+
+
+def test_without_a_commit_there_is_nothing_to_be_given() -> None:
+    one = job(1)
+    formed(one, [0], 0)
+    come(one, 1)
+    one.form(name(1), 0, (), 1, is_ready=False)
+    assert one.notice().update == ADDED
+
+
 def test_whoever_is_over_the_largest_size_waits_until_there_is_room() -> None:
     one = job(2, largest=2)
     formed(one, [0, 1], 0)

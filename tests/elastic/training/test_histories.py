@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from horoclone.elastic import member, run, state
+from horoclone.elastic import member, replicas, run, state
 from horoclone.elastic.generation import Generation
 from horoclone.elastic.run import run_fn
 from horoclone.elastic.sampler import ElasticSampler
@@ -157,7 +157,8 @@ class World:
         patch.setattr(member, "leave", self._leave)
         patch.setattr(member, "told_by_all", lambda words, name: list(map(list, self.gather(words, name))))
         patch.setattr(lifecycle, "shutdown", lambda: None)
-        patch.setattr(state, "is_ours", lambda _: True)
+        for module in (state, replicas):
+            patch.setattr(module, "is_ours", lambda _: True)
         for module in (run, state):
             patch.setattr(module, "generation", self.generation)
             patch.setattr(module, "watch", Quiet())
