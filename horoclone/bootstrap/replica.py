@@ -49,7 +49,8 @@ class Replica(NamedTuple):
     """A commit as it travels: parts[0] is a pickle, the others are memory of arrays. No parts: there is such a commit,
     and it cannot be sent in this way.
 
-    digest: a number that who packed it has drawn; 0 is none. sums: CRC-32 of each part; tag: see seal.tag_of().
+    commit 0: none is there yet. digest: a number that who packed it has drawn; 0 is none. sums: CRC-32 of each part;
+    tag: see seal.tag_of().
     """
 
     commit: int
@@ -167,6 +168,8 @@ class Feeder:
         sent: Replica | None = None
         seen: tuple[int, Pack] | None = None
         next_s = 0.0
+        if self._offered is None:
+            self._send(peer, Replica(0, (), 0, sums=[]), None)  # there may never be one
         while True:
             with self._news:
                 while not self._closed and (
@@ -304,7 +307,7 @@ class Feed(Client):
         newest = self._newest
         if not self._stop:
             self._newest = replica
-            if newest is None:
+            if newest is None or not newest.parts:
                 self._memory = {place: bytearray(len(part)) for place, part in enumerate(replica.parts)}
             for place, (part, old) in enumerate(
                 zip(replica.parts, newest.parts if newest else (), strict=False)

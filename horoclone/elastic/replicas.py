@@ -70,7 +70,7 @@ def synchronise(state: Any) -> None:
 
 def _all_have_it(state: Any) -> bool:
     """Whether every rank is at the commit with which this generation begins. Decided by all ranks alike."""
-    if not member.is_elastic():
+    if not process.is_elastic():
         return False
     now = generation()
     if not now.newcomers or len(now.newcomers) == now.size or not now.commit:

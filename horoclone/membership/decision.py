@@ -64,9 +64,9 @@ class JobState:
         return sorted(new, key=lambda one: (one.order, one.index))
 
     def fed(self) -> list[Member]:
-        """Those of them who have what they can have before the others are interrupted; all, where there is nothing."""
+        """Those of them who have what they can have before the others are interrupted."""
         new = self.newcomers()
-        return [one for one in new if one.is_ready] if self.newest_commit and self.record else new
+        return [one for one in new if one.is_ready or self.record is None]
 
     def coming(self) -> list[Member]:
         """Those who were started and have not come to form()."""

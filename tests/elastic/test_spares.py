@@ -79,7 +79,7 @@ class Ranks:
         self.offered: list[int] = []
         patch = monkeypatch.setattr
         patch(process, "has_spares", lambda: self.has_spares)
-        patch(member, "is_elastic", lambda: True)
+        patch(process, "is_elastic", lambda: True)
         patch(process, "feeds", lambda: self.rank == 0)
         patch(replicas, "is_ours", lambda _: True)
         patch(process, "offer_replica", lambda commit, pack: self.offered.append(commit))

@@ -176,14 +176,6 @@ def test_where_there_are_too_few_a_newcomer_comes_in_as_it_is() -> None:
     assert formed(one, [0], 1, 3, (5,)).members == (name(0), name(2))
 
 
-def test_without_a_commit_there_is_nothing_to_be_given() -> None:
-    one = job(1)
-    formed(one, [0], 0)
-    come(one, 1)
-    one.form(name(1), 0, (), 1, is_ready=False)
-    assert one.notice().update == ADDED
-
-
 def test_whoever_is_over_the_largest_size_waits_until_there_is_room() -> None:
     one = job(2, largest=2)
     formed(one, [0, 1], 0)

@@ -95,7 +95,7 @@ def test_a_lost_rank_is_in_the_record_and_in_the_timeline(launch: Any, tmp_path:
     assert alone["generation"] == 2 and alone["commit"] > 0 and set(alone["seconds"]) == set(PARTS)
     later = [record for record in told if record["generation"] > 2]
     assert {record["source"] for record in later} == {"memory", "peers"}, done.output
-    assert all(record["newcomers"] == [1] and record["bytes_moved"] > 8000 for record in later)
+    assert all(record["newcomers"] == [1] and record["bytes_moved"] > 0 for record in later)
 
     assert "RECOVERY" in (tmp_path / "timeline.json").read_text()
     events = json.loads((tmp_path / "timeline.generation2.json").read_text())
