@@ -13,7 +13,7 @@ constexpr size_t kSpareBytes = 64u << 10;  // larger frames are not kept for reu
 
 }  // namespace
 
-FrameReader::FrameReader() : buffer_(kFrameBufferBytes) {}
+FrameReader::FrameReader(bool has_sums) : has_sums_(has_sums), buffer_(kFrameBufferBytes) {}
 
 bool FrameReader::full() const { return ready_bytes_ > kMaxReadyBytes; }
 
@@ -29,33 +29,34 @@ iovec FrameReader::place() {
 Status FrameReader::took(size_t bytes) {
   if (reads_into_frame()) {
     frame_have_ += bytes;
-    if (frame_have_ == frame_bytes_) end_frame();
-    return Status::ok();
+    return frame_have_ == frame_bytes_ ? end_frame() : Status::ok();
   }
   const uint8_t* at = buffer_.data();
   const uint8_t* const end = at + bytes;
   while (at < end) {
     if (frame_bytes_ == 0) {
-      size_t take = std::min<size_t>(sizeof(length_) - length_have_, end - at);
-      std::memcpy(length_ + length_have_, at, take);
+      size_t take = std::min<size_t>(sizeof(header_) - header_have_, end - at);
+      std::memcpy(reinterpret_cast<std::byte*>(&header_) + header_have_, at, take);
       at += take;
-      length_have_ += take;
-      if (length_have_ < sizeof(length_)) break;
+      header_have_ += take;
+      if (header_have_ < sizeof(header_)) break;
       HC_TRY(begin_frame());
     }
     size_t take = std::min<size_t>(frame_bytes_ - frame_have_, end - at);
     std::memcpy(frame_.data() + frame_have_, at, take);
     at += take;
     frame_have_ += take;
-    if (frame_have_ == frame_bytes_) end_frame();
+    if (frame_have_ == frame_bytes_) HC_TRY(end_frame());
   }
   return Status::ok();
 }
 
-// The length is complete: find memory for what follows.
+// The header is complete: find memory for what follows.
 Status FrameReader::begin_frame() {
-  length_have_ = 0;
-  std::memcpy(&frame_bytes_, length_, sizeof(frame_bytes_));
+  header_have_ = 0;
+  if (header_.guard != header_.guard_of())
+    return error(Code::kInternal, "sent a damaged control header (", header_.bytes, " bytes announced)");
+  frame_bytes_ = header_.bytes;
   if (frame_bytes_ == 0 || frame_bytes_ > kMaxControlBytes) {
     return error(Code::kPeerLost, "sent a control frame of ", frame_bytes_, " bytes; allowed are 1 to ",
                  kMaxControlBytes);
@@ -69,12 +70,17 @@ Status FrameReader::begin_frame() {
   return Status::ok();
 }
 
-void FrameReader::end_frame() {
+Status FrameReader::end_frame() {
+  if (has_sums_ && sum_of(frame_.data(), frame_.size()) != header_.sum) {
+    return error(Code::kInternal, "sent a control frame that was changed on its way: its ", frame_.size(),
+                 " bytes have another checksum. A network card, a switch or a proxy between the two hosts is faulty");
+  }
   ready_bytes_ += frame_.size();
   ready_.push_back(std::move(frame_));
   frame_.clear();
   frame_bytes_ = 0;
   ++frames_;
+  return Status::ok();
 }
 
 bool FrameReader::take(std::vector<uint8_t>* frame) {

@@ -11,13 +11,14 @@
 #include <deque>
 #include <vector>
 
-#include "net/channel.h"
+#include "net/segment.h"
 
 namespace hc {
 
 class FrameReader {
  public:
-  FrameReader();
+  // has_sums: the headers have the sums of their frames.
+  explicit FrameReader(bool has_sums);
 
   // Where the next bytes go.
   iovec place();
@@ -29,21 +30,22 @@ class FrameReader {
   bool has_frames() const { return !ready_.empty(); }
   // So many bytes wait to be fetched that no more may be read.
   bool full() const;
-  bool between_frames() const { return frame_bytes_ == 0 && length_have_ == 0; }
+  bool between_frames() const { return frame_bytes_ == 0 && header_have_ == 0; }
   // Complete frames so far.
   size_t frames() const { return frames_; }
 
  private:
   bool reads_into_frame() const;
   Status begin_frame();
-  void end_frame();
+  Status end_frame();
 
+  const bool has_sums_;
   std::vector<uint8_t> buffer_;
   std::vector<uint8_t> frame_;
   size_t frame_have_ = 0;
   uint32_t frame_bytes_ = 0;  // 0: between frames
-  uint8_t length_[4] = {};
-  size_t length_have_ = 0;
+  FrameHeader header_;        // header_have_ bytes of it are there
+  size_t header_have_ = 0;
   std::deque<std::vector<uint8_t>> ready_;
   size_t ready_bytes_ = 0;
   std::vector<std::vector<uint8_t>> spare_;  // emptied frames, used again

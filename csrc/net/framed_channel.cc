@@ -21,8 +21,13 @@ constexpr size_t kControlLooseBytes = 64u << 10;  // kept before it is asked wha
 
 }  // namespace
 
-FramedChannel::FramedChannel(int rank, std::string peer, Traffic* traffic)
-    : rank_(rank), peer_(std::move(peer)), traffic_(traffic) {}
+FramedChannel::FramedChannel(int rank, std::string peer, Traffic* traffic, bool has_sums)
+    : rank_(rank),
+      peer_(std::move(peer)),
+      has_sums_(has_sums),
+      traffic_(traffic),
+      frames_in_(has_sums),
+      inbox_(has_sums) {}
 
 void FramedChannel::fail(Code code, const std::string& reason) {
   if (!failed_.is_ok()) return;
@@ -168,11 +173,11 @@ Status FramedChannel::send(std::span<const uint8_t> frame) {
     return error(Code::kInternal, "a control frame of ", frame.size(), " bytes; allowed are 1 to ", kMaxControlBytes);
   }
   if (!failed_.is_ok()) return goodbye_ || held_back() ? Status::ok() : failed_;
-  uint32_t bytes = static_cast<uint32_t>(frame.size());
-  const auto* length = reinterpret_cast<const uint8_t*>(&bytes);
+  FrameHeader header(frame.size(), has_sums_ ? sum_of(frame.data(), frame.size()) : 0);
+  const auto* start = reinterpret_cast<const uint8_t*>(&header);
   size_t moved = 0;
   if (control_out_.empty() && !is_down(Line::kControl)) {
-    const iovec parts[2] = {{&bytes, sizeof(bytes)}, {const_cast<uint8_t*>(frame.data()), frame.size()}};
+    const iovec parts[2] = {{&header, sizeof(header)}, {const_cast<uint8_t*>(frame.data()), frame.size()}};
     IoResult result = write(Line::kControl, parts);
     if (result.what == Io::kFailed && !broke(Line::kControl, result)) {
       break_line(std::strerror(result.error_number));
@@ -181,10 +186,10 @@ Status FramedChannel::send(std::span<const uint8_t> frame) {
     }
     moved = result.bytes;
   }
-  if (moved < sizeof(bytes)) control_out_.insert(control_out_.end(), length + moved, length + sizeof(bytes));
-  const size_t from = moved > sizeof(bytes) ? moved - sizeof(bytes) : 0;
+  if (moved < sizeof(header)) control_out_.insert(control_out_.end(), start + moved, start + sizeof(header));
+  const size_t from = moved > sizeof(header) ? moved - sizeof(header) : 0;
   if (moved > 0) {
-    keep_control({length, std::min(moved, sizeof(bytes))});
+    keep_control({start, std::min(moved, sizeof(header))});
     keep_control(frame.first(from));
   }
   if (from < frame.size()) control_out_.insert(control_out_.end(), frame.begin() + from, frame.end());
@@ -215,8 +220,9 @@ void FramedChannel::post_send(Transfer* transfer) {
     stranded_ = true;
     return;
   }
-  sends_.push_back(
-      {transfer, {transfer->tag, static_cast<uint32_t>(transfer->bytes), SegmentHeader::kGuard}, 0, 0, {}});
+  Outgoing& one = sends_.emplace_back();
+  one.transfer = transfer;
+  one.header.bytes = static_cast<uint32_t>(transfer->bytes);
   if (unwritten() > 1) return;
   flush_data();
   settle();
@@ -372,13 +378,16 @@ bool FramedChannel::flush_control() {
 }
 
 // The first transfers that are not written as parts: header, payload, header, payload ... from where the first stands.
-size_t FramedChannel::gather(std::span<iovec> parts) const {
+size_t FramedChannel::gather(std::span<iovec> parts) {
   size_t n = 0, skip = send_moved_;
   for (size_t i = written_; i < sends_.size() && n + 2 <= parts.size(); ++i) {
-    const Outgoing& one = sends_[i];
+    Outgoing& one = sends_[i];
+    if (one.header.guard == 0) {  // as late as this, so that the kernel finds the bytes in the caches
+      const Transfer& t = *one.transfer;
+      one.header = {t.tag, t.bytes, has_sums_ ? sum_of(t.data, t.bytes) : 0};
+    }
     if (skip < sizeof(SegmentHeader)) {
-      auto* header = reinterpret_cast<std::byte*>(const_cast<SegmentHeader*>(&one.header));
-      parts[n++] = {header + skip, sizeof(SegmentHeader) - skip};
+      parts[n++] = {reinterpret_cast<std::byte*>(&one.header) + skip, sizeof(SegmentHeader) - skip};
     }
     size_t payload_skip = skip > sizeof(SegmentHeader) ? skip - sizeof(SegmentHeader) : 0;
     if (one.header.bytes > payload_skip) parts[n++] = {one.payload(payload_skip), one.header.bytes - payload_skip};

@@ -28,8 +28,9 @@ enum class Line : uint8_t { kControl, kData };
 
 class FramedChannel : public Channel {
  public:
-  // peer: "rank 3 (node-b, 10.0.0.2:41233)", for errors. traffic outlives the channel.
-  FramedChannel(int rank, std::string peer, Traffic* traffic);
+  // peer: "rank 3 (node-b, 10.0.0.2:41233)", for errors. traffic outlives the channel. has_sums: what lies between the
+  // ranks may change bytes, so that each frame and segment has its sum.
+  FramedChannel(int rank, std::string peer, Traffic* traffic, bool has_sums);
 
   Status send(std::span<const uint8_t> frame) final;
   bool receive(std::vector<uint8_t>* frame) final;
@@ -110,7 +111,7 @@ class FramedChannel : public Channel {
   void break_line(const std::string& reason);
   bool broke(Line line, const IoResult& result);
   Status verdict() const;
-  size_t gather(std::span<iovec> parts) const;
+  size_t gather(std::span<iovec> parts);
   void note_written(size_t bytes);
   bool release_written(size_t tail_bytes);
   void drop_acknowledged();
@@ -119,9 +120,9 @@ class FramedChannel : public Channel {
 
   // A transfer that is to be written, or was and is not acknowledged yet.
   struct Outgoing {
-    Transfer* transfer;  // null once it is done; then `copy` has its payload from copied_from on
-    SegmentHeader header;
-    uint64_t end = 0;  // position in the stream behind it, once it is written
+    Transfer* transfer;    // null once it is done; then `copy` has its payload from copied_from on
+    SegmentHeader header;  // once it is to be written
+    uint64_t end = 0;      // position in the stream behind it, once it is written
     size_t copied_from = 0;
     std::unique_ptr<std::byte[]> copy;
     size_t kept = 0;  // memory that it takes since it is done
@@ -136,6 +137,7 @@ class FramedChannel : public Channel {
 
   const int rank_;
   const std::string peer_;
+  const bool has_sums_;
   Traffic* const traffic_;
   bool goodbye_ = false;
   bool stranded_ = false;  // a send can never be done

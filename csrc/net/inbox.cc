@@ -6,8 +6,8 @@
 namespace hc {
 
 Status check_header(const SegmentHeader& header) {
-  if (header.guard == SegmentHeader::kGuard && header.bytes <= kMaxTransferBytes) return Status::ok();
-  return error(Code::kInternal, "a damaged data header (", header.bytes, " bytes announced)");
+  if (header.guard == header.guard_of() && header.bytes <= kMaxTransferBytes) return Status::ok();
+  return error(Code::kInternal, "sent a damaged data header (", header.bytes, " bytes announced)");
 }
 
 std::span<const iovec> Inbox::places() {
@@ -28,18 +28,20 @@ Status Inbox::took(size_t bytes) {
     got_ += payload;
     bytes -= payload;
     if (into_) into_->moved = got_;
-    if (got_ == current_.bytes) end_segment();
+    if (got_ == current_.bytes) HC_TRY(end_segment());
   }
   header_bytes_ += bytes;
   if (header_bytes_ < sizeof(header_)) return Status::ok();
   return begin_segment();
 }
 
-void Inbox::end_segment() {
+Status Inbox::end_segment() {
+  if (has_sums_) HC_TRY(check_payload(current_, into_ ? into_->data : aside_->data.get()));
   if (into_) into_->done = true;
   into_ = nullptr;
   active_ = false;
   ++segments_;
+  return Status::ok();
 }
 
 Status check_match(const SegmentHeader& header, const Transfer& transfer) {
@@ -47,6 +49,13 @@ Status check_match(const SegmentHeader& header, const Transfer& transfer) {
   return error(Code::kInternal, "data out of step in batch ", header.tag.batch, " of process set ",
                header.tag.process_set, ": ", header.bytes, " bytes at offset ", header.tag.offset, " arrived where ",
                transfer.bytes, " bytes at offset ", transfer.tag.offset, " were due");
+}
+
+Status check_payload(const SegmentHeader& header, const std::byte* payload) {
+  if (sum_of(payload, header.bytes) == header.sum) return Status::ok();
+  return error(Code::kInternal, "sent data that was changed on its way: the ", header.bytes, " bytes at offset ",
+               header.tag.offset, " of batch ", header.tag.batch, " of process set ", header.tag.process_set,
+               " have another checksum. A network card, a switch or a proxy between the two hosts is faulty");
 }
 
 // The header is complete: find a home for what follows.
@@ -72,8 +81,7 @@ Status Inbox::begin_segment() {
   header_bytes_ = 0;
   got_ = 0;
   active_ = true;
-  if (current_.bytes == 0) end_segment();
-  return Status::ok();
+  return current_.bytes == 0 ? end_segment() : Status::ok();
 }
 
 Status Inbox::post(Transfer* transfer) {

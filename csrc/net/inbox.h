@@ -13,26 +13,21 @@
 #include <memory>
 #include <span>
 
-#include "net/channel.h"
+#include "net/segment.h"
 
 namespace hc {
 
-// In front of every data segment.
-struct SegmentHeader {
-  Tag tag;
-  uint32_t bytes = 0;
-  uint32_t guard = 0;  // kGuard: a stream that lost its place is noticed here
-  static constexpr uint32_t kGuard = 0x47455348;
-};
-static_assert(sizeof(SegmentHeader) == 24 && sizeof(Tag) == 16);
-
-// check_header: what arrived is a header at all. check_match: it is the segment that `transfer` expects.
+// check_header: what arrived is a header at all. check_match: it is the segment that `transfer` expects. check_payload:
+// its bytes are those that were sent.
 Status check_header(const SegmentHeader& header);
 Status check_match(const SegmentHeader& header, const Transfer& transfer);
+Status check_payload(const SegmentHeader& header, const std::byte* payload);
 
 class Inbox {
  public:
-  explicit Inbox(size_t unexpected_limit = kMaxUnexpectedBytes) : limit_(unexpected_limit) {}
+  // has_sums: the headers have the sums of their payloads.
+  explicit Inbox(bool has_sums, size_t unexpected_limit = kMaxUnexpectedBytes)
+      : has_sums_(has_sums), limit_(unexpected_limit) {}
 
   // Where the next bytes go: the rest of the current segment and, if a receive for another one is posted, the next
   // header, so that one system call takes both. Empty while blocked.
@@ -57,8 +52,9 @@ class Inbox {
     std::unique_ptr<std::byte[]> data;
   };
   Status begin_segment();
-  void end_segment();
+  Status end_segment();
 
+  const bool has_sums_;
   const size_t limit_;
   std::deque<Transfer*> posted_;
   std::list<Kept> kept_;

@@ -186,9 +186,10 @@ Status ConnectedMesh::make_channels(const std::vector<Endpoint>& endpoints, std:
       continue;
     }
     const std::string name = text_of("rank ", r, " (", e.host_name, ", ", links[r].address, ")");
-    auto tcp = std::make_unique<TcpChannel>(r, name, &traffic_,
-                                            TcpChannel::Sockets{std::move(links[r].control), std::move(links[r].data),
-                                                                epoll_.get(), static_cast<uint64_t>(r) + 1});
+    auto tcp = std::make_unique<TcpChannel>(
+        r, name, &traffic_,
+        TcpChannel::Sockets{std::move(links[r].control), std::move(links[r].data), epoll_.get(),
+                            static_cast<uint64_t>(r) + 1, !own_endpoint_.identity.same_network(host)});
     peer.tcp = tcp.get();
     peer.channel = std::move(tcp);
     if (mpi_) peer.mpi = std::make_unique<MpiChannel>(r, peer.channel.get(), mpi_, &traffic_, generation);

@@ -61,7 +61,7 @@ void MpiChannel::post_send(Transfer* transfer) {
   leaving_.splice(leaving_.end(), spare_, spare_.begin());
   Leaving& out = leaving_.back();
   out.notice_request = out.data_request = {};
-  out.notice.header = {transfer->tag, static_cast<uint32_t>(transfer->bytes), SegmentHeader::kGuard};
+  out.notice.header = {transfer->tag, transfer->bytes, sum_of(transfer->data, transfer->bytes)};
   const bool rides = transfer->bytes <= kInlineBytes;
   out.transfer = rides ? nullptr : transfer;
   if (rides && transfer->bytes > 0) std::memcpy(out.notice.data, transfer->data, transfer->bytes);
@@ -101,7 +101,7 @@ Status MpiChannel::deliver(const SegmentHeader& header, const std::byte* data, u
     transfer->done = true;
     return Status::ok();
   }
-  arriving_.push_back({transfer, {}});
+  arriving_.push_back({transfer, header, {}});
   return api_->receive(transfer->data, transfer->bytes, rank_, data_tag(number), &arriving_.back().request);
 }
 
@@ -111,6 +111,7 @@ Status MpiChannel::take(const Notice& notice) {
   traffic_->segments_received.add(1);
   traffic_->bytes_received.add(sizeof(SegmentHeader) + header.bytes);
   const bool rides = header.bytes <= kInlineBytes;
+  if (rides) HC_TRY(check_payload(header, notice.data));
   const uint32_t number = rides ? 0 : received_number_++;
   auto match =
       std::find_if(posted_.begin(), posted_.end(), [&](const Transfer* t) { return t->tag.same_stream(header.tag); });
@@ -145,6 +146,10 @@ bool MpiChannel::finish_arriving() {
   bool any = false;
   while (failed_.is_ok() && !arriving_.empty() && is_over(&arriving_.front().request)) {
     Transfer* transfer = arriving_.front().transfer;
+    if (Status status = check_payload(arriving_.front().header, transfer->data); !status.is_ok()) {
+      fail(status);
+      return true;
+    }
     arriving_.pop_front();
     transfer->moved = transfer->bytes;
     transfer->done = true;

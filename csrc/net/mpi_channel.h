@@ -58,6 +58,7 @@ class MpiChannel final : public Channel {
   };
   struct Arriving {
     Transfer* transfer;
+    SegmentHeader header;
     MpiRequest request;
   };
   struct Kept {  // announced, nobody takes it yet

@@ -26,8 +26,9 @@ class TcpChannel final : public FramedChannel {
  public:
   struct Sockets {
     Fd control, data;
-    int epoll = -1;      // -1: not registered anywhere
-    uint64_t token = 0;  // epoll_event::data of both
+    int epoll = -1;       // -1: not registered anywhere
+    uint64_t token = 0;   // epoll_event::data of both
+    bool crosses = true;  // a network; false: both ends are in one kernel's, which changes nothing
   };
   TcpChannel(int rank, std::string peer, Traffic* traffic, Sockets sockets);
   ~TcpChannel() override { close(); }

@@ -226,7 +226,7 @@ TEST_CASE("mpi channel: what is withdrawn is not written to, and the channel say
   CHECK(pair.status[1].is_ok());  // nothing of it had moved
 
   // Announced, and the payload not there: like a peer that died in between.
-  SegmentHeader header{large.transfer.tag, 100000, SegmentHeader::kGuard};
+  SegmentHeader header(large.transfer.tag, 100000);
   MpiRequest request;
   REQUIRE(fake_send(&header, sizeof(header), 0, 1, 5 % 3 * 10000, 0, &request) == 0);
   pair.channel[1]->post_receive(&large.transfer);
@@ -250,7 +250,7 @@ TEST_CASE("mpi channel: a stream out of step, a damaged announcement and MPI's o
   }
   SUBCASE("damaged") {
     Pair pair;
-    SegmentHeader header{Tag{}, 0xffffffff, SegmentHeader::kGuard};
+    SegmentHeader header(Tag{}, 0xffffffff);
     MpiRequest request;
     REQUIRE(fake_send(&header, sizeof(header), 0, 1, 5 % 3 * 10000, 0, &request) == 0);
     pair.until([&] { return !pair.status[1].is_ok(); });

@@ -11,6 +11,7 @@
 #include <list>
 #include <memory>
 #include <random>
+#include <string>
 #include <thread>
 
 #include "base/clock.h"
@@ -417,37 +418,126 @@ TEST_CASE("channel: two threads, one for each end, both directions at once") {
 TEST_CASE("channel: lengths that cannot be are refused before anything is allocated") {
   auto link = std::make_unique<TcpLink>();
   SUBCASE("control") {
-    const uint32_t length = 0xffffffffu;
-    REQUIRE(::write(link->raw_control, &length, 4) == 4);
+    const FrameHeader header(0xffffffffu, 0);
+    REQUIRE(::write(link->raw_control, &header, sizeof(header)) == sizeof(header));
     bool moved = false;
     Status status = link->a->progress(&moved);
     CHECK(status.text().find("sent a control frame of 4294967295 bytes") != std::string::npos);
     CHECK(status.culprit() == 1);
   }
   SUBCASE("control, nothing") {
-    const uint32_t length = 0;
-    REQUIRE(::write(link->raw_control, &length, 4) == 4);
+    const FrameHeader header(0, 0);
+    REQUIRE(::write(link->raw_control, &header, sizeof(header)) == sizeof(header));
     bool moved = false;
     CHECK_FALSE(link->a->progress(&moved).is_ok());
   }
   SUBCASE("data") {
-    SegmentHeader header{tag_of(0, 1, 0), 0xffffffffu, SegmentHeader::kGuard};
+    SegmentHeader header(tag_of(0, 1, 0), 0xffffffffu);
     REQUIRE(::write(link->raw_data, &header, sizeof(header)) == sizeof(header));
     bool moved = false;
     CHECK(link->a->progress(&moved).text().find("damaged data header") != std::string::npos);
   }
   SUBCASE("data without its guard") {
-    SegmentHeader header{tag_of(0, 1, 0), 4, 1};
+    SegmentHeader header(tag_of(0, 1, 0), 4);
+    header.guard ^= 1;
     REQUIRE(::write(link->raw_data, &header, sizeof(header)) == sizeof(header));
     bool moved = false;
     CHECK(link->a->progress(&moved).code() == Code::kInternal);
   }
 }
 
+namespace {
+
+// What a channel writes, and one that reads what the test writes instead.
+struct HalfLink {
+  HalfLink() {
+    int control[2], data[2];
+    REQUIRE(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, control) == 0);
+    REQUIRE(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, data) == 0);
+    channel = std::make_unique<TcpChannel>(1, "rank 1 (b)", &traffic,
+                                           TcpChannel::Sockets{Fd(control[0]), Fd(data[0]), -1, 0});
+    far[0] = Fd(control[1]);
+    far[1] = Fd(data[1]);
+  }
+  Traffic traffic;
+  std::unique_ptr<TcpChannel> channel;
+  Fd far[2];
+};
+
+}  // namespace
+
+TEST_CASE("channel: one bit that changes on its way is found before anybody reads what it belongs to") {
+  const std::vector<uint8_t> frames[] = {frame_of(60, 1), frame_of(1, 2), frame_of(20'000, 3)};
+  std::vector<std::vector<std::byte>> segments;
+  for (const size_t bytes : {4, 0, 777, 30'000}) {
+    auto& one = segments.emplace_back(bytes);
+    for (size_t i = 0; i < bytes; ++i) one[i] = static_cast<std::byte>(i * 7 + bytes);
+  }
+  const auto transfers_of = [&](std::vector<std::vector<std::byte>>& memory) {
+    std::vector<Transfer> all;
+    for (size_t i = 0; i < memory.size(); ++i)
+      all.push_back({tag_of(0, static_cast<uint32_t>(i), 0), memory[i].data(), memory[i].size()});
+    return all;
+  };
+
+  std::string written[2];
+  {
+    HalfLink from;
+    for (const auto& frame : frames) REQUIRE(from.channel->send(frame).is_ok());
+    auto sends = transfers_of(segments);
+    for (Transfer& one : sends) from.channel->post_send(&one);
+    for (int turn = 0; turn < 100; ++turn) {
+      bool moved = false;
+      REQUIRE(from.channel->progress(&moved).is_ok());
+      for (int line : {0, 1}) {
+        char piece[65536];
+        for (ssize_t n; (n = ::read(from.far[line].get(), piece, sizeof(piece))) > 0;) written[line].append(piece, n);
+      }
+    }
+    REQUIRE(sends.back().done);
+  }
+
+  std::mt19937 random(11);
+  for (int trial = 0; trial < 600; ++trial) {
+    std::string coming[2] = {written[0], written[1]};
+    const int line = trial % 2;
+    if (trial >= 2) {  // the first ones of a stream are its headers
+      const size_t at = random() % (trial % 3 == 0 ? 100 : coming[line].size());
+      coming[line][at] = static_cast<char>(coming[line][at] ^ 1 << random() % 8);
+    }
+    HalfLink to;
+    auto memory = segments;
+    for (auto& one : memory) std::fill(one.begin(), one.end(), std::byte{});
+    auto receives = transfers_of(memory);
+    for (Transfer& one : receives) to.channel->post_receive(&one);
+    size_t gone[2] = {0, 0}, got = 0;
+    bool failed = false;
+    const auto take = [&] {
+      for (std::vector<uint8_t> frame; to.channel->receive(&frame); ++got) REQUIRE(frame == frames[got]);
+    };
+    for (int quiet = 0; quiet < 3 && !failed;) {
+      bool moved = false;
+      for (int at : {0, 1}) {
+        const size_t piece = std::min<size_t>(coming[at].size() - gone[at], 5000);
+        const ssize_t n = piece == 0 ? 0 : ::write(to.far[at].get(), coming[at].data() + gone[at], piece);
+        if (n > 0) gone[at] += static_cast<size_t>(n), moved = true;
+      }
+      failed = !to.channel->progress(&moved).is_ok();
+      take();
+      quiet = moved ? 0 : quiet + 1;
+    }
+    take();
+    for (size_t i = 0; i < receives.size(); ++i) REQUIRE((!receives[i].done || memory[i] == segments[i]));
+    REQUIRE(failed == (trial >= 2));
+    if (trial < 2) REQUIRE((got == 3 && receives.back().done));
+  }
+}
+
 TEST_CASE("channel: a frame cut off by the end is named as such") {
   auto link = std::make_unique<TcpLink>();
-  const uint8_t start[] = {100, 0, 0, 0, 1, 2, 3};
-  REQUIRE(::write(link->raw_control, start, sizeof(start)) == sizeof(start));
+  const FrameHeader header(100, 0);
+  REQUIRE(::write(link->raw_control, &header, sizeof(header)) == sizeof(header));
+  REQUIRE(::write(link->raw_control, "abc", 3) == 3);
   link->end_b();
   bool moved = false;
   CHECK(link->a->progress(&moved).is_ok());  // a part of a frame is no reason to complain yet
@@ -463,7 +553,7 @@ TEST_CASE("shm channel: a ring whose cursor lies is an error, not a crash") {
 }
 
 TEST_CASE("inbox: one read may bring the end of a segment and the next header") {
-  Inbox inbox;
+  Inbox inbox(false);
   std::vector<std::byte> in(8);
   Transfer first{tag_of(0, 1, 0), in.data(), 4}, second{tag_of(0, 1, 4), in.data() + 4, 4};
   REQUIRE(inbox.post(&first).is_ok());
@@ -479,16 +569,16 @@ TEST_CASE("inbox: one read may bring the end of a segment and the next header") 
     REQUIRE(left == 0);
     REQUIRE(inbox.took(bytes).is_ok());
   };
-  SegmentHeader header{tag_of(0, 1, 0), 4, SegmentHeader::kGuard}, next{tag_of(0, 1, 4), 4, SegmentHeader::kGuard};
+  SegmentHeader header(tag_of(0, 1, 0), 4), next(tag_of(0, 1, 4), 4);
   feed(&header, 10);
-  feed(reinterpret_cast<std::byte*>(&header) + 10, 14);
+  feed(reinterpret_cast<std::byte*>(&header) + 10, sizeof(header) - 10);
   CHECK(inbox.waiting());
   feed("ab", 2);
   CHECK(first.moved == 2);
-  std::byte tail[26];
+  std::byte tail[2 + sizeof(next)];
   std::memcpy(tail, "cd", 2);
-  std::memcpy(tail + 2, &next, 24);
-  feed(tail, 26);
+  std::memcpy(tail + 2, &next, sizeof(next));
+  feed(tail, sizeof(tail));
   CHECK(first.done);
   CHECK_FALSE(inbox.forget(&second));  // it is being filled
   feed("efgh", 4);
@@ -499,8 +589,8 @@ TEST_CASE("inbox: one read may bring the end of a segment and the next header") 
 }
 
 TEST_CASE("inbox: a receive posted while its segment is arriving takes over what is there") {
-  Inbox inbox(100);
-  SegmentHeader header{tag_of(0, 1, 0), 90, SegmentHeader::kGuard};
+  Inbox inbox(false, 100);
+  SegmentHeader header(tag_of(0, 1, 0), 90);
   std::memcpy(inbox.places()[0].iov_base, &header, sizeof(header));
   REQUIRE(inbox.took(sizeof(header)).is_ok());
   std::memset(inbox.places()[0].iov_base, 5, 40);
