@@ -227,8 +227,10 @@ constexpr LauncherSettingRow kLauncherRows[] = {
     {"NOTICE_SIGNAL", "", "text", "",
      "Another signal that means what SIGTERM means to a process of an elastic job: USR1 or USR2. In a job of a fixed "
      "size it ends all ranks at their next commit, which is saved, with code 75."},
+    {"SPARES", "", "flag", "0",
+     "1: workers wait for a loss in this job, and run the reset callbacks when they replace a rank; set by horoclonerun."},
     {"REPLICA_INTERVAL", "", "seconds", "0",
-     "Spares of an elastic job are given a commit at most so often; that takes half of the time at most."},
+     "Newcomers and spares of an elastic job are given a commit at most so often; that takes half of the time at most."},
     {"COMPARE", "", "text", "warn",
      "What a distributed optimizer does where the ranks have different weights, optimizer state or reduced gradients: "
      "warn (once), error (on every rank), repair (from a rank of the majority), off (it does not look)."},

@@ -77,7 +77,7 @@ class ElasticJob(Job):
         self._members[worker.number] = self._member(place, worker.number, again)
         own = self._supervisor.announce(worker, self._is_here(host))
         if self._elastic.plan.spares:
-            own["HOROCLONE_REPLICA_INTERVAL"] = request.environment.get("HOROCLONE_REPLICA_INTERVAL") or "0"
+            own["HOROCLONE_SPARES"] = "1"
         if self._elastic.notice_signal:
             own["HOROCLONE_NOTICE_SIGNAL"] = self._elastic.notice_signal
         if self._outlives:

@@ -199,7 +199,7 @@ class ElasticMember:
 
     def has_spares(self) -> bool:
         """Whether workers wait for a loss: the launcher says so."""
-        return "HOROCLONE_REPLICA_INTERVAL" in os.environ
+        return flag(os.environ, "SPARES")
 
     def _start_feeding(self, who: Identity, number: int, one_host: bool) -> None:
         """This process is rank 0: who waits finds it under a key of the rendezvous. Without it there is a sync."""
