@@ -162,7 +162,7 @@ class _Lost:
         self._is_failure = False
 
     def interrupted(self, is_failure: bool, committed_s: float) -> None:
-        if self._interrupted_s is None:
+        if self._began_ns and self._interrupted_s is None:  # who has not trained yet has lost nothing
             self._interrupted_s, self._is_failure = time.monotonic(), is_failure
             if is_failure:
                 self._redone += self._interrupted_s - max(committed_s, self._resumed_s)
