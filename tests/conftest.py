@@ -50,6 +50,7 @@ def _make_importable(name: str) -> Any:
 world = sys.modules.get("world") or _make_importable("world")
 pools = sys.modules.get("worker_pool") or _make_importable("worker_pool")
 checkout = sys.modules.get("checkout") or _make_importable("checkout")
+changing = sys.modules.get("changing_device") or _make_importable("changing_device")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -468,6 +469,19 @@ def needs_root() -> None:
         pytest.skip("needs root: it makes network namespaces")
     if shutil.which("ip") is None:
         pytest.skip("needs the command ip (Debian: apt-get install iproute2)")
+
+
+@pytest.fixture
+def changing_device(needs_root: None) -> Iterator[Any]:
+    """Two hosts, which are network namespaces, with a device between them (see changing_device.py)."""
+    made = changing.Device()
+    try:
+        made.open()
+    except (subprocess.CalledProcessError, OSError) as error:
+        made.close()
+        pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', error)}")
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="session")
