@@ -159,6 +159,24 @@ def test_a_host_that_falls_silent_is_lost_within_seconds(job: Any, hosts: Hosts,
 
 
 @pytest.mark.netns
+def test_connections_that_break_between_living_processes_cost_nothing(job: Any, hosts: Hosts) -> None:
+    """All of them between the hosts at once: the ranks', and those to the coordinator."""
+    run = job("-np", 4, "--min-np", 2, "-H", ",".join(f"{one}:2" for one in hosts.addresses), steps=80)
+    run.whole(1)
+    run.step(5)
+    for turn in range(4):
+        words = ["ip", "netns", "exec", hosts.names[turn % 2], "ss", "-K", "-H", "state", "established"]
+        done = subprocess.run(
+            [*words, "dst", hosts.addresses[1 - turn % 2]], capture_output=True, text=True, timeout=20
+        )
+        if done.returncode:
+            pytest.skip(f"ss -K resets nothing here: {done.stderr}")
+        time.sleep(0.4)
+    run.finish()
+    assert run.newest() == 1, "nobody was lost"
+
+
+@pytest.mark.netns
 def test_ranks_on_two_hosts_go_on_when_their_launcher_dies(job: Any, hosts: Hosts, tmp_path: Path) -> None:
     where, lines = ",".join(f"{one}:2" for one in hosts.addresses), tmp_path / "lines"
     run = job(
