@@ -37,6 +37,7 @@ class Device:
         self.changed: list[tuple[int, int, int]] = []
         self.left_alone = 0  # a port
         self._wanted: list[int] | None = None
+        self._behind: dict[bytes, int] = {}  # of each stream: the number behind what has come
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._carry)
 
@@ -101,7 +102,12 @@ class Device:
         payload = start + (frame[start + 12] >> 4) * 4
         size, wanted = end - payload, self._wanted
         ports = struct.unpack("!HH", frame[start : start + 4])
-        if wanted and self.left_alone not in ports and wanted[0] <= size <= wanted[1]:
+        # What is sent once more, and has come already, is not looked at by anybody.
+        stream, sequence = bytes(frame[26 : start + 4]), int.from_bytes(frame[start + 4 : start + 8], "big")
+        is_new = (sequence - self._behind.get(stream, sequence)) % (1 << 32) < 1 << 31
+        if is_new:
+            self._behind[stream] = sequence + size
+        if wanted and is_new and self.left_alone not in ports and wanted[0] <= size <= wanted[1]:
             wanted[2] -= 1
             if wanted[2] < 0:
                 self._wanted = None

@@ -70,6 +70,14 @@ class Hosts(NamedTuple):
         self.cut_file.unlink()
 
 
+def path_with_ssh(folder: Path, name: str, cut_file: Path) -> str:
+    """A PATH on which ssh goes into the namespace."""
+    script = folder / "ssh"
+    script.write_text(SSH.format(python=sys.executable, name=name, cut=str(cut_file)))
+    script.chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
 @pytest.fixture
 def hosts(tmp_path: Path, needs_root: None) -> Iterator[Hosts]:
     names = [f"hc-{secrets.token_hex(3)}-{side}" for side in "ab"]
@@ -86,10 +94,8 @@ def hosts(tmp_path: Path, needs_root: None) -> Iterator[Hosts]:
             ip("-n", name, "link", "set", "lo", "up")
     except (subprocess.CalledProcessError, OSError) as error:
         pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', error)}")
-    script, cut_file = tmp_path / "ssh", tmp_path / "cut"
-    script.write_text(SSH.format(python=sys.executable, name=names[1], cut=str(cut_file)))
-    script.chmod(0o755)
-    yield Hosts(names, addresses, f"{tmp_path}:{os.environ['PATH']}", cut_file)
+    cut_file = tmp_path / "cut"
+    yield Hosts(names, addresses, path_with_ssh(tmp_path, names[1], cut_file), cut_file)
     for name in names:
         subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20)
 
@@ -174,6 +180,23 @@ def test_connections_that_break_between_living_processes_cost_nothing(job: Any, 
         time.sleep(0.4)
     run.finish()
     assert run.newest() == 1, "nobody was lost"
+
+
+@pytest.mark.netns
+def test_a_bit_that_changes_between_the_hosts_costs_the_steps_since_the_last_commit(
+    launch: Any, watch: Any, changing_device: Any, tmp_path: Path
+) -> None:
+    hosts, names = ",".join(changing_device.addresses), changing_device.names
+    inside, flags = ["ip", "netns", "exec", names[0]], ["-np", "2", "--min-np", "1", "-H", hosts]
+    words = [*inside, *RUN, *flags, sys.executable, str(WORKER), "40", "0.05"]
+    environment = {"PATH": path_with_ssh(tmp_path, names[1], tmp_path / "cut")}
+    run = watch(launch.start(words, env=environment))
+    first = run.whole(1)
+    run.step(5)
+    changing_device.change(1000, 70_000, 3, 4321)
+    assert run.of_size(2, after=1) == first, "both live"
+    run.finish()
+    assert len(changing_device.changed) == 1 and "changed on its way" in run.started.stdout
 
 
 @pytest.mark.netns
