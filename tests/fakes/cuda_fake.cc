@@ -91,6 +91,8 @@ class Stream {
  public:
   explicit Stream(bool urgent = false) : urgent(urgent), worker_([this] { run(); }) {}
   const bool urgent;  // of the highest priority
+  // Read by the thread that makes it: one of its own would read the environment while a test changes it.
+  const std::chrono::microseconds delay{number_from("HC_FAKE_DELAY_US", 0)};
   ~Stream() {
     {
       std::lock_guard lock(mu_);
@@ -120,7 +122,6 @@ class Stream {
 
  private:
   void run() {
-    const auto delay = std::chrono::microseconds(number_from("HC_FAKE_DELAY_US", 0));
     std::unique_lock lock(mu_);
     while (true) {
       changed_.wait(lock, [&] { return ending_ || !jobs_.empty(); });
