@@ -34,6 +34,7 @@ void FramedChannel::fail(Code code, const std::string& reason) {
   reason_ = reason;
   failed_ = Status(code, peer_ + ": " + reason, rank_);
   traffic_->failed_channels.add(1);
+  let_go_of_written();
   // Whoever posted them learns it from progress(); their memory is not touched again.
   stranded_ |= released_ < sends_.size();
   sends_.clear();
@@ -41,6 +42,18 @@ void FramedChannel::fail(Code code, const std::string& reason) {
   kept_control_.clear();
   control_sent_ = send_moved_ = released_ = written_ = kept_bytes_ = kept_from_ = 0;
   down_[0] = down_[1] = false;
+  note_lingering();
+}
+
+// The peer will not ask for them: it has left, with all that it needed, or is lost.
+void FramedChannel::let_go_of_written() {
+  for (; released_ < written_; ++released_) {
+    Outgoing& one = sends_[released_];
+    if (!one.transfer) continue;
+    one.transfer->done = true;
+    one.transfer = nullptr;
+    traffic_->segments_sent.add(1);
+  }
   note_lingering();
 }
 
@@ -79,6 +92,7 @@ void FramedChannel::expect_close() {
   control_over_ |= is_down(Line::kControl);
   data_ended_ |= is_down(Line::kData);
   down_[0] = down_[1] = false;
+  let_go_of_written();
   settle();
 }
 

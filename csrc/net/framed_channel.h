@@ -134,6 +134,7 @@ class FramedChannel : public Channel {
   };
   size_t unwritten() const { return sends_.size() - written_; }
   void copy_rest(Outgoing* one);
+  void let_go_of_written();
 
   const int rank_;
   const std::string peer_;

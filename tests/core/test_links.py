@@ -153,9 +153,11 @@ def compute(stop):
     """Every operation in turn, until the file is there. Says what took long, and how many turns there were."""
     hvd.init()
     rank, size, turn, told = hvd.rank(), hvd.size(), 0, 0.0
-    while True:
+    over = False
+    while not over:
         began = time.monotonic()
         one_turn(turn, rank, size)
+        over = hvd.broadcast(np.array([rank == 0 and Path(stop).exists()]), 0)[0]
         turn += 1
         ended = time.monotonic()
         if ended - began > 0.15:
@@ -163,8 +165,6 @@ def compute(stop):
         if ended - told > 0.1:
             told = ended
             say(turns=turn)
-        if hvd.broadcast(np.array([rank == 0 and Path(stop).exists()]), 0)[0]:
-            break
     say(turns=turn, remade=hvd.metrics()["mesh"]["connections_remade"])
     hvd.shutdown()
 

@@ -466,6 +466,29 @@ struct HalfLink {
 
 }  // namespace
 
+TEST_CASE("channel: what is written and not acknowledged is done when the peer says goodbye, or is lost") {
+  struct Nobody final : Remaker {
+    void lost(int, Line, const IoResult&) override {}
+    void watch() override {}
+  } nobody;
+  for (const bool says_goodbye : {true, false}) {
+    HalfLink link;
+    link.channel->remake_with(&nobody);
+    std::vector<std::byte> memory(100'000);
+    Transfer transfer{tag_of(0, 1, 0), memory.data(), memory.size()};
+    link.channel->post_send(&transfer);
+    bool moved = false;
+    REQUIRE(link.channel->progress(&moved).is_ok());
+    REQUIRE(transfer.moved == memory.size());
+    REQUIRE_FALSE(transfer.done);  // nobody has read it yet
+    if (says_goodbye)
+      link.channel->expect_close();
+    else
+      link.channel->lose("has ended");
+    CHECK(transfer.done);
+  }
+}
+
 TEST_CASE("channel: one bit that changes on its way is found before anybody reads what it belongs to") {
   const std::vector<uint8_t> frames[] = {frame_of(60, 1), frame_of(1, 2), frame_of(20'000, 3)};
   std::vector<std::vector<std::byte>> segments;
