@@ -105,20 +105,6 @@ def test_nothing_is_packed_for_nobody_and_what_cannot_be_packed_is_not_sent(
     feed.take()
 
 
-def test_a_commit_comes_no_more_often_than_it_may(server: Server) -> None:
-    feeder = Feeder(SECRET, JOB, ["127.0.0.1"], 100.0)
-    tell(server, feeder.addresses)
-    feed = Feed(server.addresses, SECRET, JOB)
-    feed.start()
-    feeder.offer(1, lambda: [b"1"])
-    newest(feed, 1)
-    feeder.offer(2, lambda: [b"2"])
-    time.sleep(0.2)
-    assert feed._newest is not None and feed._newest.commit == 1
-    feed.take()
-    feeder.close()
-
-
 @pytest.mark.parametrize("secret, job", [(b"x" * 32, f"{JOB}/replica"), (SECRET, JOB)])
 def test_a_stranger_is_told_nothing(feeder: Feeder, secret: bytes, job: str) -> None:
     feeder.offer(1, lambda: [b"weights"])
@@ -261,7 +247,7 @@ def test_a_newcomer_hears_that_there_is_no_commit_yet(feeder: Feeder, feed: Feed
     newest(feed, 1)
 
 
-def test_what_is_in_a_hurry_does_not_wait_for_its_turn(server: Server) -> None:
+def test_a_commit_comes_no_more_often_than_it_may_unless_it_is_in_a_hurry(server: Server) -> None:
     one = Feeder(SECRET, JOB, ["127.0.0.1"], 1000.0)
     tell(server, one.addresses)
     feed = Feed(server.addresses, SECRET, JOB)
