@@ -102,6 +102,14 @@ class FailureDetector(Generic[Who]):
                 until_s = min(until_s, max(heard_s + SILENT_TIMEOUT_S, self._asked_s[one] + ANSWER_S))
         return until_s
 
+    def lost(self, who: Who) -> float | None:
+        """Somebody knows that it does not come back. Since when it has no connection, where it was still waited for."""
+        return self._broken_s.pop(who, None)
+
+    def in_doubt_since_s(self) -> float:
+        """The earliest of the broken connections that may still be made again; infinite where there is none."""
+        return min(self._broken_s.values(), default=float("inf"))
+
     def gone(self, now: float) -> dict[Who, float]:
         """Who has not come back since its connection broke, and since when; each is told once."""
         found = {who: since for who, since in self._broken_s.items() if now >= since + RECONNECT_S}
@@ -111,4 +119,4 @@ class FailureDetector(Generic[Who]):
 
     def next_s(self) -> float:
         """When gone() will have something to tell."""
-        return min(self._broken_s.values(), default=float("inf")) + RECONNECT_S
+        return self.in_doubt_since_s() + RECONNECT_S

@@ -2,7 +2,8 @@
 
 Sources are the ranks' own reports, processes that the launcher saw end, connections that broke and were not made again
 (failure_detector.py), and ranks that gave up while they connected. The earliest of these is the cause, later ones are
-consequences. Thread: any, by one lock.
+consequences: nothing is told that came after a connection broke, until it is sure whether that rank comes back.
+Thread: any, by one lock.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Failures:
         self._ended: dict[int, Failure] = {}
         self._gone: dict[int, Failure] = {}  # until it comes back
         self._given_up: dict[str, Failure] = {}  # gather -> who was the first to leave it
-        self._news: set[int] = set()
+        self._news: dict[int, float] = {}  # rank -> when something new was known of it first
 
     def came(self, rank: int) -> None:
         """A connection of this rank is there."""
@@ -61,28 +62,35 @@ class Failures:
         with self._mutex:
             self._detector.disconnected(rank, self._clock(), is_planned=True)
             if for_good:
-                self._lose(rank, f"rank {rank} has ended and does not come to this hvd.init()", self._clock())
+                self._lose(rank, f"rank {rank} has ended and does not come to this hvd.init()")
 
     def broke(self, rank: int) -> None:
         """The connection is gone, and nothing was said."""
         with self._mutex:
             self._detector.disconnected(rank, self._clock())
 
-    def _lose(self, rank: int, text: str, at_s: float) -> None:
-        self._gone[rank] = Failure(rank, text, False, at_s)
-        self._news.add(rank)
+    def _lose(self, rank: int, text: str, since_s: float | None = None) -> None:
+        self._gone[rank] = failure = Failure(rank, text, False, self._clock() if since_s is None else since_s)
+        self._news.setdefault(rank, failure.at_s)
+
+    def _lost_since_s(self, rank: int) -> float:
+        """It is sure now. Its connection may have broken before."""
+        since_s = self._detector.lost(rank)
+        return self._clock() if since_s is None else since_s
 
     def ended(self, rank: int, text: str) -> None:
         """Somebody who knows has seen the process end, with whatever code."""
         with self._mutex:
-            self._ended.setdefault(rank, Failure(rank, text, False, self._clock()))
-            self._news.add(rank)
+            at_s = self._lost_since_s(rank)
+            self._ended.setdefault(rank, Failure(rank, text, False, at_s))
+            self._news.setdefault(rank, at_s)
 
     def reported(self, rank: int, text: str, consequence: bool) -> None:
         with self._mutex:
+            at_s = self._lost_since_s(rank)
             if len(self._reports) < MAX_FAILURES:
-                self._reports.append(Failure(rank, text, consequence, self._clock()))
-            self._news.add(rank)
+                self._reports.append(Failure(rank, text, consequence, at_s))
+            self._news.setdefault(rank, at_s)
 
     def gave_up(self, rank: int, gather: str, text: str) -> None:
         """It had come to the gather and failed while the ranks connected; it may call init again."""
@@ -90,7 +98,7 @@ class Failures:
             while len(self._given_up) >= MAX_GIVEN_UP:
                 del self._given_up[next(iter(self._given_up))]
             self._given_up.setdefault(gather, Failure(rank, text, False, self._clock()))
-            self._news.add(rank)
+            self._news.setdefault(rank, self._clock())
 
     def reports(self) -> list[Failure]:
         with self._mutex:
@@ -99,7 +107,7 @@ class Failures:
     def next_s(self) -> float:
         """When settle() has something to do, by its clock."""
         with self._mutex:
-            if self._news:
+            if self._news and min(self._news.values()) <= self._detector.in_doubt_since_s():
                 return 0.0
             return self._detector.next_s()
 
@@ -108,8 +116,11 @@ class Failures:
         with self._mutex:
             for rank, since_s in self._detector.gone(now).items():
                 self._lose(rank, f"rank {rank} has died or left", since_s)
-            news, self._news = self._news, set()
-            return news
+            until_s = self._detector.in_doubt_since_s()
+            told = {rank for rank, at_s in self._news.items() if at_s <= until_s}
+            for rank in told:
+                del self._news[rank]
+            return told
 
     def culprit(self, ranks: Container[int], gather: str = "") -> Failure | None:
         """Why not all of these ranks can come: the cause, if anything is known. gather: a place to be given up."""
@@ -117,7 +128,8 @@ class Failures:
         with self._mutex:
             if gather in self._given_up:
                 known.append(self._given_up[gather])
-        return min(known, key=_order, default=None)
+            until_s = self._detector.in_doubt_since_s()
+        return min((one for one in known if one.at_s <= until_s), key=_order, default=None)
 
     def causes(self) -> list[Failure]:
         """Of every rank that will not come, whatever part of them calls init: the earliest first."""

@@ -110,7 +110,9 @@ class Server:
         for connection in [one for one in self._connections.values() if one.rank >= 0]:
             if not process_ends:
                 self._reply(connection, wire.CLOSED)
-            elif connection.waiter is None and self._service is None:
+            elif self._service is None and connection.waiter is not None:
+                self._answer(connection)
+            elif self._service is None:
                 for cause in self._failures.causes()[:MAX_LISTED]:
                     self._reply(connection, wire.FAILED, cause.packed())
         self._release()

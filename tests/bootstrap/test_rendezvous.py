@@ -163,6 +163,25 @@ def test_who_comes_after_the_server_has_ended_is_told_who_was_lost_first(server)
     assert caught.value.rank == 1
 
 
+@pytest.mark.parametrize("ends_too", [False, True])
+def test_who_still_connects_is_told_of_the_rank_that_broke_first_not_of_one_that_left_because_of_it(
+    server, ends_too
+):
+    ranks = [client_of(server, rank=rank, server_rank=0) for rank in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda rank: ranks[rank].gather("world/1", rank, 3, b"", 60), range(3)))
+    ranks[2].watch("world/1")
+    ranks[1].close()
+    server.wake()
+    time.sleep(0.05)  # less than a rank has to come back
+    ranks[0].leave(process_ends=True)  # it has noticed by itself
+    if ends_too:
+        server.close(process_ends=True)
+    with pytest.raises(errors.PeerLost, match="rank 1 has died or left") as caught:
+        ranks[2].hear(5)
+    assert caught.value.rank == 1
+
+
 @pytest.mark.parametrize("dies", ["just before", "outside of the list"])
 def test_last_words_are_about_ranks_that_the_reader_waits_for(server, dies):
     ranks = [client_of(server, rank=rank, server_rank=0) for rank in range(4)]

@@ -201,5 +201,6 @@ def test_ranks_of_mpirun_are_one_job(
     os.kill(pages[1].pid, signal.SIGKILL)
     until(lambda: [one.state for one in found.ranks()][1:] in (["lost"], []), started)
     started.kill()
-    until(lambda: job.jobs() == [] or all(one.id != found.id for one in job.jobs()), started)
-    assert not (runtime_dir / "horoclone" / found.id).exists()
+    # Rank 0 has said that it ends while its process is still there; who looks after that removes what is left.
+    folder = runtime_dir / "horoclone" / found.id
+    until(lambda: all(one.id != found.id for one in job.jobs()) and not folder.exists(), started)
