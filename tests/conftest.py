@@ -127,15 +127,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.path.parent != _folder:
         # Each folder's tests import another framework, and processes that have them all take a GB each.
         world.end_all()
+        pools.end_warm_processes()
         _folder = item.path.parent
 
 
 @pytest.fixture(scope="session")
 def worlds() -> Iterator[Any]:
     """The session's warm worlds; worlds.run(size, body, **kwargs) runs a module-level function on every rank."""
-    pool = world.Worlds()
+    pool = world.Worlds(warm=lambda folder: pools.warm_processes(folder, clean_environment()))
     yield pool
     pool.end()
+    pools.end_warm_processes()
 
 
 FAKES = (
@@ -208,12 +210,10 @@ def worker_pool(warm_worker_pool: Any) -> Iterator[Any]:
     yield from pools.teams_of(warm_worker_pool)
 
 
-@pytest.fixture(scope="session")
-def warm_torch_worker_pool() -> Iterator[Any]:
-    """The process from which the ranks of `torch_worker_pool` are forked: torch and our binding are imported there, once."""
-    made = pools.WorkerPool(clean_environment(), "torch._dynamo", "torch.distributed.fsdp", "horoclone.torch")
-    yield made
-    made.close()
+@pytest.fixture(scope="module")
+def warm_torch_worker_pool(worlds: Any) -> Any:
+    """The process from which the ranks of `torch_worker_pool` are forked; worlds of torch are forked from it, too."""
+    return pools.warm_processes("torch", clean_environment())[0]
 
 
 @pytest.fixture

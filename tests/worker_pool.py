@@ -3,6 +3,7 @@
 A start costs milliseconds, because the warm process has imported everything before it forks; the rank itself then runs
 like any program: init() in its own process, the interpreter's exception hook, exit functions and exit code. A body is a
 function of the test's module; say(**facts) in it reaches the test. Run as a program, this file is the warm process.
+Worlds (world.py) of folders whose tests import a large framework are forked from such processes, too.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 CLONE_NEWNET = 0x40000000
-START_S = 60.0
+START_S = 120.0  # importing torch on a busy machine
 MARK = "@said "  # begins a line that say() has written
 
 
@@ -112,6 +113,7 @@ class Start:
     env: dict[str, str]
     namespace: str | None
     output: str
+    descriptors: list[int] = field(default_factory=list)  # that came along; the body's first arguments
 
 
 def _become(start: Start) -> None:
@@ -132,8 +134,12 @@ def _become(start: Start) -> None:
 
 
 def _told(channel: socket.socket) -> Start | None:
-    data = channel.recv(1 << 20)
-    return pickle.loads(data) if data else None
+    data, descriptors, _, _ = socket.recv_fds(channel, 1 << 20, 8)
+    if not data:
+        return None
+    start: Start = pickle.loads(data)
+    start.descriptors = descriptors
+    return start
 
 
 def serve(channel: socket.socket) -> Start | None:
@@ -168,6 +174,8 @@ def serve(channel: socket.socket) -> Start | None:
                     one.close()
                 _become(start)
                 return start
+            for one in start.descriptors:
+                os.close(one)
             channel.send(pickle.dumps(("started", pid)))
 
 
@@ -315,6 +323,7 @@ class WorkerPool:
         self._channel = ours
         self._ended: dict[int, int] = {}
         self._started: list[int] = []
+        self._is_ready = False
         self.env = dict(env)
         with theirs:
             self._process = subprocess.Popen(
@@ -323,7 +332,6 @@ class WorkerPool:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )
-        self._take(START_S, "ready")
 
     def _take(self, timeout_s: float, word: str = "") -> None:
         """Takes in what has been reported; with a word, waits for such a report."""
@@ -349,6 +357,15 @@ class WorkerPool:
     def ended(self) -> dict[int, int]:
         self._take(0)
         return self._ended
+
+    def fork(self, start: Start, descriptors: Sequence[int] = ()) -> int:
+        """Gives the pid; the rank gets these descriptors."""
+        if not self._is_ready:
+            self._take(START_S, "ready")
+            self._is_ready = True
+        socket.send_fds(self._channel, [pickle.dumps(start)], list(descriptors))
+        self._take(START_S, "started")
+        return self._started[-1]
 
     def start(
         self,
@@ -382,14 +399,38 @@ class WorkerPool:
                 code.co_filename, body.__module__, body.__name__, kwargs, whole, hosts[rank] or None,
                 str(team._path(rank))
             )  # fmt: skip
-            self._channel.send(pickle.dumps(job))
-            self._take(START_S, "started")
-            team.pids.append(self._started[-1])
+            team.pids.append(self.fork(job))
         return team
 
     def close(self) -> None:
         self._channel.close()
         self._process.wait(60)  # with torch in it the end takes seconds on a busy machine
+
+
+# Folder -> what the ranks of its tests import in any case: torch._dynamo with the first optimizer.
+OF_TORCH = ("torch._dynamo", "torch.distributed.fsdp", "horoclone.torch", "horoclone.torch.optimizer")
+IMPORTED = {"torch": OF_TORCH, "lightning": OF_TORCH}
+_warm: dict[str, list[WorkerPool]] = {}
+
+
+def warm_processes(folder: str, env: Mapping[str, str]) -> list[WorkerPool]:
+    """Two that have imported what the tests of this folder need, where that takes seconds; else none.
+
+    Two, so that neighbouring ranks differ as programs do in what Python draws anew for each process: the hashes of
+    strings and the addresses of objects, and with them the orders of sets.
+    """
+    if folder not in IMPORTED:
+        return []
+    if folder not in _warm:
+        _warm[folder] = [WorkerPool(env, *IMPORTED[folder]) for _ in range(2)]
+    return _warm[folder]
+
+
+def end_warm_processes() -> None:
+    for made in _warm.values():
+        for pool in made:
+            pool.close()
+    _warm.clear()
 
 
 def teams_of(worker_pool: WorkerPool) -> Iterator[Callable[..., Team]]:
@@ -423,4 +464,5 @@ if __name__ == "__main__":
     _start = _own.serve(_channel)
     if _start is not None:
         del _channel
-        getattr(_world.load(_start.path, _start.module), _start.name)(**_start.kwargs)
+        _body = getattr(_world.load(_start.path, _start.module), _start.name)
+        _body(*_start.descriptors, **_start.kwargs)

@@ -2,7 +2,8 @@
 
 A test body is a plain function of its test module. It is sent by reference (file, name, arguments) and runs on every
 rank between init() and shutdown(); results or tracebacks come back. A body that outlives its time limit has the stacks
-and the engine state of every rank printed, and its world killed. Run as a program, this file is the worker.
+and the engine state of every rank printed, and its world killed. Run as a program, this file is the worker; where
+importing a framework takes seconds, workers are forked from processes that have done so (worker_pool.py).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -180,25 +181,53 @@ def serve(jobs_fd: int, replies_fd: int, ask_fd: int) -> None:
 # --- the parent ------------------------------------------------------------------------------------------
 
 
-class Worker:
-    """One rank's process, in a session of its own, with its output in a file."""
+class Forked:
+    """A child of a warm process, with what is used of subprocess.Popen."""
 
-    def __init__(self, rank: int, env: Mapping[str, str], pass_fds: Iterable[int]) -> None:
+    def __init__(self, pool: Any, pid: int) -> None:
+        self.pool, self.pid = pool, pid
+
+    def poll(self) -> int | None:
+        return self.pool.ended().get(self.pid)  # type: ignore[no-any-return]
+
+    def wait(self, timeout_s: float) -> int:
+        deadline = time.monotonic() + timeout_s
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("a forked rank", timeout_s)
+            time.sleep(0.002)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+
+class Worker:
+    """One rank's process, in a session of its own, with its output in a file. warm: what it is forked from."""
+
+    def __init__(self, rank: int, env: Mapping[str, str], warm: Any = None) -> None:
         self.rank = rank
-        self.log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
+        self.log = tempfile.NamedTemporaryFile()  # noqa: SIM115 - lives as long as the worker
         jobs_r, self.jobs = os.pipe()
         self.replies, replies_w = os.pipe()
         ask_r, self.ask = os.pipe()
         theirs = (jobs_r, replies_w, ask_r)
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, *map(str, theirs)],
-            env=dict(env),
-            pass_fds=(*theirs, *pass_fds),
-            stdin=subprocess.DEVNULL,
-            stdout=self.log,
-            stderr=self.log,
-            start_new_session=True,
-        )
+        self.process: subprocess.Popen[bytes] | Forked
+        if warm is not None:
+            start = sys.modules["worker_pool"].Start(
+                __file__, "world", "serve", {}, dict(env), None, self.log.name
+            )
+            self.process = Forked(warm, warm.fork(start, theirs))
+        else:
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, *map(str, theirs)],
+                env=dict(env),
+                pass_fds=theirs,
+                stdin=subprocess.DEVNULL,
+                stdout=self.log,
+                stderr=self.log,
+                start_new_session=True,
+            )
         for fd in theirs:
             os.close(fd)
 
@@ -232,15 +261,16 @@ class Worker:
 class World:
     """N warm workers and the rendezvous server that they meet at."""
 
-    def __init__(self, size: int, env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, size: int, env: Mapping[str, str] | None = None, warm: Sequence[Any] = ()) -> None:
         from horoclone.bootstrap.rendezvous import Server
 
         self.size = size
         self.env = dict(env or {})  # what is read when a worker's process imports something, and then stays
+        self.warm = warm  # the processes that the workers are forked from in turn, if there are any
         self.alive = True
-        self.secret = secrets.token_bytes(32)
+        self.secret = secrets.token_hex(32)
         self.job = f"test-{os.getpid()}-{secrets.token_hex(4)}"
-        self.server = Server(self.secret, self.job, size, ["127.0.0.1:0"])
+        self.server = Server(self.secret.encode(), self.job, size, ["127.0.0.1:0"])
         self.workers = [self._start(rank) for rank in range(size)]
         deadline = time.monotonic() + START_S
         for worker in self.workers:
@@ -252,14 +282,11 @@ class World:
                 raise WorldFailed(text) from None
 
     def _start(self, rank: int) -> Worker:
-        secret_fd = os.memfd_create("secret", 0)
-        os.write(secret_fd, self.secret)
-        os.lseek(secret_fd, 0, os.SEEK_SET)
         env = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "HOROCLONE_"))}
         env.update(
             HOROCLONE_RENDEZVOUS=",".join(self.server.addresses),
             HOROCLONE_JOB=self.job,
-            HOROCLONE_SECRET_FD=str(secret_fd),
+            HOROCLONE_SECRET=self.secret,
             HOROCLONE_RANK=str(rank),
             HOROCLONE_SIZE=str(self.size),
             HOROCLONE_LOCAL_RANK=str(rank),
@@ -273,10 +300,7 @@ class World:
             HOROCLONE_SELECTION="fixed",  # no probe, and nothing goes into the user's cache folder
         )
         env.update(self.env)
-        try:
-            return Worker(rank, env, [secret_fd])
-        finally:
-            os.close(secret_fd)
+        return Worker(rank, env, self.warm[rank % len(self.warm)] if self.warm else None)
 
     def run(self, job: Job, limit_s: float = LIMIT_S, dies: Iterable[int] = ()) -> list[Any]:
         """Runs the body on every rank and gives its results by rank (None for those in `dies`).
@@ -362,10 +386,18 @@ def end_all() -> None:
 
 
 class Worlds:
-    """A pool: one world per size, started when first asked for, replaced when it broke. env: of their processes."""
+    """A pool: one world per size, started when first asked for, replaced when it broke. env: of their processes.
 
-    def __init__(self, env: Mapping[str, str] | None = None) -> None:
+    warm: what the workers are forked from, by the folder of the tests; none: they are started.
+    """
+
+    def __init__(
+        self,
+        env: Mapping[str, str] | None = None,
+        warm: Callable[[str], Sequence[Any]] = lambda folder: (),
+    ) -> None:
         self._env = dict(env or {})
+        self._warm = warm
         self._worlds: dict[int, World] = {}
         _pools.add(self)
 
@@ -382,10 +414,11 @@ class Worlds:
     ) -> list[Any]:
         """Runs `body(**kwargs)` on `size` ranks; results by rank. See World.run and ranks()."""
         __tracebackhide__ = True
+        file = inspect.getfile(body)
         world = self._worlds.get(size)
         if world is None or not world.alive:
-            world = self._worlds[size] = World(size, self._env)
-        job = Job(inspect.getfile(body), body.__module__, body.__name__, kwargs, dict(env or {}), init)
+            world = self._worlds[size] = World(size, self._env, self._warm(Path(file).parent.name))
+        job = Job(file, body.__module__, body.__name__, kwargs, dict(env or {}), init)
         return world.run(job, limit_s, dies)
 
     def end(self) -> None:
@@ -440,6 +473,18 @@ def raised(call: Callable[[], Any]) -> Exception:
     except Exception as error:
         return error
     raise AssertionError(f"nothing was raised; the result is {value!r}")
+
+
+def alike(tensors: Iterable[Any]) -> bool:
+    """Whether these tensors of torch have the same numbers on every rank."""
+    import torch
+
+    import horoclone.torch as hvd
+
+    flat = [tensor.detach().double().flatten() for tensor in tensors]
+    mine = torch.cat([torch.empty(0, dtype=torch.float64), *flat])
+    rows = hvd.allgather(mine[None], name="alike")
+    return all(torch.equal(row, rows[0]) for row in rows)
 
 
 @contextmanager

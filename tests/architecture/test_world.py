@@ -107,6 +107,27 @@ def test_worlds_end_where_the_tests_of_another_folder_begin(
     assert worlds.run(1, my_pid, init=False) != [before]
 
 
+def parent_and_hash() -> tuple[int, int]:
+    return os.getppid(), hash("the name of a parameter")
+
+
+def test_forked_workers_die_alone_and_neighbours_differ_as_programs_do() -> None:
+    """They have other hashes of strings, and so other orders of sets: what depends on them is found."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+    warm = [sys.modules["worker_pool"].WorkerPool(environment) for _ in range(2)]
+    forked = Worlds(warm=lambda folder: warm)
+    try:
+        first, second, third = forked.run(3, parent_and_hash, init=False)
+        assert first == third and first[0] != second[0] and first[1] != second[1]
+        with pytest.raises(WorldFailed, match="rank 1: died by SIGABRT"):
+            forked.run(3, dies_unasked, init=False)
+        assert forked.run(3, my_rank, init=False) == [0, 1, 2]
+    finally:
+        forked.end()
+        for pool in warm:
+            pool.close()
+
+
 def test_a_process_that_outlives_its_command_fails_the_test(launch: Any) -> None:
     sleeper = "import subprocess, sys; subprocess.Popen(['sleep', '30'], start_new_session=True)"
     with pytest.raises(AssertionError, match=r"processes outlived their command:\s+pid [0-9]+: sleep 30"):

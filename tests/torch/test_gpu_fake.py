@@ -32,17 +32,8 @@ DTYPES = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def warm():
-    made = sys.modules["worker_pool"].WorkerPool(
-        dict(os.environ), "torch", "horoclone.torch", "horoclone.torch.optimizer"
-    )
-    yield made
-    made.close()
-
-
 @pytest.fixture
-def ranks(warm, fakes: Path):
+def ranks(torch_worker_pool, fakes: Path):
     """ranks(body, size=2, **env): runs the body on the fakes and expects every rank to end well."""
     env = {
         "HOROCLONE_CUDA_LIBRARY": str(fakes / "libcuda.so.1"),
@@ -51,15 +42,14 @@ def ranks(warm, fakes: Path):
         "HOROCLONE_KERNEL_CACHE": "off",
         "HC_FAKE_DELAY_US": "100",
     }
-    for start in sys.modules["worker_pool"].teams_of(warm):
 
-        def run(body, size=2, expect=None, start=start, **more):
-            team = start(body, size, env={**env, **more})
-            codes = team.wait(60)
-            assert codes == (expect or [0] * size), team.outputs()
-            return team
+    def run(body, size=2, expect=None, **more):
+        team = torch_worker_pool(body, size, env={**env, **more})
+        codes = team.wait(60)
+        assert codes == (expect or [0] * size), team.outputs()
+        return team
 
-        yield run
+    return run
 
 
 def some(dtype: torch.dtype, rank: int, shape=(3, 4)) -> torch.Tensor:
@@ -138,7 +128,7 @@ def operations() -> None:
     assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [2.0, 2.0]
 
 
-@pytest.mark.parametrize("way", ["nccl", "host", "auto", "peers"])
+@pytest.mark.parametrize("way", ["nccl", "host", "peers", pytest.param("auto", marks=pytest.mark.long(5))])
 def test_fake_operations_and_dtypes(ranks, way) -> None:
     ranks(operations, HOROCLONE_GPU_OPERATIONS=way)
 

@@ -10,9 +10,10 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from horoclone.errors import Unsupported
 
 sys.path.insert(0, str(Path(__file__).parent))
 import gpu_fake
+import test_gpu_features
 
 HERE = Path(__file__).resolve().parent
 TORCH = Path(torch.__file__).resolve().parent
@@ -45,21 +47,8 @@ def memory(fakes: Path) -> Path:
     return made
 
 
-@pytest.fixture(scope="module")
-def warm() -> Iterator[Any]:
-    worker_pool = sys.modules["worker_pool"].WorkerPool(
-        dict(os.environ),
-        "torch._dynamo",
-        "torch.distributed.fsdp",
-        "horoclone.torch",
-        "horoclone.torch.optimizer",
-    )
-    yield worker_pool
-    worker_pool.close()
-
-
 @pytest.fixture
-def ranks(warm: Any, fakes: Path, memory: Path) -> Iterator[Callable[..., Any]]:
+def ranks(torch_worker_pool: Any, fakes: Path, memory: Path) -> Callable[..., Any]:
     env = {
         "HOROCLONE_CUDA_LIBRARY": str(fakes / "libcuda.so.1"),
         "HOROCLONE_NCCL_LIBRARY": str(fakes / "libnccl.so.2"),
@@ -69,13 +58,12 @@ def ranks(warm: Any, fakes: Path, memory: Path) -> Iterator[Callable[..., Any]]:
         "HC_FAKE_DELAY_US": "50",
         "HC_TEST_FAKE_MEMORY": str(memory),
     }
-    for start in sys.modules["worker_pool"].teams_of(warm):
 
-        def run(body: Callable[..., None], start: Any = start, **arguments: Any) -> None:
-            team = start(body, 2, env=env, **arguments)
-            assert team.wait(120) == [0, 0], team.outputs()
+    def run(body: Callable[..., None], **arguments: Any) -> None:
+        team = torch_worker_pool(body, 2, env=env, **arguments)
+        assert team.wait(120) == [0, 0], team.outputs()
 
-        yield run
+    return run
 
 
 def network() -> torch.nn.Module:
@@ -169,47 +157,20 @@ def test_fake_weights_on_the_gpu(ranks: Callable[..., Any]) -> None:
     ranks(weighs)
 
 
-def normalizes() -> None:
-    fake, rank = gpu_fake.begin(), hvd.rank()
-    with fake.everywhere():
-        torch.manual_seed(3)
-        whole = torch.randn(8, 5, 4, 4)
-        alone, ours = torch.nn.BatchNorm2d(5), hvd.SyncBatchNorm(5)
-        everything, part = (
-            whole.clone().requires_grad_(),
-            whole[4 * rank : 4 * rank + 4].clone().requires_grad_(),
-        )
-        alone(everything).square().sum().backward()
-        ours(part).square().sum().backward()
-        assert everything.grad is not None and fake.placed > 0
-        torch.testing.assert_close(part.grad, everything.grad[4 * rank : 4 * rank + 4], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(ours.running_var, alone.running_var, rtol=1e-4, atol=1e-5)
-    assert fake.cuda.hc_fake_count(b"pinned", 0) == 0
+def as_on_a_gpu(name: str) -> None:
+    """The body of a test for real GPUs."""
+    fake = gpu_fake.begin()
+    with fake.everywhere(), mock.patch.object(test_gpu_features, "device", lambda: torch.device("cpu")):
+        getattr(test_gpu_features, name).body()
+    assert fake.placed > 0, "nothing was seen on the GPU"
+    assert fake.cuda.hc_fake_count(b"pinned", 0) == 0, "nothing went through host memory"
 
 
-def test_fake_sync_batch_norm(ranks: Callable[..., Any]) -> None:
-    ranks(normalizes)
-
-
-def sparse() -> None:
-    fake, rank, tables = gpu_fake.begin(), hvd.rank(), []
-    with fake.everywhere():
-        for is_sparse in (True, False):
-            torch.manual_seed(0)
-            table = torch.nn.Embedding(50, 4, sparse=is_sparse)
-            sgd = torch.optim.SGD(table.parameters(), lr=0.5)
-            optimizer = hvd.DistributedOptimizer(sgd, table.named_parameters())
-            for step in range(4):
-                optimizer.zero_grad()
-                table(torch.tensor([3 * rank + step, 7])).square().sum().backward()
-                optimizer.step()
-            tables.append(table.weight.detach().clone())
-        torch.testing.assert_close(tables[0], tables[1], rtol=1e-4, atol=1e-6)
-    assert fake.cuda.hc_fake_count(b"pinned", 0) == 0
-
-
-def test_fake_sparse_gradients(ranks: Callable[..., Any]) -> None:
-    ranks(sparse)
+@pytest.mark.parametrize(
+    "name", ["test_sync_batch_norm_is_batch_norm_over_all_ranks", "test_sparse_gradients"]
+)
+def test_fake_bodies_of_the_tests_for_gpus(ranks: Callable[..., Any], name: str) -> None:
+    ranks(as_on_a_gpu, name=name)
 
 
 def scales() -> None:
