@@ -24,7 +24,7 @@ def values(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.
     return torch.randint(1, 5, shape, generator=chance).to(dtype)
 
 
-@ranks(1, 2, 3)
+@ranks(1, 3)
 def test_every_reduction() -> None:
     with distributed() as (rank, size):
         for dtype in (torch.float32, torch.int64, torch.bfloat16):
@@ -81,7 +81,7 @@ def some_bits(rank: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return bytes_.view(dtype)
 
 
-@ranks(1, 2, 3)
+@ranks(3)
 def test_bits_are_reduced_as_gloo_and_torch_reduce_them() -> None:
     with distributed() as (rank, size):
         gloo = dist.new_group(backend="gloo")
@@ -143,7 +143,7 @@ def test_a_reduction_that_torch_may_add_is_refused_and_never_a_sum() -> None:
         reduction(types.SimpleNamespace(reduceOp=types.SimpleNamespace(op="MEDIAN")))
 
 
-@ranks(1, 2, 3)
+@ranks(1, 3)
 def test_everything_that_moves_data() -> None:
     with distributed() as (rank, size):
         for dtype in (torch.float32, torch.bool, torch.complex64, torch.float8_e4m3fn):
@@ -536,7 +536,9 @@ sys.stdout.write(f"rank {dist.get_rank() if 'leave' in sys.argv else ''} of {siz
 """
 
 
-@pytest.mark.parametrize("how", ["horoclonerun", "torchrun", "mpirun", "alone"])
+@pytest.mark.parametrize(
+    "how", ["horoclonerun", "mpirun", "alone", pytest.param("torchrun", marks=pytest.mark.long(10))]
+)
 def test_under_every_launcher(how: str, launch: Any, tmp_path: Path, request: Any) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)

@@ -9,25 +9,18 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from worker_pool import say
 
 import horoclone.torch as hvd
 
 SOON = {"HOROCLONE_DEADLOCK_TIME_SECONDS": "1", "HOROCLONE_LOG_HIDE_TIME": "1"}
 
 
-def say(**facts):
-    """worker_pool.say, which only the ranks of a worker_pool can import."""
-    import worker_pool
-
-    worker_pool.say(**facts)
-
-
 def ends(call):
-    began = time.monotonic()
     try:
         call()
     except hvd.Mismatch as error:
-        say(text=str(error), seconds=time.monotonic() - began)
+        say(text=str(error))
 
 
 def goes_on(*groups):
@@ -91,24 +84,8 @@ def a_group_of_some():
     goes_on()
 
 
+# Program -> how many circles it makes, one after another.
 CIRCLES = {"hvd_against_c10d": 2, "c10d_before_hvd": 1, "two_groups": 1, "a_group_of_some": 1}
-
-
-@pytest.mark.parametrize("program", CIRCLES)
-def test_a_circle_through_two_worlds_is_said_once_and_ends_on_every_rank(worker_pool, program):
-    size = 3 if program == "a_group_of_some" else 2
-    team = worker_pool(globals()[program], size, env=SOON)
-    assert team.wait() == [0] * size, team.outputs()
-    output = "".join(team.output(rank) for rank in range(size))
-    said = re.findall(r"warning: .* stands? in .* at \S*test_c10d_deadlocks\.py:\d+.*", output)
-    assert len(said) == CIRCLES[program] == output.count("warning: "), output
-    for rank in range(size):
-        errors = team.said(rank, "text")
-        assert len(errors) == CIRCLES[program], team.outputs()
-        for error in errors:
-            assert len(re.findall(r" at \S*test_c10d_deadlocks\.py:\d+", error["text"])) >= 2, error
-            assert "of another process group of ranks" in error["text"], error
-            assert "A call of one process group is not answered by one of another" in error["text"], error
 
 
 def a_third_computes():
@@ -119,7 +96,7 @@ def a_third_computes():
         dist.all_reduce(here())
         return
     if hvd.rank() == 2:
-        end = time.monotonic() + 6
+        end = time.monotonic() + 4
         work = dist.all_reduce(here(), async_op=True)
         while time.monotonic() < end:
             sum(range(1000))
@@ -129,12 +106,6 @@ def a_third_computes():
     work = hvd.allreduce_async(here(), name="loss")
     dist.all_reduce(here())
     hvd.synchronize(work)
-
-
-def test_a_rank_that_computes_is_waited_for_in_two_worlds(worker_pool):
-    team = worker_pool(a_third_computes, 3, env=SOON)
-    assert team.wait() == [0, 0, 0], team.outputs()
-    assert "stands in" not in team.outputs() and "stand in" not in team.outputs(), team.outputs()
 
 
 def both_by_threads():
@@ -157,7 +128,48 @@ def both_by_threads():
     other.join()
 
 
-def test_threads_that_come_later_find_the_calls_that_were_waited_for(worker_pool):
-    team = worker_pool(both_by_threads, 2, env={**SOON, "HOROCLONE_DEADLOCK_TIME_SECONDS": "20"})
+def size_of(program):
+    return 3 if program in ("a_group_of_some", "a_third_computes") else 2
+
+
+@pytest.fixture(scope="module")
+def teams(warm_torch_worker_pool):
+    """A team for each program, all at once: they do little but wait."""
+    limits = {"both_by_threads": {"HOROCLONE_DEADLOCK_TIME_SECONDS": "20"}}
+    started = {
+        program.__name__: warm_torch_worker_pool.start(
+            program, size_of(program.__name__), env={**SOON, **limits.get(program.__name__, {})}
+        )
+        for program in (*(globals()[name] for name in CIRCLES), a_third_computes, both_by_threads)
+    }
+    yield started
+    for team in started.values():
+        team.close()
+
+
+@pytest.mark.parametrize("program", CIRCLES)
+def test_a_circle_through_two_worlds_is_said_once_and_ends_on_every_rank(teams, program):
+    team, size = teams[program], size_of(program)
+    assert team.wait() == [0] * size, team.outputs()
+    output = "".join(team.output(rank) for rank in range(size))
+    said = re.findall(r"warning: .* stands? in .* at \S*test_c10d_deadlocks\.py:\d+.*", output)
+    assert len(said) == CIRCLES[program] == output.count("warning: "), output
+    for rank in range(size):
+        errors = team.said(rank, "text")
+        assert len(errors) == CIRCLES[program], team.outputs()
+        for error in errors:
+            assert len(re.findall(r" at \S*test_c10d_deadlocks\.py:\d+", error["text"])) >= 2, error
+            assert "of another process group of ranks" in error["text"], error
+            assert "A call of one process group is not answered by one of another" in error["text"], error
+
+
+def test_a_rank_that_computes_is_waited_for_in_two_worlds(teams):
+    team = teams["a_third_computes"]
+    assert team.wait() == [0, 0, 0], team.outputs()
+    assert "stands in" not in team.outputs() and "stand in" not in team.outputs(), team.outputs()
+
+
+def test_threads_that_come_later_find_the_calls_that_were_waited_for(teams):
+    team = teams["both_by_threads"]
     assert team.wait() == [0, 0], team.outputs()
     assert not team.said(0, "text"), team.outputs()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -147,6 +148,27 @@ def peer_is_lost_in(operation: str) -> None:
     raise error
 
 
+def peer_is_lost_in_all() -> None:
+    """Each operation waits in a group and a thread of its own."""
+    dist.init_process_group("horoclone")
+    groups = {name: dist.new_group([0, 1]) for name in OPERATIONS}
+    for name, group in groups.items():
+        OPERATIONS[name](group)
+    if dist.get_rank() == 1:
+        wait_to_be_killed()
+
+    def wait_in(name: str) -> None:
+        told(raised(lambda: OPERATIONS[name](groups[name])), case=name)
+
+    threads = [threading.Thread(target=wait_in, args=(name,)) for name in OPERATIONS]
+    for thread in threads:
+        thread.start()
+    say(waits=True)
+    for thread in threads:
+        thread.join()
+    dist.destroy_process_group()
+
+
 def expect_peer_lost(team: Any, traces: Sequence[Any], folder: Path, rank: int = 0, lost: int = 1) -> None:
     said = team.said(rank, "kind")
     for fact in said:
@@ -156,7 +178,21 @@ def expect_peer_lost(team: Any, traces: Sequence[Any], folder: Path, rank: int =
     assert not left and not list(folder.iterdir()), (left, list(folder.iterdir()))
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_lost_peer_is_named_by_every_operation(torch_worker_pool: Any, tmp_path: Path) -> None:
+    team = torch_worker_pool(peer_is_lost_in_all, 2, env={"TMPDIR": str(tmp_path)})
+    killed_with(team, 1)
+    assert team.wait(LIMIT_S) == [0, -signal.SIGKILL], team.outputs()
+    assert {fact["case"] for fact in team.said(0, "case")} == set(OPERATIONS), team.outputs()
+    expect_peer_lost(team, [], tmp_path)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        name if name in ("all_reduce", "recv") else pytest.param(name, marks=pytest.mark.long(2))
+        for name in OPERATIONS
+    ],
+)
 def test_a_lost_peer_is_named_by(operation: str, torch_worker_pool: Any, tmp_path: Path) -> None:
     team = torch_worker_pool(peer_is_lost_in, 2, env={"TMPDIR": str(tmp_path)}, operation=operation)
     killed_with(team, 1)
@@ -212,7 +248,14 @@ def trained_until_death(how: str) -> None:
             die()
 
 
-@pytest.mark.parametrize("how", ["plain", "view", "unused", "static", "fp16"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "plain",
+        "fp16",
+        *(pytest.param(how, marks=pytest.mark.long(2)) for how in ("view", "unused", "static")),
+    ],
+)
 def test_a_lost_peer_under_ddp_is_an_error(how: str, torch_worker_pool: Any, tmp_path: Path) -> None:
     team = torch_worker_pool(trained_until_death, 2, env={"TMPDIR": str(tmp_path)}, how=how)
     assert team.wait(LIMIT_S) == [1, -signal.SIGKILL], team.outputs()
@@ -252,7 +295,10 @@ def sharded_until_death(where: str) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "optimizer"])
+@pytest.mark.parametrize(
+    "where",
+    ["backward", *(pytest.param(where, marks=pytest.mark.long(3)) for where in ("forward", "optimizer"))],
+)
 def test_a_lost_peer_under_fsdp_is_an_error(where: str, torch_worker_pool: Any, tmp_path: Path) -> None:
     team = torch_worker_pool(sharded_until_death, 2, env={"TMPDIR": str(tmp_path)}, where=where)
     assert team.wait(LIMIT_S) == [1, -signal.SIGKILL], team.outputs()
@@ -319,49 +365,55 @@ def test_the_rank_that_made_the_store_is_lost(torch_worker_pool: Any, tmp_path: 
 # --- ranks that never call ------------------------------------------------------------------------------
 
 
-def some_ranks_never_call(late: list[int], through: str) -> None:
-    dist.init_process_group("horoclone", timeout=timedelta(seconds=2))
-    rank, group = dist.get_rank(), dist.group.WORLD
-    dist.barrier()
-    if rank in late:
-        wait_to_be_killed()
-    began = time.monotonic()
+LIMITED = ("all_reduce", "broadcast_to_lost", "future", "monitored_barrier", "ddp", "per call")
+
+
+def error_at_the_limit(through: str, group: Group) -> Exception:
     if through == "future":
-        error = raised(dist.all_reduce(T(3), async_op=True).get_future().wait)
-    elif through == "per call":
-        work = dist.all_reduce(T(3), async_op=True)
+        return raised(dist.all_reduce(T(3), group=group, async_op=True).get_future().wait)
+    if through == "per call":
+        work = dist.all_reduce(T(3), group=group, async_op=True)
         error = raised(lambda: work.wait(timedelta(seconds=0.5)))
         assert "may be called again" in str(error) and not work.is_completed()
-    elif through == "monitored_barrier":
-        limit_s = timedelta(seconds=0.5)
-        error = raised(lambda: group.monitored_barrier(limit_s, wait_all_ranks=True))
-    elif through == "ddp":
-        model = DistributedDataParallel(torch.nn.Linear(3, 3), init_sync=False)
-        error = raised(lambda: model(T(2, 3)).sum().backward())
-    else:
-        error = raised(lambda: OPERATIONS[through](group))
-    say(text=f"{type(error).__name__}: {error}", seconds=time.monotonic() - began)
-    if through == "per call":
-        time.sleep(0 if rank == 0 else 1)  # rank 0 may be later, and is to find a living rank
-        os._exit(0)  # what is under way would be waited for at an exit in order
-    dist.destroy_process_group()
+        return error
+    if through == "monitored_barrier":
+        return raised(lambda: group.monitored_barrier(timedelta(seconds=0.5), wait_all_ranks=True))
+    if through == "ddp":
+        model = DistributedDataParallel(torch.nn.Linear(3, 3), init_sync=False, process_group=group)
+        return raised(lambda: model(T(2, 3)).sum().backward())
+    return raised(lambda: OPERATIONS[through](group))
 
 
-@pytest.mark.parametrize(
-    "through", ["all_reduce", "broadcast_to_lost", "future", "per call", "ddp", "monitored_barrier"]
-)
+def some_ranks_never_call(late: list[int]) -> None:
+    """They wait in one group after another. At the end nobody leaves: who is later is to find living ranks."""
+    dist.init_process_group("horoclone")
+    groups = {through: dist.new_group() for through in LIMITED}
+    dist.barrier()
+    if dist.get_rank() in late:
+        wait_to_be_killed()
+    for through, group in groups.items():
+        group.set_timeout(timedelta(seconds=1))  # now: a start may take longer on a busy machine
+        error = error_at_the_limit(through, group)
+        say(through=through, text=f"{type(error).__name__}: {error}")
+        if through != "per call":  # where something is still under way
+            dist.destroy_process_group(group)
+    say(over=True)
+    wait_to_be_killed()
+
+
 @pytest.mark.parametrize("late", [[1], [1, 2]])
-def test_a_time_limit_says_which_ranks_have_not_called(
-    late: list[int], through: str, torch_worker_pool: Any
-) -> None:
+def test_a_time_limit_says_which_ranks_have_not_called(late: list[int], torch_worker_pool: Any) -> None:
     size = 2 if late == [1] else 4
-    team = torch_worker_pool(some_ranks_never_call, size, late=late, through=through)
-    waiting = [rank for rank in range(size) if rank not in late]
-    assert team.wait(LIMIT_S, waiting) == [0] * len(waiting), team.outputs()
-    for rank in waiting:
-        (fact,) = team.said(rank, "text")
-        if through == "per call" and rank:
-            continue  # the others do not know it
-        assert "Timeout" in fact["text"] or "time limit" in fact["text"], fact
-        words = ["rank 1"] if late == [1] else ["1, 2"]
-        assert all(word in fact["text"].lower() for word in words), team.outputs()
+    team = torch_worker_pool(some_ranks_never_call, size, late=late)
+    for rank in range(size):
+        if rank in late:
+            continue
+        team.wait_for(rank, "over", LIMIT_S)
+        facts = team.said(rank, "through")
+        assert [fact["through"] for fact in facts] == list(LIMITED), team.outputs()
+        for fact in facts:
+            if fact["through"] == "per call" and rank:
+                continue  # the others do not know it
+            assert "Timeout" in fact["text"] or "time limit" in fact["text"], fact
+            words = "rank 1" if late == [1] else "1, 2"
+            assert words in fact["text"].lower(), team.outputs()

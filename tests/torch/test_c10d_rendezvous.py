@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import socket
 import sys
 import time
@@ -21,7 +22,7 @@ from horoclone.torch import c10d
 from horoclone.torch.c10d import rendezvous
 
 RESTARTED = """
-import os, signal, time
+import os, signal, sys, time
 import torch, torch.distributed as dist
 import horoclone.torch
 life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -33,9 +34,10 @@ dist.all_reduce(x)
 dist.group.WORLD.monitored_barrier()
 group = dist.new_group([0, 1])
 dist.all_reduce(x, group=group)
-if life < 2 and dist.get_rank() == 1:
+last = int(sys.argv[1])
+if life < last and dist.get_rank() == 1:
     os.kill(os.getpid(), signal.SIGKILL)
-while life < 2:
+while life < last:
     dist.all_reduce(x)
 os.write(1, f"life {life} ends with {x.tolist()}\\n".encode())  # one piece: both ranks write into one pipe
 dist.destroy_process_group()
@@ -54,17 +56,20 @@ def free_port() -> int:
     raise AssertionError("no port is free")
 
 
-@pytest.mark.parametrize("where", ["standalone", pytest.param("port", marks=pytest.mark.long(30))])
+@pytest.mark.parametrize(
+    ("where", "restarts"), [("standalone", "1"), pytest.param("port", "2", marks=pytest.mark.long(30))]
+)
 def test_a_life_after_a_restart_does_not_read_what_the_dead_one_wrote(
-    where: str, launch: Any, tmp_path: Path
+    where: str, restarts: str, launch: Any, tmp_path: Path
 ) -> None:
     port = free_port()
     place = "--standalone" if where == "standalone" else f"--master-port={port}"
     script = tmp_path / "program.py"
     script.write_text(RESTARTED)
     command = [sys.executable, "-m", "torch.distributed.run", place, "--nproc-per-node", "2"]
-    done = launch([*command, "--max-restarts", "2", "--monitor-interval", "0.1", script], timeout_s=120)
-    assert done.stdout.count("life 2 ends with [4.0, 4.0]") == 2, done.output
+    flags = ["--max-restarts", restarts, "--monitor-interval", "0.1"]
+    done = launch([*command, *flags, script, restarts], timeout_s=120)
+    assert done.stdout.count(f"life {restarts} ends with [4.0, 4.0]") == 2, done.output
 
 
 @ranks(2)
@@ -78,32 +83,26 @@ def test_groups_can_be_made_again_in_the_same_store(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
-ENDING = """
-import os, signal, sys
-import torch, torch.distributed as dist
-import horoclone.torch
-dist.init_process_group("horoclone")
-dist.all_reduce(torch.ones(3))
-how, rank = sys.argv[1], dist.get_rank()
-dist.barrier()
-if how == "os._exit":
-    os._exit(0)
-if rank == 0:
-    os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGTERM)
-while True:
+def ending(how: str) -> None:
+    dist.init_process_group("horoclone")
     dist.all_reduce(torch.ones(3))
-"""
+    dist.barrier()
+    if how == "os._exit":
+        os._exit(0)
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+    while True:
+        dist.all_reduce(torch.ones(3))
 
 
-@pytest.mark.parametrize("how", ["kill", "term", "os._exit"])
-def test_no_file_is_left_however_the_processes_end(how: str, launch: Any, tmp_path: Path) -> None:
-    script, folder = tmp_path / "program.py", tmp_path / "temporary"
-    script.write_text(ENDING)
-    folder.mkdir()
-    command = [sys.executable, "-m", "horoclone.launch.cli", "-np", "2", sys.executable, script, how]
-    done = launch(command, env={"TMPDIR": str(folder)}, timeout_s=120, check=False)
-    assert (done.returncode == 0) == (how == "os._exit"), done.output
-    assert not list(folder.rglob("*")), (list(folder.rglob("*")), done.output)
+@pytest.mark.parametrize(("how", "codes"), [("term", [-signal.SIGTERM, 1]), ("os._exit", [0, 0])])
+def test_no_file_is_left_however_the_processes_end(
+    how: str, codes: list[int], torch_worker_pool: Any, tmp_path: Path
+) -> None:
+    """That none is left after SIGKILL is shown by test_c10d_failures.py."""
+    team = torch_worker_pool(ending, 2, env={"TMPDIR": str(tmp_path)}, how=how)
+    assert team.wait(60) == codes, team.outputs()
+    assert not list(tmp_path.rglob("*")), (list(tmp_path.rglob("*")), team.outputs())
 
 
 @ranks(3)

@@ -3,41 +3,34 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("torch")
-
-PROGRAM = """
 import torch
+
 import horoclone.torch as hvd
-hvd.init()
-ones = torch.ones(3)
-hvd.allreduce(ones, name="layer.weight")
-hvd.synchronize(hvd.allreduce_async(ones))
-hvd.allgather(ones, name="rows")
-hvd.broadcast(ones, 0, name="layer.weight")
-hvd.alltoall(torch.ones(2), name="parts")
-hvd.reducescatter(torch.ones(2), op=hvd.Sum, name="share")
-hvd.synchronize(hvd.grouped_allreduce_async([ones, ones], name="group"))
-hvd.shutdown()
-"""
 
 
-def names_in(launch: Callable[..., Any], tmp_path: Path, **env: str) -> set[str]:
+def calls() -> None:
+    ones = torch.ones(3)
+    hvd.allreduce(ones, name="layer.weight")
+    hvd.synchronize(hvd.allreduce_async(ones))
+    hvd.allgather(ones, name="rows")
+    hvd.broadcast(ones, 0, name="layer.weight")
+    hvd.alltoall(torch.ones(2), name="parts")
+    hvd.reducescatter(torch.ones(2), op=hvd.Sum, name="share")
+    hvd.synchronize(hvd.grouped_allreduce_async([ones, ones], name="group"))
+
+
+def names_in(worlds: Any, tmp_path: Path, **env: str) -> set[str]:
     path = tmp_path / "timeline.json"
-    run = [sys.executable, "-m", "horoclone.launch", "-np", "2", sys.executable, "-c", PROGRAM]
-    launch(run, env={"HOROVOD_TIMELINE": str(path), **env})
+    worlds.run(2, calls, env={"HOROVOD_TIMELINE": str(path), **env})
     events = json.loads(path.read_text())
     return {event["args"]["name"] for event in events if event.get("name") == "process_name"}
 
 
-def test_a_tensor_is_named_with_its_operation(launch: Callable[..., Any], tmp_path: Path) -> None:
-    names = names_in(launch, tmp_path)
+def test_a_tensor_is_named_with_its_operation(worlds: Any, tmp_path: Path) -> None:
+    names = names_in(worlds, tmp_path)
     assert names >= {
         "allreduce.layer.weight", "allgather.rows", "broadcast.layer.weight", "alltoall.parts",
         "reducescatter.share", "allreduce.group",
@@ -46,6 +39,6 @@ def test_a_tensor_is_named_with_its_operation(launch: Callable[..., Any], tmp_pa
     assert "layer.weight" not in names
 
 
-def test_the_environment_goes_before(launch: Callable[..., Any], tmp_path: Path) -> None:
-    names = names_in(launch, tmp_path, HOROCLONE_TIMELINE_OPERATION_NAMES="0")
+def test_the_environment_goes_before(worlds: Any, tmp_path: Path) -> None:
+    names = names_in(worlds, tmp_path, HOROCLONE_TIMELINE_OPERATION_NAMES="0")
     assert names >= {"layer.weight", "rows", "allreduce (unnamed)"}, names
