@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from world import ranks
+from world import alike, ranks
 
 import horoclone.torch as hvd
 
@@ -117,16 +117,11 @@ def train(model: torch.nn.Module, optimizer: Any, first: int = 0, steps: int = 6
         optimizer.step()
 
 
-def same_on_every_rank(model: torch.nn.Module) -> bool:
-    rows = hvd.allgather(torch.cat([p.detach().flatten().double() for p in model.parameters()]).unsqueeze(0))
-    return all(torch.equal(row, rows[0]) for row in rows)
-
-
 def assert_close(model: torch.nn.Module, expected: Arrays, tolerance: float = 1e-11) -> None:
     for parameter, value in zip(model.parameters(), expected, strict=True):
         found = parameter.detach().double().numpy()
         assert np.abs(found - value).max() <= tolerance * np.abs(value).max(), np.abs(found - value).max()
-    assert same_on_every_rank(model)
+    assert alike(model.parameters())
 
 
 @pytest.mark.parametrize("which", sorted(STEPS))
@@ -178,7 +173,7 @@ def test_several_backward_passes_are_one_local_step() -> None:
         optimizer.zero_grad()
     optimizer.step()
     optimizer.zero_grad()
-    assert same_on_every_rank(model)
+    assert alike(model.parameters())
 
 
 @ranks(2)
@@ -234,7 +229,7 @@ def test_synchronize_does_nothing_and_cannot_be_skipped() -> None:
         with optimizer.skip_synchronize():
             optimizer.step()
     optimizer.step()
-    assert same_on_every_rank(model)
+    assert alike(model.parameters())
 
 
 @ranks(1)
@@ -270,7 +265,7 @@ def test_a_parameter_group_added_later_moves_alike() -> None:
         backward(whole, step)
         optimizer.step()
         assert torch.equal(more.weight, before) == (step < 2)
-    assert same_on_every_rank(whole)
+    assert alike(whole.parameters())
 
 
 @ranks(2)
@@ -298,10 +293,8 @@ def test_local_frozen_unused_sparse_and_channels_last_parameters() -> None:
         loss.backward()
         optimizer.step()
     assert model["body"].weight.is_contiguous(memory_format=torch.channels_last)
-    assert same_on_every_rank(
-        torch.nn.ModuleList([model["table"], model["body"], model["idle"], model["frozen"]])
-    )
-    assert not same_on_every_rank(model["own"])
+    assert alike(p for name in ("table", "body", "idle", "frozen") for p in model[name].parameters())
+    assert not alike(model["own"].parameters())
     for part in ("table", "body", "own", "idle"):
         assert not torch.equal(model[part].weight, before[part].weight), part
     assert torch.equal(model["frozen"].weight, before["frozen"].weight)
@@ -310,7 +303,7 @@ def test_local_frozen_unused_sparse_and_channels_last_parameters() -> None:
     )  # Adam takes no sparse ones
     model["table"](torch.tensor([hvd.rank()])).sum().backward()
     dense.step()
-    assert same_on_every_rank(model["table"])
+    assert alike(model["table"].parameters())
 
 
 @ranks(2)
@@ -380,7 +373,7 @@ def test_closures_schedules_and_hooks() -> None:
         return backward(search, 0)
 
     losses = [float(lbfgs.step(once)) for _ in range(3)]
-    assert losses[-1] < losses[0] and same_on_every_rank(search)
+    assert losses[-1] < losses[0] and alike(search.parameters())
 
 
 @ranks(2)
@@ -403,7 +396,7 @@ def test_an_overflow_on_one_rank_makes_every_rank_skip_the_step() -> None:
         scaler.update()
         assert torch.equal(before, model.weight) == (step == 2)
         assert scaler.get_scale() == (8.0 if step < 2 else 4.0)
-    assert same_on_every_rank(model)
+    assert alike(model.parameters())
 
 
 @ranks(2)
@@ -426,7 +419,7 @@ def test_a_failed_reduction_leaves_parameters_as_they_were() -> None:
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
     optimizer.zero_grad()
     train(model, optimizer, 3, 2)
-    assert same_on_every_rank(model)
+    assert alike(model.parameters())
 
 
 @ranks(2, init=False)
@@ -466,4 +459,4 @@ def test_what_is_refused() -> None:
         optimizer.step()
     optimizer.zero_grad()
     train(model, wrapped(model), steps=2)
-    assert same_on_every_rank(model)
+    assert alike(model.parameters())

@@ -45,7 +45,7 @@ def _train(model: torch.nn.Module, optimizer: Any, steps: int) -> None:
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - {"zero"}))  # whose updates no joined rank can receive
 @ranks(2, limit_s=90)
 def test_whoever_waits_goes_on_where_others_have_dropped_theirs_and_joined(kind: str) -> None:
-    for _ in range(3):
+    for _ in range(2):
         model, optimizer = _made(kind)
         _train(
             model, optimizer, 3 if hvd.rank() else 5
@@ -58,7 +58,7 @@ def test_whoever_waits_goes_on_where_others_have_dropped_theirs_and_joined(kind:
 @pytest.mark.parametrize("kind", KINDS)
 @ranks(2, limit_s=90)
 def test_what_a_dropped_optimizer_owes_holds_up_no_join_and_no_other_optimizer(kind: str) -> None:
-    for number in range(10):
+    for number in range(4):  # odd or not, divisible by three or not
         model, optimizer = _made(kind)
         _train(model, optimizer, 3)
         optimizer.zero_grad()

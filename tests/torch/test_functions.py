@@ -6,19 +6,11 @@ import copy
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
-from world import ranks
+from world import alike, ranks
 
 import horoclone.torch as hvd
-
-
-def gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
-    return list(hvd.allgather(tensor.detach().double().flatten().unsqueeze(0).contiguous()))
-
-
-def alike(tensor: torch.Tensor) -> bool:
-    rows = gathered(tensor)
-    return all(torch.equal(row, rows[0]) for row in rows)
 
 
 @ranks(1, 3)
@@ -33,9 +25,9 @@ def test_broadcast_parameters_of_every_kind() -> None:
     model[1].num_batches_tracked.fill_(hvd.rank() + 5)
     root = hvd.size() - 1
     if hvd.size() > 1:
-        assert not alike(model[0].weight)
+        assert not alike([model[0].weight])
     hvd.broadcast_parameters(model.state_dict(), root_rank=root)
-    assert all(alike(t) for t in model.state_dict().values()) and model[1].num_batches_tracked == root + 5
+    assert alike(model.state_dict().values()) and model[1].num_batches_tracked == root + 5
     torch.manual_seed(root)
     expected = torch.nn.Conv2d(3, 4, 3)
     assert torch.equal(model[0].weight, expected.weight)
@@ -43,15 +35,11 @@ def test_broadcast_parameters_of_every_kind() -> None:
     torch.nn.init.normal_(model[2].weight)
     hvd.broadcast_parameters(list(model.named_parameters()), root_rank=0)
     hvd.broadcast_parameters(model.named_parameters(), root_rank=0)
-    assert alike(model[2].weight)
+    assert alike([model[2].weight])
     hvd.broadcast_parameters({"w": torch.ones(2, 3).t(), "note": "not a tensor"}, root_rank=0)
     for wrong in (17, [torch.ones(1)], "state"):
-        try:
+        with pytest.raises(ValueError, match="params"):
             hvd.broadcast_parameters(wrong, root_rank=0)
-        except ValueError as error:
-            assert "params" in str(error)
-        else:
-            raise AssertionError(f"{wrong!r} was accepted")
 
 
 def optimizers() -> dict[str, Any]:
@@ -142,9 +130,9 @@ def test_state_of_any_optimizer_reaches_ranks_that_have_none() -> None:
         found = tensors_in(optimizer.state_dict()["state"])
         counts = hvd.allgather_object([tuple(t.shape) for t in found])
         assert all(c == counts[0] for c in counts), (name, counts)
-        assert all(alike(t) for t in found), name
+        assert alike(found), name
         steps(model, optimizer, 2, seed=50)  # the same inputs everywhere: the ranks must stay alike
-        assert all(alike(p) for p in model.parameters()), name
+        assert alike(model.parameters()), name
 
 
 @ranks(2)
@@ -183,9 +171,9 @@ def test_state_of_a_wrapped_optimizer_and_of_groups_that_differ() -> None:
     if hvd.rank() == 1:
         wrapped.state.clear()
     hvd.broadcast_optimizer_state(wrapped, root_rank=0, model=model)
-    assert all(alike(t) for t in tensors_in(wrapped.state_dict()["state"]))
+    assert alike(tensors_in(wrapped.state_dict()["state"]))
     steps(model, wrapped, 2, seed=hvd.rank())
-    assert all(alike(p) for p in model.parameters())
+    assert alike(model.parameters())
     uneven = torch.optim.SGD(list(model.parameters())[: 2 - hvd.rank()], 0.1)
     try:
         hvd.broadcast_optimizer_state(uneven, 0)

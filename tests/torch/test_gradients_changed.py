@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
-from world import ranks
+from world import alike, ranks
 
 import horoclone.torch as hvd
 from horoclone.torch.optimizer.backward_calls import BackwardCalls
@@ -40,9 +40,7 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
 
 def same(model: Model, apart: tuple[torch.Tensor, ...] = ()) -> bool:
     """Whether parameters are the same on all ranks, but for those `apart`."""
-    shared = [p for p in model.parameters() if not any(p is one for one in apart)]
-    rows = gathered(torch.cat([p.detach().double().flatten() for p in shared]))
-    return all(torch.equal(row, rows[0]) for row in rows)
+    return alike(p for p in model.parameters() if not any(p is one for one in apart))
 
 
 # --- one action, once ----------------------------------------------------------------------------------------------
@@ -465,7 +463,7 @@ def test_a_rank_without_any_batch_joins_and_is_back_in_the_next_epoch(option: st
 # --- any sequence ----------------------------------------------------------------------------------------------------
 
 
-def alike(examples: int) -> Any:
+def drawn_by_all(examples: int) -> Any:
     """All ranks must draw the same examples: a fixed seed, no database, no shrinking (which would part them)."""
 
     def decorate(test: Any) -> Any:
@@ -627,7 +625,7 @@ def test_any_sequence_of_changes_trains_as_numpy_says(option: str) -> None:
             return not UNSEEN.issuperset(changes)
         return "local" in option and not np.allclose(changed[0][0], changed[1][0], rtol=1e-6)
 
-    @alike(int(os.environ.get("HOROCLONE_TEST_EXAMPLES", "8")))
+    @drawn_by_all(int(os.environ.get("HOROCLONE_TEST_EXAMPLES", "8")))
     @given(
         st.lists(st.lists(st.sampled_from(names), max_size=2), min_size=3, max_size=5),
         st.booleans(),

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import io
 import pickle
-import subprocess
-import sys
-import tempfile
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from world import ranks
+from world import alike, ranks
 
 import horoclone.torch as hvd
 
@@ -39,13 +36,6 @@ def batch(rank: int, step: int, dtype: torch.dtype = torch.float32) -> tuple[tor
     chance = torch.Generator().manual_seed(7919 * step + rank)
     images = torch.randn(6, 1, 8, 8, generator=chance).to(dtype)
     return images, torch.randint(5, (6,), generator=chance)
-
-
-def same_on_every_rank(model: Model) -> bool:
-    whole = hashlib.sha256()
-    for parameter in model.parameters():
-        whole.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    return len(set(hvd.allgather_object(whole.hexdigest()))) == 1
 
 
 def close(model: Model, reference: Model, tolerance: float = 1e-5) -> None:
@@ -95,7 +85,7 @@ def train(
             mean,
             whole,
         )
-    assert same_on_every_rank(model)
+    assert alike(model.parameters())
     return model, reference, optimizer
 
 
@@ -103,11 +93,10 @@ MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3),
     "adam": lambda p: torch.optim.Adam(p, lr=1e-3, eps=1e-3),
     "adamw-fused": lambda p: torch.optim.AdamW(p, lr=1e-3, eps=1e-3, fused=True),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-4, eps=1e-2),
 }
 
 
-@pytest.mark.parametrize("which", sorted(MAKERS))
+@pytest.mark.parametrize("which", ["sgd", "adamw-fused"])
 @ranks(1, 3)
 def test_equals_a_single_process_with_the_large_batch(which: str) -> None:
     model, reference, _ = train(MAKERS[which])
@@ -141,7 +130,7 @@ def test_accumulation_over_several_backward_passes() -> None:
     optimizer.zero_grad()
     F.cross_entropy(model(batch(hvd.rank(), 0)[0]), batch(hvd.rank(), 0)[1]).backward()
     optimizer.step()
-    assert same_on_every_rank(model)
+    assert alike(model.parameters())
 
 
 @ranks(2)
@@ -190,7 +179,7 @@ def test_groups_by_number_and_by_list() -> None:
         optimizer.zero_grad()
         F.cross_entropy(model(batch(hvd.rank(), step)[0]), batch(hvd.rank(), step)[1]).backward()
         optimizer.step()
-    assert same_on_every_rank(model)
+    assert alike(model.parameters())
 
 
 @ranks(2)
@@ -206,48 +195,27 @@ def test_models_in_sixteen_bits_and_of_mixed_dtypes() -> None:
         optimizer.zero_grad()
         model[2](model[1](model[0](x).double()).bfloat16()).float().square().mean().backward()
         optimizer.step()
-    assert same_on_every_rank(model)
-
-
-@ranks(2)
-def test_channels_last_parameters() -> None:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Conv2d(8, 4, 3)).to(
-        memory_format=torch.channels_last
-    )
-    reference = copy.deepcopy(model)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
-    plain = torch.optim.SGD(reference.parameters(), 0.1)
-    for step in range(4):
-        for m, o in ((model, optimizer), (reference, plain)):
-            o.zero_grad()
-            everyone = [hvd.rank()] if m is model else range(hvd.size())
-            for rank in everyone:
-                x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(10 * step + rank))
-                (
-                    m(x.contiguous(memory_format=torch.channels_last)).square().mean() / len(everyone)
-                ).backward()
-            o.step()
-    close(model, reference)
-    assert same_on_every_rank(model)
+    assert alike(model.parameters())
 
 
 @ranks(2)
 def test_a_model_of_many_buckets() -> None:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(600, 600) for _ in range(16)), torch.nn.Linear(600, 8000))
+    model = torch.nn.Sequential(*(torch.nn.Linear(60, 60) for _ in range(16)), torch.nn.Linear(60, 800))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 1e-2), model.named_parameters())
-    for step in range(3):
-        x = torch.randn(2, 600, generator=torch.Generator().manual_seed(10 * step + hvd.rank()))
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.synchronize()
-        gradient = model[-1].weight.grad
-        mine = hvd.allgather(gradient[:1, :7].contiguous())
-        assert torch.equal(mine[0], mine[1])
-        with optimizer.skip_synchronize():
-            optimizer.step()
-    assert same_on_every_rank(model)
+    optimizer._reducer.bucket_bytes = 50_000
+    with mock.patch("horoclone.torch.optimizer.buckets.FIRST_BUCKET_BYTES", 4096):
+        for step in range(3):
+            x = torch.randn(2, 60, generator=torch.Generator().manual_seed(10 * step + hvd.rank()))
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.synchronize()
+            gradient = model[-1].weight.grad
+            mine = hvd.allgather(gradient[:1, :7].contiguous())
+            assert torch.equal(mine[0], mine[1])
+            with optimizer.skip_synchronize():
+                optimizer.step()
+    assert len(optimizer._reducer.buckets) > 4 and alike(model.parameters())
 
 
 # --- the class and its state ---------------------------------------------------------------------------------------
@@ -269,7 +237,7 @@ def test_the_class_has_the_wrapped_classs_name_and_derives_from_it() -> None:
     optimizer.__class__ = Mine
     model(batch(hvd.rank(), 0)[0]).sum().backward()
     optimizer.step()
-    assert optimizer.steps == 1 and same_on_every_rank(model)
+    assert optimizer.steps == 1 and alike(model.parameters())
 
 
 @ranks(2)
@@ -334,7 +302,7 @@ def test_copies_of_an_optimizer_reduce_as_it_does() -> None:
             _some_steps(other, its, passes, 2, 5)
             for a, b in zip(model.parameters(), other.parameters(), strict=True):
                 assert torch.allclose(a, b, rtol=0, atol=1e-6 if which != "int8" else 1e-2), (which, how)
-            assert same_on_every_rank(other), (which, how)
+            assert alike(other.parameters()), (which, how)
 
 
 def _some_steps(model: torch.nn.Module, optimizer: Any, passes: int, begin: int, end: int) -> None:
@@ -363,36 +331,22 @@ def test_a_copy_keeps_what_is_local_and_whose_it_is() -> None:
     assert differ and min(differ) >= size - last.numel()
 
 
+@ranks(1, init=False)
 def test_a_copy_that_is_loaded_without_a_runtime_does_not_train_alone() -> None:
-    code = """
-import pickle, sys, torch, horoclone.torch as hvd
-kept = pickle.load(open(sys.argv[1], "rb"))
-assert kept.state_dict()["param_groups"][0]["lr"] == 0.5
-try:
-    kept.step()
-except hvd.NotInitialized as error:
-    assert "hvd.init()" in str(error) and "wrap it" in str(error), error
-else:
-    raise SystemExit("it took a step")
-hvd.init()
-again = hvd.DistributedOptimizer(kept)
-parameter = again.param_groups[0]["params"][0]
-parameter.sum().backward()
-again.step()
-assert parameter.tolist() == [0.5], parameter
-pickle.dump(again, open(sys.argv[1], "wb"))
-"""
-    with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/optimizer"
-        first = f"""
-import pickle, torch, horoclone.torch as hvd
-hvd.init()
-one = hvd.DistributedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.5))
-pickle.dump(one, open({path!r}, "wb"))
-"""
-        for words in ([first], [code, path]):
-            done = subprocess.run([sys.executable, "-c", *words], capture_output=True, text=True, timeout=100)
-            assert done.returncode == 0, done.stderr
+    hvd.init()
+    saved = pickle.dumps(hvd.DistributedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.5)))
+    hvd.shutdown()
+    kept = pickle.loads(saved)
+    assert kept.state_dict()["param_groups"][0]["lr"] == 0.5
+    with pytest.raises(hvd.NotInitialized, match=r"(?s)(?=.*hvd\.init\(\))(?=.*wrap it)"):
+        kept.step()
+    hvd.init()
+    again = hvd.DistributedOptimizer(kept)
+    (parameter,) = again.param_groups[0]["params"]
+    parameter.sum().backward()
+    again.step()
+    assert parameter.tolist() == [0.5]
+    pickle.dumps(again)
 
 
 @ranks(2)
@@ -414,7 +368,7 @@ def test_learning_rate_schedulers_before_and_after_wrapping() -> None:
         warnings.simplefilter("ignore")  # torch: the scheduler's own optimizer object made no step
         before.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
-    assert same_on_every_rank(model)
+    assert alike(model.parameters())
 
 
 @ranks(2)
@@ -431,30 +385,6 @@ def test_step_hooks_run_once_and_see_reduced_gradients() -> None:
     assert len(seen) == 3
     both = hvd.allgather(torch.stack(seen).unsqueeze(0))
     assert torch.equal(both[0], both[1])
-
-
-@ranks(2)
-def test_a_closure_is_reduced_and_lbfgs_decides_alike() -> None:
-    for make in (
-        lambda p: torch.optim.SGD(p, 0.05),
-        lambda p: torch.optim.LBFGS(p, 0.5, max_iter=5, line_search_fn="strong_wolfe"),
-    ):
-        torch.manual_seed(0)
-        model = torch.nn.Linear(6, 3)
-        optimizer = hvd.DistributedOptimizer(make(model.parameters()), model.named_parameters())
-        x = torch.randn(20, 6, generator=torch.Generator().manual_seed(hvd.rank()))
-        y = torch.randn(20, 3, generator=torch.Generator().manual_seed(100 + hvd.rank()))
-
-        def closure(
-            optimizer: Any = optimizer, model: Model = model, x: torch.Tensor = x, y: torch.Tensor = y
-        ) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = F.mse_loss(model(x), y)
-            loss.backward()
-            return loss
-
-        losses = [float(optimizer.step(closure)) for _ in range(4)]
-        assert losses[-1] < losses[0] and same_on_every_rank(model)
 
 
 @ranks(2)
@@ -476,7 +406,7 @@ def test_optimizers_with_required_arguments_and_several_groups() -> None:
         optimizer.zero_grad()
         F.cross_entropy(model(batch(hvd.rank(), step)[0]), batch(hvd.rank(), step)[1]).backward()
         optimizer.step()
-    assert same_on_every_rank(model)
+    assert alike(model.parameters())
 
 
 @ranks(4, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
@@ -506,7 +436,7 @@ def test_two_optimizers_in_flight_at_once() -> None:
             model(batch(hvd.rank(), step)[0]).square().mean().backward()
         for optimizer in optimizers:
             optimizer.step()
-    assert all(same_on_every_rank(model) for model in models)
+    assert all(alike(model.parameters()) for model in models)
 
 
 @pytest.mark.parametrize("options", [{}, {"op": hvd.Adasum}, {"shard_optimizer_state": True}], ids=str)
@@ -560,7 +490,7 @@ def test_training_goes_on_after_shutdown_and_init() -> None:
         kept.add_(1.0)
         hvd.init()
         assert torch.equal(kept, before + 1.0), life
-    assert same_on_every_rank(model)
+    assert alike(model.parameters())
 
 
 @ranks(2)
@@ -576,4 +506,4 @@ def test_a_dropped_optimizer_lets_go_of_its_model() -> None:
             optimizer.step()
         del optimizer
     model(batch(hvd.rank(), 0)[0]).square().mean().backward()  # no hook may submit anything now
-    assert same_on_every_rank(model)
+    assert alike(model.parameters())

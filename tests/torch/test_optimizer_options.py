@@ -7,9 +7,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
-from world import ranks
+from world import alike, ranks
 
 import horoclone.torch as hvd
 
@@ -29,20 +30,6 @@ def inputs(step: int, rank: int | None = None, dtype: torch.dtype = torch.float6
 def sgd(model: Model, **options: Any) -> Any:
     plain = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     return hvd.DistributedOptimizer(plain, model.named_parameters(), **options)
-
-
-def same_on_every_rank(tensors: Any) -> bool:
-    rows = hvd.allgather(torch.cat([t.detach().flatten().double() for t in tensors]).unsqueeze(0))
-    return all(torch.equal(row, rows[0]) for row in rows)
-
-
-def raises(kind: type[BaseException], words: str, call: Callable[[], Any]) -> None:
-    try:
-        call()
-    except kind as error:
-        assert words in str(error), str(error)
-    else:
-        raise AssertionError(f"{kind.__name__} was not raised")
 
 
 # --- local parameters ----------------------------------------------------------------------------------------------
@@ -77,7 +64,7 @@ def check_local(build: Callable[[Routed], Any], factor: float) -> None:
             assert torch.allclose(mine.grad, mean, rtol=1e-12)
         with optimizer.skip_synchronize():
             optimizer.step()
-    assert same_on_every_rank(model.trunk.parameters())
+    assert alike(model.trunk.parameters())
 
 
 @ranks(3)
@@ -105,10 +92,12 @@ def test_parameters_can_be_made_local_later() -> None:
         optimizer.zero_grad()
         model(inputs(step)).square().mean().backward()
         if step == 4:
-            raises(RuntimeError, "between backward", lambda: optimizer.register_local(model[0]))
+            with pytest.raises(RuntimeError, match="between backward"):
+                optimizer.register_local(model[0])
         optimizer.step()
-    assert same_on_every_rank(model[0].parameters()) and not same_on_every_rank(model[1].parameters())
-    raises(ValueError, "not str", lambda: optimizer.register_local("head"))
+    assert alike(model[0].parameters()) and not alike(model[1].parameters())
+    with pytest.raises(ValueError, match="not str"):
+        optimizer.register_local("head")
 
 
 @ranks(2)
@@ -145,7 +134,7 @@ def test_gradients_that_no_rank_has_stay_none_on_request() -> None:
         # A parameter without a gradient does not move, though it has momentum.
         moved = [not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True)]
         assert moved == [i in everywhere for i in range(4) for _ in range(2)], (step, moved)
-    assert same_on_every_rank(model.parameters())
+    assert alike(model.parameters())
 
 
 # --- orders and threads --------------------------------------------------------------------------------------------
@@ -168,7 +157,7 @@ def test_hooks_that_fire_in_another_order_on_every_rank_and_step() -> None:
         plain.step()
     for a, b in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.allclose(a, b, rtol=1e-10)
-    assert same_on_every_rank(model.parameters())
+    assert alike(model.parameters())
 
 
 @ranks(2)
@@ -195,7 +184,7 @@ def test_backward_in_several_threads_of_one_optimizer() -> None:
         plain.step()
     for a, b in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.allclose(a, b, rtol=1e-8)
-    assert same_on_every_rank(model.parameters())
+    assert alike(model.parameters())
 
 
 @ranks(2)
@@ -217,7 +206,7 @@ def test_operations_from_other_threads_between_the_hooks() -> None:
         optimizer.step()
     thread.join()
     assert sums == [float(i * hvd.size()) for i in range(200)]
-    assert same_on_every_rank(model.parameters())
+    assert alike(model.parameters())
 
 
 @ranks(2)
@@ -264,7 +253,7 @@ def test_channels_last_gradients_keep_their_layout_and_values() -> None:
             with optimizer.skip_synchronize():
                 optimizer.step()
         assert model.weight.is_contiguous(memory_format=torch.channels_last)
-        assert same_on_every_rank(model.parameters())
+        assert alike(model.parameters())
 
 
 @ranks(3, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
@@ -290,6 +279,7 @@ def test_sparse_gradients_in_a_process_set_equal_one_process_with_all_words() ->
                 }
                 table(words[hvd.rank()]).square().sum().backward()
                 optimizer.step()
+                assert table.weight.grad.is_sparse == sparse
                 (sum(F.embedding(w, reference.weight).square().sum() for w in words.values()) / 2).backward()
                 with torch.no_grad():
                     reference.weight -= (
@@ -316,34 +306,6 @@ def test_names_and_attributes_that_scripts_reach_for() -> None:
 
 
 @ranks(2)
-def test_a_parameter_group_added_between_backward_and_step_is_reduced() -> None:
-    model, more = layers(2), layers(1, seed=5)
-    reference = copy.deepcopy(torch.nn.ModuleList([model, more]))
-    optimizer = sgd(model)
-    plain = torch.optim.SGD(reference[0].parameters(), 0.1, momentum=0.9)
-    for step in range(6):
-        optimizer.zero_grad()
-        plain.zero_grad()
-        (model(inputs(step)) + more(inputs(step))).square().mean().backward()
-        for rank in range(hvd.size()):
-            x = inputs(step, rank)
-            ((reference[0](x) + reference[1](x)).square().mean() / hvd.size()).backward()
-        if step == 2:
-            more_reference = list(reference[1].parameters())
-            for parameter in more_reference:  # what came before belongs to no step
-                parameter.grad = None
-            for parameter in more.parameters():
-                parameter.grad = None
-            optimizer.add_param_group({"params": list(more.parameters()), "lr": 0.05})
-            plain.add_param_group({"params": more_reference, "lr": 0.05})
-        optimizer.step()
-        plain.step()
-    for a, b in zip([*model.parameters(), *more.parameters()], reference.parameters(), strict=True):
-        assert torch.allclose(a, b, rtol=1e-9)
-    assert same_on_every_rank([*model.parameters(), *more.parameters()])
-
-
-@ranks(2)
 def test_a_group_is_one_reduction_and_the_rest_fills_buckets() -> None:
     model = layers(4)
     parameters = list(model.parameters())
@@ -356,5 +318,6 @@ def test_a_group_is_one_reduction_and_the_rest_fills_buckets() -> None:
     place = {p: p.grad.untyped_storage().data_ptr() for p in parameters}  # a bucket's memory
     rest = [p for p in parameters if not any(p is q for group in groups for q in group)]
     buckets = [{place[p] for p in part} for part in (*groups, rest)]
+    assert all(p.grad.data_ptr() % 64 == 0 for p in parameters)
     assert [len(bucket) for bucket in buckets] == [1, 1, 1] and len(set.union(*buckets)) == 3
-    assert same_on_every_rank(model.parameters())
+    assert alike(model.parameters())

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from world import ranks
+from world import alike, ranks
 
 import horoclone.torch as hvd
 
@@ -91,11 +91,6 @@ class Training:
         if self.optimizer._options["cross_barrier"]:
             self.optimizer.synchronize()
 
-    def is_alike(self) -> bool:
-        mine = torch.cat([p.detach().double().flatten() for p in self.net.parameters()])
-        rows = hvd.allgather(mine[None])
-        return all(torch.equal(row, rows[0]) for row in rows)
-
 
 @pytest.mark.parametrize("option", sorted(OPTIONS))
 @ranks(2)
@@ -131,7 +126,7 @@ def check_on_one_rank_only(option: str, clips: bool = True) -> None:
         hvd.broadcast_parameters(training.net.state_dict(), root_rank=0)
         for _ in range(3):
             training.step(clips)
-        assert training.is_alike()
+        assert alike(training.net.parameters())
 
 
 @ranks(2)
@@ -148,7 +143,7 @@ def test_a_parameter_that_begins_to_train_on_one_rank_only() -> None:
         training.optimizer.add_param_group({"params": training.net[0].parameters()})
     for _ in range(3):
         training.step()
-    assert training.is_alike()
+    assert alike(training.net.parameters())
 
 
 @pytest.mark.parametrize("option", sorted(OPTIONS))
@@ -161,7 +156,7 @@ def test_on_all_ranks_alike(option: str) -> None:
             if act is not None:
                 act(training.net)
             training.step()
-            assert training.is_alike()
+            assert alike(training.net.parameters())
 
 
 @pytest.mark.parametrize("option", ["none", "sum", "predivide"])
@@ -197,4 +192,4 @@ def test_gradients_that_are_zeroed_in_place_outlive_a_change(option: str) -> Non
             torch.testing.assert_close(mine.grad, right.grad, msg=lambda text, name=name: f"{name}: {text}")
         with optimizer.skip_synchronize():
             optimizer.step()
-        assert training.is_alike()
+        assert alike(training.net.parameters())

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from world import ranks
+from world import alike, ranks
 
 import horoclone.torch as hvd
 
@@ -48,10 +48,6 @@ def rounds_until(optimizer: Any, wanted: int) -> int:
     return int(optimizer._agent.rounds)
 
 
-def same_on_all(tensor: torch.Tensor) -> bool:
-    return bool((hvd.allgather(tensor[None], name="seen") == tensor).all())
-
-
 @ranks(2, 4)
 def test_with_everybody_in_the_quorum_it_is_todays_step() -> None:
     ours, theirs = network(), network()
@@ -78,7 +74,7 @@ def test_parameters_are_equal_at_equal_rounds(late: str) -> None:
             time.sleep(0.01)
         one_step(model, optimizer, optimizer.rounds)
     optimizer.join()
-    assert same_on_all(flat(model))
+    assert alike(model.parameters())
     every = hvd.allgather_object(seen)
     assert all(one == every[0] for one in every) and len(every[0]) >= 100
 
@@ -96,7 +92,7 @@ def test_a_slow_rank_does_not_hold_up_the_others() -> None:
         while optimizer.rounds < 60:
             one_step(model, optimizer, optimizer.rounds)
     optimizer.join()
-    assert same_on_all(flat(model))
+    assert alike(model.parameters())
 
 
 @ranks(3)
@@ -110,7 +106,7 @@ def test_nobody_is_further_behind_than_max_lag() -> None:
     for number in range(5):
         one_step(model, optimizer, number)
     optimizer.join()
-    assert same_on_all(flat(model))
+    assert alike(model.parameters())
 
 
 @ranks(3)
@@ -120,7 +116,7 @@ def test_a_rank_without_data_leaves_the_quorum() -> None:
     for number in range(3 + 2 * hvd.rank()):
         one_step(model, optimizer, number)
     optimizer.join()
-    assert optimizer.rounds == 7 and same_on_all(flat(model))
+    assert optimizer.rounds == 7 and alike(model.parameters())
 
 
 @ranks(2)
@@ -136,7 +132,7 @@ def test_ranks_that_list_parameters_in_another_order_mean_the_same_ones() -> Non
     frozen = model[0].bias.clone()
     one_step(model, optimizer, 4)
     optimizer.join()
-    assert same_on_all(flat(model)) and torch.equal(frozen, model[0].bias)
+    assert alike(model.parameters()) and torch.equal(frozen, model[0].bias)
 
 
 @ranks(2)
@@ -149,13 +145,13 @@ def test_what_one_rank_freezes_is_updated_on_all_or_none() -> None:
     before = model[0].bias.detach().clone()
     for number in range(3):
         one_step(model, optimizer, number)
-    assert not torch.equal(before, model[0].bias) and same_on_all(flat(model))
+    assert not torch.equal(before, model[0].bias) and alike(model.parameters())
     model[0].bias.requires_grad_(False)
     one_step(model, optimizer, 4)
     before = model[0].bias.detach().clone()
     one_step(model, optimizer, 5)
     optimizer.join()
-    assert torch.equal(before, model[0].bias) and same_on_all(flat(model))
+    assert torch.equal(before, model[0].bias) and alike(model.parameters())
 
 
 @ranks(2)
@@ -177,7 +173,7 @@ def test_another_dtype_on_one_rank_is_named_and_on_all_ranks_it_is_used() -> Non
             with pytest.raises(hvd.Mismatch, match="rank 1 has changed dtypes, that of '0.bias' first"):
                 optimizer.step()
         model.float()
-        assert same_on_all(flat(model))
+        assert alike(model.parameters())
 
 
 @ranks(2)
@@ -198,7 +194,7 @@ def test_ranks_with_different_parameters_and_what_begins_to_train_later_are_name
     for number in range(3):
         one_step(model, optimizer, number)
     optimizer.join()
-    assert optimizer.rounds == 3 and same_on_all(flat(model))
+    assert optimizer.rounds == 3 and alike(model.parameters())
 
 
 @ranks(2)
@@ -217,7 +213,7 @@ def test_several_optimizers_with_a_quorum_do_not_hear_each_other() -> None:
             optimizer.join()
         assert [optimizer.rounds for optimizer in optimizers] == [4, 4, 4]
         assert torch.equal(flat(models[1]), flat(reference))
-        assert all(same_on_all(flat(model)) for model in models)
+        assert all(alike(model.parameters()) for model in models)
 
 
 @ranks(2)
@@ -227,7 +223,7 @@ def test_hooks_of_the_step_see_averages() -> None:
     optimizer.register_step_pre_hook(lambda *_: seen.append(model[0].weight.grad.clone()))
     one_step(model, optimizer, 0)
     optimizer.join()
-    assert len(seen) == 1 and same_on_all(seen[0].reshape(-1))
+    assert len(seen) == 1 and alike(seen)
 
 
 def trained_until_death() -> None:
@@ -254,7 +250,7 @@ def test_a_lost_rank_is_an_error_on_the_others(torch_worker_pool: Any) -> None:
     died = team.said(1, "dies")[0]["at"]
     for rank in (0, 2):
         (told,) = team.said(rank, "error")
-        assert "rank 1" in told["error"] and told["at"] - died < 5, told
+        assert "rank 1" in told["error"] and told["at"] - died < 10, told
 
 
 @ranks(2)

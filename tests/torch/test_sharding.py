@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from world import ranks
+from world import alike, ranks
 
 import horoclone.torch as hvd
 
@@ -63,11 +63,6 @@ def train(model: Model, optimizer: Any, first: int = 0, steps: int = 5) -> list[
     return losses
 
 
-def same_on_every_rank(model: Model) -> bool:
-    rows = hvd.allgather(torch.cat([p.detach().flatten().double() for p in model.parameters()]).unsqueeze(0))
-    return all(torch.equal(row, rows[0]) for row in rows)
-
-
 def same_parameters(a: Model, b: Model, tolerance: float = 0.0) -> None:
     for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
         close = torch.equal(p, q) if tolerance == 0 else torch.allclose(p, q, rtol=tolerance, atol=tolerance)
@@ -107,7 +102,7 @@ def compare(
     losses = [train(models[0], whole), train(models[1], sharded)]
     assert torch.allclose(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=tolerance, atol=0), losses
     same_parameters(*models, tolerance)
-    assert same_on_every_rank(models[1])
+    assert alike(models[1].parameters())
     sharded.consolidate_state_dict()
     same_state(sharded.state_dict(), whole.state_dict(), tolerance)
     return whole, sharded
@@ -185,7 +180,7 @@ def both(
         step_whole(step)
         step_sharded(step)
     same_parameters(model, sharded, tolerance)
-    assert same_on_every_rank(sharded)
+    assert alike(sharded.parameters())
 
 
 def grouped_and_scheduled(shard: bool) -> tuple[Model, Callable[[int], None]]:
@@ -346,7 +341,7 @@ def test_sparse_local_and_odd_parameters() -> None:
         step_whole(number)
         step_sharded(number)
     same_parameters(model, sharded)
-    assert same_on_every_rank(torch.nn.ModuleList([sharded["table"], sharded["body"]]))
+    assert alike([*sharded["table"].parameters(), *sharded["body"].parameters()])
 
 
 # --- state ---------------------------------------------------------------------------------------------------------

@@ -15,8 +15,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
-from torch.utils.checkpoint import checkpoint_sequential
-from world import ranks
+from world import alike, ranks
 
 import horoclone.torch as hvd
 
@@ -66,16 +65,9 @@ class Both:
         self.check()
 
     def check(self, tolerance: float = 1e-9) -> None:
-        is_alike(self.model)
+        assert alike([*self.model.parameters(), *self.model.buffers()])
         for (name, mine), wanted in zip(self.model.named_parameters(), self.alone.parameters(), strict=True):
             assert torch.allclose(mine, wanted, atol=tolerance), (name, (mine - wanted).abs().max())
-
-
-def is_alike(model: Model) -> None:
-    """Parameters and buffers are the same bits on every rank."""
-    values = [v.detach().double().flatten() for v in (*model.parameters(), *model.buffers())]
-    rows = hvd.allgather(torch.cat(values)[None])
-    assert all(torch.equal(row, rows[0]) for row in rows)
 
 
 @pytest.mark.parametrize("kind", ["mean", "moving", "with buffers"])
@@ -92,7 +84,7 @@ def test_averaged_models(kind: str) -> None:
         for (model, _), average, rate in zip(both.each(), averages, rates, strict=True):
             average.update_parameters(model)
             rate.step()
-        is_alike(averages[0])
+        assert alike([*averages[0].parameters(), *averages[0].buffers()])
         for mine, wanted in zip(*(average.parameters() for average in averages), strict=True):
             assert torch.allclose(mine, wanted, atol=1e-9)
 
@@ -149,15 +141,11 @@ def test_parametrizations(kind: str, when: str) -> None:
         both.optimizer.zero_grad()  # each forward moves its buffers: the process alone has other ones
         both.losses(step)[0].backward()
         both.optimizer.step()
-        is_alike(both.model)
+        assert alike([*both.model.parameters(), *both.model.buffers()])
 
 
 def functional(model: Model, x: torch.Tensor) -> torch.Tensor:
     return torch.func.functional_call(model, dict(model.named_parameters()), (x,)).square().mean()
-
-
-def checkpointed(model: Any, x: torch.Tensor, reentrant: bool) -> torch.Tensor:
-    return checkpoint_sequential(model, 2, x.requires_grad_(), use_reentrant=reentrant).square().mean()
 
 
 def penalised(model: Model, x: torch.Tensor) -> torch.Tensor:
@@ -168,8 +156,6 @@ def penalised(model: Model, x: torch.Tensor) -> torch.Tensor:
 
 LOSSES: dict[str, Loss] = {
     "functional_call": functional,
-    "checkpoint": lambda model, x: checkpointed(model, x, False),
-    "reentrant checkpoint": lambda model, x: checkpointed(model, x, True),
     "gradient penalty": penalised,
 }
 
@@ -180,17 +166,6 @@ def test_losses(loss: str) -> None:
     both = Both()
     for step in range(4):
         both.step(step, LOSSES[loss])
-
-
-@pytest.mark.parametrize(
-    "options", [{"foreach": True}, {"foreach": False}, {"fused": True}, {"amsgrad": True}], ids=str
-)
-@pytest.mark.parametrize("to_none", [True, False])
-@ranks(2)
-def test_kinds_of_an_optimizer(options: dict[str, Any], to_none: bool) -> None:
-    both = Both(optimizer=lambda model: torch.optim.Adam(model.parameters(), 0.01, **options))
-    for step in range(4):
-        both.step(step, to_none=to_none)
 
 
 @ranks(2)
