@@ -1,18 +1,24 @@
-"""The Python on the pages about the optimizer and compression runs, block after block, on two ranks."""
+"""The Python on the pages about operations, the optimizer, compression, ways of training, checkpoints and elastic jobs
+runs on two ranks."""
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from world import ranks
+from world import alike, ranks
 
 import horoclone.torch as hvd
+from horoclone import arrays
+from horoclone.torch import operations
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -25,7 +31,7 @@ def blocks_of(page: str) -> list[str]:
 
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Eight batches of this rank's: sixteen points in four classes, which a linear layer can tell apart."""
-    chance = torch.Generator().manual_seed(1 + hvd.rank())
+    chance = torch.Generator().manual_seed(1 + hvd.rank() if hvd.is_initialized() else 1)
     found = []
     for _ in range(8):
         labels = torch.randint(4, (16,), generator=chance)
@@ -34,7 +40,7 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def namespace(folder: Path) -> dict[str, Any]:
-    """What the pages take for granted."""
+    """What the pages about the optimizer and compression take for granted."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 4)
     return {
@@ -53,8 +59,7 @@ def fit(names: dict[str, Any], epochs: int) -> tuple[float, float]:
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-    rows = hvd.allgather(model.weight.detach().view(1, -1))
-    assert torch.equal(rows[0], rows[1])
+    assert alike(model.parameters())
     return sum(losses[:8]) / 8, sum(losses[-8:]) / 8
 
 
@@ -91,3 +96,161 @@ def test_every_argument_of_the_optimizer_has_a_row() -> None:
     (first,) = re.findall(r"arguments from `(\w+)` on are keyword-only", text)
     own = [name for name, one in taken.items() if one.kind is one.KEYWORD_ONLY]
     assert own[0] == first
+
+
+# --- operations ---
+
+
+@ranks(2)
+def test_every_block_of_the_page_of_operations_runs() -> None:
+    blocks = blocks_of("operations.md")
+    assert len(blocks) > 8
+    for number, block in enumerate(blocks):
+        exec(compile(block, f"operations.md, block {number}", "exec"), {})
+    hvd.barrier()
+
+
+def test_every_operation_is_named() -> None:
+    text = (DOCS / "operations.md").read_text()
+    forms = re.compile(r"^grouped_|_async_?$|_$")
+    functions = [*arrays.__all__, *operations.__all__]
+    assert len(functions) > 60
+    missing = {n for n in functions if n not in text and forms.sub("", forms.sub("", n)) not in text}
+    assert not missing
+
+
+# --- ways of training, checkpoints, elastic jobs: chosen blocks ---
+
+
+def block_of(page: str, part: str, **in_place_of: str) -> str:
+    """The Python block of a page that has `part` in it; in_place_of: what stands for what a reader has to fill in."""
+    (block,) = [one for one in blocks_of(page) if part in one]
+    for other, text in in_place_of.items():
+        assert text in block, f"{page}: {text!r} is not in the block with {part!r}"
+        block = block.replace(text, other)
+    return block
+
+
+def two_layers() -> dict[str, Any]:
+    """What the pages about ways of training take for granted."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential()
+    model.first, model.second = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
+    return {
+        "torch": torch, "hvd": hvd, "model": model, "loader": batches(), "loss": F.cross_entropy,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+    }  # fmt: skip
+
+
+def run(block: str, names: dict[str, Any]) -> dict[str, Any]:
+    exec(compile(block, "a block of a page", "exec"), names)
+    return names
+
+
+@ranks(2)
+def test_quorum() -> None:
+    names = run(block_of("quorum.md", "max_lag=8"), two_layers())
+    assert names["optimizer"].rounds >= 8
+    assert alike(names["model"].parameters())
+
+
+@ranks(2)
+def test_diloco() -> None:
+    names = two_layers()
+    names["loader"] *= 25  # two movements of each fragment
+    before = names["model"].first.weight.detach().clone()
+    run(block_of("local_sgd.md", "fragment_sync_delay=5"), names)
+    assert not torch.equal(before, names["model"].first.weight)
+
+
+@ranks(2)
+def test_local_sgd_in_an_elastic_job() -> None:
+    names = two_layers()
+    run(block_of("local_sgd.md", "sync_every=8", **{"24": "10000"}), names)
+    state = hvd.elastic.TorchState(model=names["model"], optimizer=names["optimizer"], step=0)
+    names["train"](state)
+    assert state.step == 24
+
+
+@ranks(2)
+def test_a_step_without_a_barrier() -> None:
+    names = run(block_of("priority.md", "cross_barrier"), two_layers())
+    for x, y in names["loader"]:
+        F.cross_entropy(names["model"](x), y).backward()
+        names["optimizer"].step()
+    names["optimizer"].synchronize()
+    assert alike(names["model"].parameters())
+
+
+@ranks(2, init=False)
+def test_checkpoints(tmp_path: Path) -> None:
+    block = block_of(
+        "checkpoints.md", "saves(path)", **{"model, optimizer, 0": "..., ..., 0", "{end}": "10000"}
+    )
+    for end, saves in ((3000, [1, 2, 3]), (4000, [2, 3, 4])):
+        run(block.replace("{end}", str(end)), {**two_layers(), "path": tmp_path})
+        assert (
+            hvd.checkpoint.saves(tmp_path)[-3:] == saves
+        )  # rank 0 removes older ones after it has told the others
+
+
+@ranks(2)
+def test_checkpoints_of_an_elastic_job(tmp_path: Path) -> None:
+    names = {**two_layers(), "path": tmp_path, "sampler": hvd.elastic.ElasticSampler(range(8)), "epochs": 200}
+    block = block_of("checkpoints.md", "state.commit()", **{"state.epoch += 1": "..."})
+    run(block, names)
+    names["train"](names["state"])
+    assert hvd.checkpoint.saves(tmp_path) == [1, 2]  # of the commits 100 and 200
+
+
+@ranks(2)
+def test_an_elastic_script() -> None:
+    names = two_layers()
+    names["dataset"] = torch.utils.data.TensorDataset(torch.cat([x for x, _ in names["loader"]]))
+    block = block_of(
+        "elastic.md", "sampler.record_batch",
+        **{"model, dataset": "..., ...", "for index, (x,) in": "for index, (x, y) in"},
+    )  # fmt: skip
+    assert run(block, names)["state"].epoch == 10
+
+
+@ranks(2)
+def test_callers_of_profilers_and_trackers(tmp_path: Path) -> None:
+    told: list[tuple[Any, ...]] = []
+
+    def tell(*given: Any, **named: Any) -> None:
+        told.append(given)
+
+    names = {
+        **two_layers(), "step": 1, "train_some_steps": lambda: hvd.allreduce(torch.ones(3), name="x"),
+        "writer": SimpleNamespace(add_scalar=tell), "wandb": SimpleNamespace(log=tell),
+        "mlflow": SimpleNamespace(log_metrics=tell), "train": tell,
+    }  # fmt: skip
+    before = Path.cwd()
+    os.chdir(tmp_path)  # of this rank's process
+    try:
+        run(block_of("profiling.md", "export_chrome_trace"), names)
+        run(block_of("profiling.md", "add_scalar"), names)
+        if importlib.util.find_spec("tensorboard"):
+            run(block_of("profiling.md", "MetricsLog"), {**names, "loader": names["loader"] * 25})
+            assert hvd.rank() or list(Path("runs/first").glob("events*"))
+    finally:
+        os.chdir(before)
+    assert "horoclone.allreduce" in (tmp_path / f"trace.rank{hvd.rank()}.json").read_text()
+    assert len(told) > 10
+
+
+@ranks(2)
+def test_ddp_and_a_compiled_function() -> None:
+    import torch.distributed as dist
+
+    names = run(block_of("pytorch_on_cpus.md", "DistributedDataParallel(model)"), two_layers())
+    for x, y in names["loader"]:
+        F.cross_entropy(names["model"](x), y).backward()
+    assert alike(names["model"].parameters())
+    dist.destroy_process_group()
+    block = block_of(
+        "torch_ecosystem.md", "fullgraph=True", **{'fullgraph=True, backend="aot_eager"': "fullgraph=True"}
+    )
+    found = run(block, names)["loss"](torch.ones(3), torch.ones(3))
+    assert found.item() == pytest.approx(6 * torch.ones(1).sin().item())

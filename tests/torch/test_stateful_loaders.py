@@ -20,8 +20,7 @@ def loader(workers: int = 0, length: int = 300, **options: Any) -> Any:
     return stateful.StatefulDataLoader(range(length), 2, sampler=sampler, num_workers=workers, **options)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("records", [False, True], ids=["", "record_batch"])
+@pytest.mark.parametrize(("workers", "records"), [(0, True), (2, False)])
 def test_a_checkpoint_goes_on_behind_the_batches_given_out_on_other_ranks(
     monkeypatch: pytest.MonkeyPatch, workers: int, records: bool
 ) -> None:
