@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from world import ranks
+from world import alike, ranks
 
 import horoclone.torch as hvd
 
@@ -118,11 +118,6 @@ def batches_of_all(epoch: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
-def same_on_every_rank(model: Any) -> bool:
-    rows = hvd.allgather(torch.cat([p.detach().flatten() for p in model.parameters()]).unsqueeze(0))
-    return all(torch.equal(row, rows[0]) for row in rows)
-
-
 def reference(epochs: int, clip: float | None = None, accumulate: int = 1) -> tuple[Any, float]:
     """The same training in one process, on batches of all ranks' samples; the last epoch's mean loss."""
     model = kit().Model(seed=0)
@@ -152,7 +147,7 @@ def test_trains_as_one_process_with_everybodys_samples(accumulate: int, tmp_path
         expected, loss = reference(3, 0.1, accumulate)
         for a, b in zip(model.parameters(), expected.parameters(), strict=True):
             assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
-        assert same_on_every_rank(model)
+        assert alike(model.parameters())
         assert metrics["loss"].item() == pytest.approx(loss, rel=1e-9)
         assert metrics["largest"].item() == data().tensors[0].max().item()
         whole = F.mse_loss(expected.layers(data().tensors[0]), data().tensors[1])
@@ -193,7 +188,7 @@ def test_rank_zero_writes_the_checkpoint_and_everybody_goes_on_from_it(tmp_path:
     expected, _ = reference(4)
     for a, b in zip(model.parameters(), expected.parameters(), strict=True):
         assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
-    assert same_on_every_rank(model)
+    assert alike(model.parameters())
 
 
 @ranks(2, limit_s=LIMIT_S)
@@ -205,7 +200,7 @@ def test_manual_optimization_and_a_communication_hook(tmp_path: Path) -> None:
     by_hand = kit().ByHand()
     with trainer(tmp_path, max_epochs=2) as t:
         t.fit(by_hand, loader())
-    assert same_on_every_rank(by_hand)
+    assert alike(by_hand.parameters())
     model = kit().Model()
     strategy = HorocloneStrategy(ddp_comm_hook=fp16_compress_hook, gradient_as_bucket_view=True)
     with trainer(tmp_path, max_epochs=2, strategy=strategy) as t:
@@ -214,7 +209,7 @@ def test_manual_optimization_and_a_communication_hook(tmp_path: Path) -> None:
     differences = [
         float((a - b).abs().max()) for a, b in zip(model.parameters(), expected.parameters(), strict=True)
     ]
-    assert 0 < max(differences) < 0.05 and same_on_every_rank(model)  # the hook was there: float16 rounds
+    assert 0 < max(differences) < 0.05 and alike(model.parameters())  # the hook was there: float16 rounds
 
 
 @ranks(2, limit_s=LIMIT_S)

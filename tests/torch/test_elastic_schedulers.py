@@ -79,7 +79,22 @@ def rates_of(make: Callable[[Any], Any], form: Callable[[Any], Any], goes_back: 
     return seen
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
+# Whose state is more than a count of epochs, and functions that no state holds; the others are much the same.
+OF_ALL_KINDS = {
+    "LambdaLR",
+    "CyclicLR",
+    "OneCycleLR",
+    "ReduceLROnPlateau",
+    "SequentialLR",
+    "ChainedScheduler",
+    "SWALR",
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in OF_ALL_KINDS else [pytest.mark.long(2)]) for name in SCHEDULERS],
+)
 @ranks(2)
 def test_rates_after_a_recovery_are_those_without_one(name: str) -> None:
     make = SCHEDULERS[name]

@@ -1,6 +1,6 @@
 """The torch examples, started as a person would start them.
 
-The digits are trained in full once, on two ranks; under the other launchers two epochs show the same.
+Two epochs of the digits show what the example does; `make test-long` trains them in full, on two ranks.
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ def digits(launch: Any, command: list[Any], size: int, checkpoint: Path, *, shor
 
 
 @pytest.mark.slow
-def test_digits_under_the_launcher(launch: Any, examples: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "short", [True, pytest.param(False, marks=pytest.mark.long(30))], ids=["short", "in full"]
+)
+def test_digits_under_the_launcher(launch: Any, examples: Path, tmp_path: Path, short: bool) -> None:
     command = [sys.executable, "-m", "horoclone.launch.cli", "-np", "2", sys.executable]
-    digits(launch, [*command, examples / "torch_digits.py"], 2, tmp_path / "model.pt", short=False)
+    digits(launch, [*command, examples / "torch_digits.py"], 2, tmp_path / "model.pt", short=short)
 
 
 @pytest.mark.long(30)

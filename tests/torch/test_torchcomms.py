@@ -80,7 +80,14 @@ sys.stdout.write(f"rank {place} is content\\n")
 """
 
 
-@pytest.mark.parametrize("how", ["torchrun 2", "torchrun 3", "horoclonerun 2", "alone"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "torchrun 3",
+        "alone",
+        *(pytest.param(how, marks=pytest.mark.long(15)) for how in ("torchrun 2", "horoclonerun 2")),
+    ],
+)
 def test_every_operation_of_a_communicator(how: str, launch: Any) -> None:
     launcher, _, count = how.partition(" ")
     commands = {

@@ -97,7 +97,12 @@ def trained(virtual_size: int, workers: int, dtype: torch.dtype) -> tuple[str, i
 
 @pytest.mark.parametrize(
     ("virtual_size", "workers", "dtype"),
-    [(8, 0, torch.float32), (8, 2, torch.float32), (5, 0, torch.bfloat16), (1, 0, torch.float64)],
+    [
+        (8, 0, torch.float32),
+        (5, 0, torch.bfloat16),
+        pytest.param(8, 2, torch.float32, marks=pytest.mark.long(20)),
+        pytest.param(1, 0, torch.float64, marks=pytest.mark.long(5)),
+    ],
 )
 def test_the_bits_do_not_depend_on_the_number_of_processes(
     worlds: Worlds, virtual_size: int, workers: int, dtype: torch.dtype
@@ -375,7 +380,7 @@ def weights_after(output: str) -> str:
     return found[0]
 
 
-@pytest.mark.parametrize("max_np", ["3", "4"])
+@pytest.mark.parametrize("max_np", [pytest.param("3", marks=pytest.mark.long(20)), "4"])
 def test_losses_and_newcomers_change_no_bit(launch: Any, max_np: str) -> None:
     run = [sys.executable, "-m", "horoclone.launch"]
     alone = launch([*run, "-np", "1", sys.executable, EXAMPLE], timeout_s=60)
