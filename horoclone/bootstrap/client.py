@@ -26,6 +26,7 @@ REPORT_AFTER_S = 10.0
 REPORT_EVERY_S = 30.0
 REFUSED_S = 3.0  # for so long must everybody who answers refuse us before we believe it
 NO_ANSWER = "no answer"
+SILENT = "it accepts connections and says nothing"
 FOREIGN = "refused: it belongs to user id"  # one name of several may be another user's
 GONE_S = 0.5  # for so long must nobody listen where the server was
 GONE = (*map(os.strerror, (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE)), wire.CLOSED_BY_PEER)
@@ -398,8 +399,12 @@ class Client:
             connection.sendall(wire.frame(struct.pack("<BI", wire.HERE, self._rank)))
 
     def _one_round(self, deadline: float) -> socket.socket | None:
-        """Tries every address at once; the first that proves the secret wins."""
+        """Tries every address at once; the first that proves the secret wins.
+
+        Nobody is waited for alone: who accepts a connection and says nothing would keep us from the one that answers.
+        """
         waiting: dict[int, tuple[str, socket.socket]] = {}
+        connected: set[int] = set()  # of those who wait: for the greeting
         poller = select.poll()
         try:
             for address in self.addresses:
@@ -410,12 +415,20 @@ class Client:
             while waiting:
                 ready = poller.poll(max(0.0, (deadline - time.monotonic()) * 1000))
                 if not ready:
-                    self.tried.update({address: NO_ANSWER for address, _ in waiting.values()})
+                    for descriptor, (address, _) in waiting.items():
+                        self.tried[address] = SILENT if descriptor in connected else NO_ANSWER
                     return None
                 for descriptor, _ in ready:
-                    address, one = waiting.pop(descriptor)
+                    address, one = waiting[descriptor]
+                    if descriptor not in connected and self._succeeds(address, one, self._look_at):
+                        connected.add(descriptor)
+                        poller.modify(descriptor, select.POLLIN)
+                        deadline = max(deadline, time.monotonic() + HELLO_S)
+                        continue
+                    del waiting[descriptor]
                     poller.unregister(descriptor)
-                    if self._prove(address, one):
+                    if descriptor in connected and self._succeeds(address, one, self._handshake):
+                        self.tried[address] = "connected"
                         return one
             return None
         finally:
@@ -437,23 +450,27 @@ class Client:
             return None
         return one
 
-    def _prove(self, address: str, one: socket.socket) -> bool:
+    def _succeeds(self, address: str, one: socket.socket, step: Callable[[socket.socket], None]) -> bool:
+        """Else the socket is closed, and why is known of its address."""
         try:
-            failure = one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if failure:
-                raise OSError(failure, os.strerror(failure))
-            if one.family == socket.AF_UNIX:
-                if not wire.same_user(one):
-                    raise Refused(f"{FOREIGN} {wire.peer_uid(one)}, not to ours")
-            else:
-                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._handshake(one)
+            step(one)
         except (OSError, Refused) as error:
             self.tried[address] = getattr(error, "strerror", None) or str(error)
             one.close()
             return False
-        self.tried[address] = "connected"
         return True
+
+    @staticmethod
+    def _look_at(one: socket.socket) -> None:
+        """Of a connection that is made, or has failed."""
+        failure = one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if failure:
+            raise OSError(failure, os.strerror(failure))
+        if one.family == socket.AF_UNIX:
+            if not wire.same_user(one):
+                raise Refused(f"{FOREIGN} {wire.peer_uid(one)}, not to ours")
+        else:
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def _handshake(self, one: socket.socket) -> None:
         deadline = time.monotonic() + HELLO_S

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from horoclone import errors
+from horoclone.bootstrap import client as bootstrap_client
 from horoclone.bootstrap import rendezvous, wire
 from horoclone.bootstrap.rendezvous import Client, Server
 
@@ -225,7 +226,7 @@ def test_an_address_that_does_not_answer_does_not_delay_the_one_that_does(tcp):
     started = time.monotonic()
     client_of(tcp, addresses=[dead, *tcp.addresses, "127.0.0.1:1"]).put("a", b"")
     silent.close()
-    assert time.monotonic() - started < 20  # far below the deadline, also on a busy machine
+    assert time.monotonic() - started < bootstrap_client.HELLO_S
 
 
 # --- strangers
@@ -268,7 +269,8 @@ def test_without_a_secret_the_network_is_refused():
     ],
     ids=["random", "http", "tls", "lengths", "pickle"],
 )
-def test_garbage_is_dropped_within_a_second(server, garbage):
+def test_garbage_is_dropped_at_once(server, garbage, monkeypatch):
+    monkeypatch.setattr(rendezvous, "HELLO_DEADLINE_S", 60.0)
     one = stranger(server)
     started = time.monotonic()
     one.sendall(garbage)
@@ -278,7 +280,7 @@ def test_garbage_is_dropped_within_a_second(server, garbage):
             received += part
     except ConnectionResetError:
         pass
-    assert time.monotonic() - started < 4.0
+    assert time.monotonic() - started < 20
     assert len(received) <= wire.GREETING_BYTES + wire.PROOF_BYTES, (
         "strangers get a greeting and a refusal, no more"
     )
@@ -367,7 +369,8 @@ def test_a_server_that_does_not_know_the_secret_is_not_believed():
     listener.close()
 
 
-def test_slow_strangers_are_bounded_in_number_and_time(tcp):
+def test_slow_strangers_are_bounded_in_number_and_time(tcp, monkeypatch):
+    monkeypatch.setattr(rendezvous, "HELLO_DEADLINE_S", 1.5)
     strangers = [stranger(tcp) for _ in range(300)]
     for one in strangers:
         one.send(b"H")
@@ -382,7 +385,7 @@ def test_slow_strangers_are_bounded_in_number_and_time(tcp):
             time.sleep(0.2)
     except (BrokenPipeError, ConnectionResetError):
         pass
-    assert rendezvous.HELLO_DEADLINE_S - 1 < time.monotonic() - started < rendezvous.HELLO_DEADLINE_S + 2
+    assert time.monotonic() - started < 10, "it could go on for as long as it liked"
     still_works(tcp)
 
 
