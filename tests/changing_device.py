@@ -6,16 +6,11 @@ import secrets
 import select
 import socket
 import struct
-import subprocess
 import threading
 
-from worker_pool import enter_namespace
+from namespaces import delete, enter_namespace, ip
 
 IP, TCP = b"\x08\x00", 6
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
 
 
 def sum_of(data: bytes) -> int:
@@ -47,20 +42,8 @@ class Device:
             ip("-n", name, "link", "set", "lo", "up")
         for host, address in enumerate(self.addresses):
             name, port = self.names[host], f"port{host}"
-            ip(
-                "-n",
-                name,
-                "link",
-                "add",
-                "cable",
-                "type",
-                "veth",
-                "peer",
-                "name",
-                port,
-                "netns",
-                self.names[2],
-            )
+            peer = ["type", "veth", "peer", "name", port, "netns", self.names[2]]
+            ip("-n", name, "link", "add", "cable", *peer)
             ip("-n", name, "addr", "add", f"{address}/24", "dev", "cable")
             ip("-n", name, "link", "set", "cable", "gso_max_segs", "1")  # frames as a wire has them
             ip("-n", name, "link", "set", "cable", "up")
@@ -75,8 +58,7 @@ class Device:
         self._over.set()
         if self._thread.ident:
             self._thread.join(10)
-        for name in self.names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20)
+        delete(*self.names)
 
     def _carry(self) -> None:
         enter_namespace(self.names[2])

@@ -17,7 +17,7 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +48,7 @@ def _make_importable(name: str) -> Any:
 
 
 world = sys.modules.get("world") or _make_importable("world")
+namespaces = sys.modules.get("namespaces") or _make_importable("namespaces")
 pools = sys.modules.get("worker_pool") or _make_importable("worker_pool")
 checkout = sys.modules.get("checkout") or _make_importable("checkout")
 changing = sys.modules.get("changing_device") or _make_importable("changing_device")
@@ -308,7 +309,7 @@ class Started:
             pytest.fail(f"{text}\n{self.stdout}\n--- stderr\n{self.stderr}")
         return Finished(code, self.stdout, self.stderr, time.monotonic() - self.began)
 
-    def left_over(self, within_s: float = 3.0) -> str:
+    def left_over(self, within_s: float = 10.0) -> str:
         """What is still running `within_s` after the end, as text; empty when nothing is."""
         deadline = time.monotonic() + within_s
         while (left := self.processes()) and time.monotonic() < deadline:
@@ -472,16 +473,27 @@ def needs_root() -> None:
 
 
 @pytest.fixture
-def changing_device(needs_root: None) -> Iterator[Any]:
+def opened(needs_root: None) -> Iterator[Callable[[Any], Any]]:
+    """opened(hosts) makes the namespaces of hosts (see namespaces.py), which are gone at the end of the test."""
+    made = []
+
+    def make(hosts: Any) -> Any:
+        made.append(hosts)
+        try:
+            hosts.open()
+        except (subprocess.CalledProcessError, OSError) as error:
+            pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', error)}")
+        return hosts
+
+    yield make
+    for hosts in made:
+        hosts.close()
+
+
+@pytest.fixture
+def changing_device(opened: Callable[[Any], Any]) -> Any:
     """Two hosts, which are network namespaces, with a device between them (see changing_device.py)."""
-    made = changing.Device()
-    try:
-        made.open()
-    except (subprocess.CalledProcessError, OSError) as error:
-        made.close()
-        pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', error)}")
-    yield made
-    made.close()
+    return opened(changing.Device())
 
 
 @pytest.fixture(scope="session")

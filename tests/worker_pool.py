@@ -30,7 +30,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-CLONE_NEWNET = 0x40000000
+from namespaces import enter_namespace
+
 START_S = 120.0  # importing torch on a busy machine
 MARK = "@said "  # begins a line that say() has written
 
@@ -42,6 +43,14 @@ def say(**facts: Any) -> None:
     """A line of facts for the test, in one write. `at` is time.monotonic(), which all processes of a host share."""
     line = MARK + json.dumps({"at": time.monotonic(), **facts}) + "\n"
     os.write(1, line.encode())
+
+
+def wait_for_file(path: str, timeout_s: float = 60.0) -> None:
+    """Until the test, or another rank, has made it."""
+    deadline = time.monotonic() + timeout_s
+    while not os.path.exists(path):
+        assert time.monotonic() < deadline, f"nobody has made {path}"
+        time.sleep(0.01)
 
 
 def traces() -> dict[str, list[Any]]:
@@ -68,16 +77,6 @@ def traces() -> dict[str, list[Any]]:
         if len(words := line.split()) > 7 and words[6] in inodes
     ]
     return {"ports": ports, "names": names, "files": files}
-
-
-def enter_namespace(name: str) -> None:
-    """The calling thread goes into the network namespace `ip netns add NAME` made."""
-    fd = os.open(f"/run/netns/{name}", os.O_RDONLY | os.O_CLOEXEC)
-    libc = ctypes.CDLL(None, use_errno=True)
-    failed = libc.setns(fd, CLONE_NEWNET)
-    os.close(fd)
-    if failed:
-        raise OSError(ctypes.get_errno(), f"setns {name}")
 
 
 @contextlib.contextmanager
@@ -248,6 +247,14 @@ class Team:
             if over:
                 raise AssertionError(f"rank {rank} never said {key!r}:\n{self.outputs()}")
             time.sleep(0.002)
+
+    def wait_for_output(self, rank: int, *patterns: str, timeout_s: float = 30.0) -> str:
+        """The rank's output, once all of these are in it; fails when the time is over before."""
+        deadline = time.monotonic() + timeout_s
+        while not all(re.search(pattern, self.output(rank)) for pattern in patterns):
+            assert time.monotonic() < deadline, f"rank {rank} never printed {patterns}:\n{self.outputs()}"
+            time.sleep(0.01)
+        return self.output(rank)
 
     def send(self, rank: int, number: int) -> float:
         """Sends a signal; gives the time at which that was done."""

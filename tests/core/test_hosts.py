@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import subprocess
 import time
 import zlib
 from importlib.util import find_spec
@@ -12,6 +11,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import worker_pool as worker_pools
+from namespaces import Hosts, delete, inside, ip, set_deaf
 from worker_pool import held, say
 
 import horoclone as hvd
@@ -19,67 +19,9 @@ import horoclone as hvd
 pytestmark = [pytest.mark.netns, pytest.mark.usefixtures("needs_root")]
 
 
-def ip(*words):
-    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20).stdout
-
-
-class Hosts:
-    """Namespaces `names`, with one address each, joined by one cable."""
-
-    def __init__(self):
-        tag = secrets.token_hex(3)
-        self.names = [f"hc-{tag}-{side}" for side in "ab"]
-        third = secrets.randbelow(250)
-        self.addresses = [f"10.213.{third}.{host}" for host in (1, 2)]
-        for name in self.names:
-            ip("netns", "add", name)
-        peer = ["type", "veth", "peer", "name", "cable", "netns"]
-        ip("-n", self.names[0], "link", "add", "cable", *peer, self.names[1])
-        for name, address in zip(self.names, self.addresses, strict=True):
-            ip("-n", name, "addr", "add", f"{address}/30", "dev", "cable")
-            ip("-n", name, "link", "set", "cable", "up")
-            ip("-n", name, "link", "set", "lo", "up")
-
-    def places(self, per_host):
-        return [name for name in self.names for _ in range(per_host)]
-
-    def bytes_of(self, host, interface):
-        """Received and sent by this interface so far."""
-        done = subprocess.run(
-            ["ip", "netns", "exec", self.names[host], "cat", "/proc/net/dev"],
-            check=True, capture_output=True, text=True, timeout=20,
-        )  # fmt: skip
-        words = next(
-            line for line in done.stdout.splitlines() if line.strip().startswith(f"{interface}:")
-        ).split()
-        return int(words[1]) + int(words[9])
-
-    def cut(self):
-        ip("-n", self.names[0], "link", "set", "cable", "down")
-
-    def lose(self):
-        """What is sent leaves the host and reaches nobody, as behind a switch that starts anew."""
-        for name, other in zip(self.names, reversed(self.addresses), strict=True):
-            ip("-n", name, "neigh", "replace", other, "lladdr", "02:00:00:00:00:01", "dev", "cable", "nud", "permanent")  # fmt: skip
-
-    def find(self):
-        for name, other in zip(self.names, reversed(self.addresses), strict=True):
-            ip("-n", name, "neigh", "del", other, "dev", "cable")
-
-    def close(self):
-        for name in self.names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20)
-
-
 @pytest.fixture
-def hosts():
-    """Gone at the end, with everything that runs in them."""
-    try:
-        made = Hosts()
-    except (subprocess.CalledProcessError, OSError) as error:
-        pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', error)}")
-    yield made
-    made.close()
+def hosts(opened):
+    return opened(Hosts())
 
 
 @pytest.fixture
@@ -87,16 +29,13 @@ def team(worker_pool, hosts):
     """team(body, per_host=2, ...) forks ranks on both hosts, which meet at an address of the first one."""
 
     def start(body, per_host=2, **kwargs):
-        return worker_pool(
-            body,
-            2 * per_host,
-            namespaces=hosts.places(per_host),
-            addresses=[f"{hosts.addresses[0]}:0"],
-            **kwargs,
-        )
+        places, where = hosts.places(per_host), [f"{hosts.addresses[0][0]}:0"]
+        return worker_pool(body, 2 * per_host, namespaces=places, addresses=where, **kwargs)
 
     return start
 
+
+LONGER_THAN_A_SILENT_RANK_IS_WAITED_FOR_S = 3.5
 
 # Around what is reduced at once, by recursive doubling (to 64 KiB) and by a ring, with and without a rest.
 SIZES = [1, 3, 1000, 16384, 16385, 65536 + 7, 300_001]
@@ -131,7 +70,7 @@ def compute():
     hvd.barrier()
 
 
-@pytest.mark.parametrize("two_level", ["-1", "0", "1"])
+@pytest.mark.parametrize("two_level", ["-1", "0", pytest.param("1", marks=pytest.mark.long(5))])
 def test_collectives_between_two_hosts_of_two_ranks(team, two_level):
     started = team(compute, env={"HOROCLONE_HIERARCHICAL_ALLREDUCE": two_level})
     assert started.wait(40) == [0] * 4, started.outputs()
@@ -145,11 +84,18 @@ def reduce_much(count, turns):
         assert hvd.allreduce(array, op=hvd.Sum, name="much")[-1] == 4
 
 
+def bytes_of(hosts, host, interface):
+    """Received and sent by this interface so far."""
+    table = inside(hosts.names[host], "cat", "/proc/net/dev").stdout.splitlines()
+    words = next(line for line in table if line.strip().startswith(f"{interface}:")).split()
+    return int(words[1]) + int(words[9])
+
+
 def test_data_crosses_the_cable_once_per_host_and_never_the_loopback(team, hosts):
     count, turns = 1 << 20, 10
     started = team(reduce_much, count=count, turns=turns)
     assert started.wait(40) == [0] * 4, started.outputs()
-    cable, loops = hosts.bytes_of(0, "cable"), [hosts.bytes_of(host, "lo") for host in range(2)]
+    cable, loops = bytes_of(hosts, 0, "cable0"), [bytes_of(hosts, host, "lo") for host in range(2)]
     # Two hosts exchange one copy each way, and a little: were every rank in one ring, it would be half as much again.
     assert 2 * 4 * count * turns < cable < 2.3 * 4 * count * turns, (cable, loops)
     assert max(loops) < 200_000, loops  # at most the rendezvous of the first host
@@ -165,28 +111,6 @@ def reduce_until_it_fails():
     except hvd.HorovodInternalError as error:
         say(error=type(error).__name__, rank=getattr(error, "rank", None), text=str(error))
     os._exit(0)  # a farewell over a cut cable would only take its time
-
-
-def check_both_sides(started, since, limit_s):
-    for rank in range(4):
-        heard = started.wait_for(rank, "error", limit_s + 5)
-        assert heard["error"] == "PeerLost" and "allreduce 'w.3'" in heard["text"], heard
-        assert heard["at"] - since < limit_s, started.outputs()
-    assert started.wait() == [0] * 4
-    assert "rank " in started.said(0, "text")[0]["text"]
-
-
-def test_a_cut_cable_is_a_loss_on_both_sides(team, hosts):
-    started = team(reduce_until_it_fails, env={"HOROCLONE_KEEPALIVE_S": "3"})
-    for rank in range(4):
-        started.wait_for(rank, "running")
-    time.sleep(0.3)
-    hosts.cut()
-    check_both_sides(started, time.monotonic(), 10)
-    blamed = [started.said(rank, "error")[0]["rank"] for rank in range(4)]
-    assert set(blamed[:2]) <= {2, 3} and set(blamed[2:]) <= {0, 1}, (
-        started.outputs()
-    )  # each side names the other
 
 
 def wait_idle():
@@ -205,7 +129,7 @@ def test_a_cut_cable_is_noticed_while_nothing_moves(team, hosts):
     started = team(wait_idle, env={"HOROCLONE_KEEPALIVE_S": "3"})
     for rank in range(4):
         started.wait_for(rank, "running")
-    hosts.cut()
+    hosts.set_cable("down")
     cut = time.monotonic()
     for rank in (2, 3):
         heard = started.wait_for(rank, "error", 15)
@@ -229,16 +153,26 @@ def reduce_and_count():
     os._exit(0)
 
 
+def wait_for_more(started, limit_s=30):
+    """Until rank 0 has reduced more than it has by now; it has lost nobody meanwhile."""
+    deadline, before = time.monotonic() + limit_s, len(started.said(0, "done"))
+    while len(started.said(0, "done")) < before + 3:
+        assert time.monotonic() < deadline and not started.said(0, "error"), started.outputs()
+        time.sleep(0.05)
+
+
 def test_with_the_real_deadlines_a_cut_cable_is_a_loss_within_seconds(team, hosts):
     started = team(reduce_and_count)
     for rank in range(4):
         started.wait_for(rank, "done")
-    hosts.cut()
+    hosts.set_cable("down")
     cut = time.monotonic()
     for rank in range(4):
         heard = started.wait_for(rank, "error", 30)
-        assert heard["error"] == "PeerLost" and heard["rank"] // 2 != rank // 2, heard
-        assert 1.9 < heard["at"] - cut < 8, heard
+        assert heard["error"] == "PeerLost" and "allreduce 'w.3'" in heard["text"], heard
+        assert heard["rank"] // 2 != rank // 2, "each side names the other"
+        assert 1.9 < heard["at"] - cut < 12, heard
+    assert started.wait() == [0] * 4
 
 
 @pytest.mark.long(40)
@@ -246,15 +180,14 @@ def test_who_wants_to_wait_longer_survives_a_break_of_five_seconds(team, hosts):
     started = team(reduce_and_count, env={"HOROCLONE_LIVENESS_ERROR_S": "15"})
     for rank in range(4):
         started.wait_for(rank, "done")
-    hosts.lose()
+    for host in range(2):
+        hosts.set_deaf(host)
     time.sleep(5)
     assert not started.said(0, "error")
-    hosts.find()
-    mended, before = time.monotonic(), len(started.said(0, "done"))
-    while len(started.said(0, "done")) < before + 3:  # TCP's next try may take as long as the break took
-        assert time.monotonic() - mended < 20 and not started.said(0, "error"), started.outputs()
-        time.sleep(0.05)
-    hosts.cut()
+    for host in range(2):
+        hosts.set_deaf(host, deaf=False)
+    wait_for_more(started)  # TCP's next try may take as long as the break took
+    hosts.set_cable("down")
     cut = time.monotonic()
     for rank in range(4):
         heard = started.wait_for(rank, "error", 30)
@@ -262,48 +195,46 @@ def test_who_wants_to_wait_longer_survives_a_break_of_five_seconds(team, hosts):
         assert 14 < heard["at"] - cut < 40, heard
 
 
-@pytest.fixture
-def three_hosts():
-    """Each behind one cable to a switch."""
-    tag = secrets.token_hex(3)
-    third = secrets.randbelow(250)
-    names = [f"hc-{tag}-{side}" for side in ("a", "b", "c", "switch")]
-    addresses = [f"10.217.{third}.{host}" for host in (1, 2, 3)]
-    try:
-        for name in names:
+class Switched:
+    """Three hosts, each behind one cable to a switch."""
+
+    def __init__(self):
+        tag, third = secrets.token_hex(3), secrets.randbelow(250)
+        self.names = [f"hc-{tag}-{side}" for side in "abc"]
+        self.switch = f"hc-{tag}-switch"
+        self.addresses = [f"10.217.{third}.{host}" for host in (1, 2, 3)]
+
+    def open(self):
+        for name in (*self.names, self.switch):
             ip("netns", "add", name)
-        ip("-n", names[3], "link", "add", "name", "switch", "type", "bridge")
-        ip("-n", names[3], "link", "set", "switch", "up")
-        for name, address in zip(names, addresses, strict=False):
-            ip("-n", name, "link", "add", "cable", "type", "veth", "peer", "name", name, "netns", names[3])
-            ip("-n", names[3], "link", "set", name, "master", "switch", "up")
-            ip("-n", name, "addr", "add", f"{address}/29", "dev", "cable")
-            ip("-n", name, "link", "set", "cable", "up")
+        ip("-n", self.switch, "link", "add", "name", "switch", "type", "bridge")
+        ip("-n", self.switch, "link", "set", "switch", "up")
+        for name, address in zip(self.names, self.addresses, strict=True):
+            peer = ["type", "veth", "peer", "name", name, "netns", self.switch]
+            ip("-n", name, "link", "add", "cable0", *peer)
+            ip("-n", self.switch, "link", "set", name, "master", "switch", "up")
+            ip("-n", name, "addr", "add", f"{address}/29", "dev", "cable0")
+            ip("-n", name, "link", "set", "cable0", "up")
             ip("-n", name, "link", "set", "lo", "up")
-        yield names[:3], addresses
-    except (subprocess.CalledProcessError, OSError) as error:
-        pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', error)}")
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20)
+
+    def close(self):
+        delete(*self.names, self.switch)
 
 
-def test_a_break_between_two_hosts_of_whom_a_third_hears_both_is_no_loss(worker_pool, three_hosts):
-    names, addresses = three_hosts
+def test_a_break_between_two_hosts_of_whom_a_third_hears_both_is_no_loss(worker_pool, opened):
+    hosts = opened(Switched())
+    names, addresses = hosts.names, hosts.addresses
     started = worker_pool(reduce_and_count, 3, namespaces=names, addresses=[f"{addresses[0]}:0"])
     for rank in range(3):
         started.wait_for(rank, "done")
     ends = ((0, 2), (2, 0))
     for here, there in ends:
-        ip("-n", names[here], "neigh", "replace", addresses[there], "lladdr", "02:00:00:00:00:01", "dev", "cable", "nud", "permanent")  # fmt: skip
-    time.sleep(4)
+        set_deaf(names[here], addresses[there])
+    time.sleep(LONGER_THAN_A_SILENT_RANK_IS_WAITED_FOR_S)
     assert not any(started.said(rank, "error") for rank in range(3)), started.outputs()
     for here, there in ends:
-        ip("-n", names[here], "neigh", "del", addresses[there], "dev", "cable")
-    mended, before = time.monotonic(), len(started.said(0, "done"))
-    while len(started.said(0, "done")) < before + 3:
-        assert time.monotonic() - mended < 20 and not started.said(0, "error"), started.outputs()
-        time.sleep(0.05)
+        set_deaf(names[here], addresses[there], deaf=False)
+    wait_for_more(started)
 
 
 def test_a_rank_that_another_one_on_its_host_sees_running_is_waited_for(team):
@@ -311,30 +242,21 @@ def test_a_rank_that_another_one_on_its_host_sees_running_is_waited_for(team):
     for rank in range(4):
         started.wait_for(rank, "done")
     with held(started.pids[3]):
-        time.sleep(4)
-    before = len(started.said(0, "done"))
-    while len(started.said(0, "done")) < before + 3:
-        assert not started.said(0, "error"), started.outputs()
-        time.sleep(0.05)
+        time.sleep(LONGER_THAN_A_SILENT_RANK_IS_WAITED_FOR_S)
+    wait_for_more(started)
     assert "is not responding for 1 s" in started.output(0)
-
-
-def die_on_the_other_host():
-    hvd.init()
-    say(running=True, traces=worker_pools.traces())
-    reduce_until_it_fails()
 
 
 @pytest.mark.parametrize("victim", [0, 3])
 def test_a_rank_killed_on_one_host_is_named_on_both(team, victim):
-    started = team(die_on_the_other_host)
+    started = team(reduce_until_it_fails)
     for rank in range(4):
         started.wait_for(rank, "running")
     time.sleep(0.2)
     killed = started.send(victim, 9)
     for rank in set(range(4)) - {victim}:
         heard = started.wait_for(rank, "error", 10)
-        assert heard["rank"] == victim and heard["at"] - killed < 4.0, started.outputs()
+        assert heard["rank"] == victim and heard["at"] - killed < 8.0, started.outputs()
 
 
 def train():
@@ -376,7 +298,7 @@ def test_an_optimizer_on_two_hosts_equals_one_process(hosts, warm_worker_pool):
     )  # four imports at once would take their time
     try:
         started = with_torch.start(
-            train, 4, namespaces=hosts.places(2), addresses=[f"{hosts.addresses[0]}:0"]
+            train, 4, namespaces=hosts.places(2), addresses=[f"{hosts.addresses[0][0]}:0"]
         )
         try:
             assert started.wait(60) == [0] * 4, started.outputs()

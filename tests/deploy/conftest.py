@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import yaml
+from namespaces import delete, ip
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -47,10 +48,6 @@ eval "$VOLUMES"
 unset POD_NAME CLUSTER IMAGE VOLUMES
 exec "$@"
 """
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
 
 
 def documents(path: Path) -> dict[str, dict[str, Any]]:
@@ -227,7 +224,7 @@ class Pod:
                 os.kill(pid, signal.SIGKILL)
             self.process.kill()
             self.process.wait(10)
-        subprocess.run(["ip", "netns", "del", self.namespace], capture_output=True, timeout=20)
+        delete(self.namespace)
         self._file.close()
 
 
@@ -303,7 +300,7 @@ class Cluster:
     def close(self) -> None:
         for pod in self.pods:
             pod.close()
-        subprocess.run(["ip", "netns", "del", self.tag], capture_output=True, timeout=20)
+        delete(self.tag)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from namespaces import delete, ip
 
 pytest.importorskip("numpy")
 pytest.importorskip("horoclone._core", reason="the native module is not built: pip install -e .")
@@ -51,10 +52,6 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=30 State=UP
 """
 
 pytestmark = [pytest.mark.netns, pytest.mark.slow]
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
 
 
 class Slurm:
@@ -179,7 +176,7 @@ class Slurm:
                 daemon.kill()
                 daemon.wait(10)
         for space in self.spaces:
-            subprocess.run(["ip", "netns", "del", space], capture_output=True, timeout=20)
+            delete(space)
 
 
 class Batch:
