@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import time
 
 import numpy as np
+from worker_pool import say, wait_for_file
 from world import ranks
 
 import horoclone as hvd
 
 ENOUGH = 40  # calls in a row after which a session is open
-
-
-def say(**facts):
-    """worker_pool.say, which only the ranks of a worker_pool can import; warm worlds load this module too."""
-    import worker_pool
-
-    worker_pool.say(**facts)
 
 
 def loop(name=None, calls=ENOUGH):
@@ -55,21 +48,22 @@ def test_loops_of_the_other_operations_take_the_bypass():
     assert hvd.metrics()["bypassed"] - before > 3 * ENOUGH
 
 
-def come_late():
+def come_late(reported):
     hvd.init()
     loop("loop")
     if hvd.rank() == 1:
-        time.sleep(2.5)
+        wait_for_file(reported)
     loop("loop", 1)
     say(rounds=hvd.metrics()["bypassed"])
 
 
-def test_a_rank_that_is_late_in_a_round_of_the_bypass_is_named(worker_pool):
-    team = worker_pool(come_late, 3, env={"HOROVOD_STALL_CHECK_TIME_SECONDS": "0.5"})
+def test_a_rank_that_is_late_in_a_round_of_the_bypass_is_named(worker_pool, tmp_path):
+    reported, env = tmp_path / "reported", {"HOROVOD_STALL_CHECK_TIME_SECONDS": "0.5"}
+    team = worker_pool(come_late, 3, env=env, reported=str(reported))
+    missing = r"allreduce 'loop' \(\d+ s\): missing rank 1"
+    team.wait_for_output(0, missing, "rank 1 has nothing pending; its last call was allreduce 'loop'")
+    reported.touch()
     assert team.wait() == [0, 0, 0], team.outputs()
-    report = team.output(0)
-    assert re.search(r"allreduce 'loop' \(\d+ s\): missing rank 1", report), report
-    assert "rank 1 has nothing pending; its last call was allreduce 'loop'" in report, report
     assert all(team.said(rank, "rounds")[0]["rounds"] > 10 for rank in range(3))
 
 

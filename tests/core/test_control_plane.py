@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from worker_pool import say, wait_for_file
 from world import ranks
 
 import horoclone as hvd
@@ -106,23 +107,21 @@ def own_switches():
 CHAIN = {"HOROCLONE_SHARED_MEMORY": "0", "HOROCLONE_CONTROL_FANOUT": "1"}
 
 
-def two_come_late():
-    import worker_pool
-
+def two_come_late(reported):
     hvd.init()
     hvd.allreduce(np.ones(2, np.float32), name="known")
     if hvd.rank() in (1, 3):
-        time.sleep(2.0)
+        wait_for_file(reported)
     hvd.allreduce(np.ones(2, np.float32), name="known")
-    worker_pool.say(sent=hvd.metrics()["request_lists_sent"])
+    say(sent=hvd.metrics()["request_lists_sent"])
 
 
-def test_a_stall_report_names_who_is_missing_below_others(worker_pool):
-    team = worker_pool(two_come_late, 4, env={**CHAIN, "HOROVOD_STALL_CHECK_TIME_SECONDS": "0.8"})
+def test_a_stall_report_names_who_is_missing_below_others(worker_pool, tmp_path):
+    reported, env = tmp_path / "reported", {**CHAIN, "HOROVOD_STALL_CHECK_TIME_SECONDS": "0.8"}
+    team = worker_pool(two_come_late, 4, env=env, reported=str(reported))
+    team.wait_for_output(0, r"allreduce.known \(\d+ s\): missing ranks 1,3; ready ranks 0,2")
+    reported.touch()
     assert team.wait() == [0] * 4, team.outputs()
-    assert re.search(r"allreduce.known \([01] s\): missing ranks 1,3; ready ranks 0,2", team.output(0)), (
-        team.output(0)
-    )
 
 
 def some_steps():

@@ -9,16 +9,15 @@ import re
 import signal
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
-from worker_pool import held, left_over, say, traces
+from worker_pool import held, left_over, say, traces, wait_for_file
 
 import horoclone as hvd
 
 MODES = pytest.mark.parametrize("shared", [True, False], ids=["shared", "tcp"])
-AT_ONCE_S = 4.0  # for the end of a process, on a busy machine
+AT_ONCE_S = 8.0  # for the end of a process, on a busy machine
 SOON = {
     "HOROCLONE_LIVENESS_PROBE_S": "0.2",
     "HOROCLONE_LIVENESS_WARN_S": "0.6",
@@ -66,8 +65,9 @@ def check_death(team, victim, number=signal.SIGKILL):
 
 
 @MODES
-def test_a_rank_killed_at_any_moment_is_named_within_a_second_and_nothing_is_left(worker_pool, shared):
-    for _ in range(20 if shared else 10):
+@pytest.mark.parametrize("kills", [5, pytest.param(20, marks=pytest.mark.long(12))])
+def test_a_rank_killed_at_any_moment_is_named_at_once_and_nothing_is_left(worker_pool, shared, kills):
+    for _ in range(kills):
         check_death(worker_pool(reduce_until_it_fails, 3, env=mode(shared)), random.randrange(3))
 
 
@@ -130,9 +130,8 @@ def run(size):
     return [sys.executable, "-m", "horoclone.launch", "-np", str(size), sys.executable, "-c"]
 
 
-@MODES
-def test_the_launcher_reports_a_rank_killed_from_outside(launch, shared):
-    started = launch.start([*run(3), PROGRAM.format(what="")], env=mode(shared))
+def test_the_launcher_reports_a_rank_killed_from_outside(launch):
+    started = launch.start([*run(3), PROGRAM.format(what="")])
     for rank in range(3):
         started.wait_for(f"pid {rank} ")
     pid = int(re.search(r"pid 1 (\d+)", started.stdout)[1])
@@ -147,7 +146,7 @@ def test_the_launcher_reports_a_rank_killed_from_outside(launch, shared):
 
 @pytest.mark.parametrize(
     "name, what",
-    [("SIGSEGV", "ctypes.string_at(0)"), ("SIGABRT", "os.abort()")],
+    [("SIGSEGV", "ctypes.string_at(0)"), pytest.param("SIGABRT", "os.abort()", marks=pytest.mark.long(4))],
 )
 def test_the_signal_of_a_crash_is_in_the_report(launch, name, what):
     quiet = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))"
@@ -176,14 +175,12 @@ def reduce_for(seconds, linger=0):
 
 @MODES
 def test_a_stopped_rank_that_goes_on_in_time_costs_a_warning(worker_pool, shared):
-    team = worker_pool(reduce_for, 2, env=mode(shared, **SOON), seconds=0.3)
+    patient = {**SOON, "HOROCLONE_LIVENESS_ERROR_S": "20"}
+    team = worker_pool(reduce_for, 2, env=mode(shared, **patient), seconds=0.3)
     team.wait_for(0, "running")
     team.wait_for(1, "running")
     team.send(1, signal.SIGSTOP)
-    time.sleep(1.4)
-    assert "rank 1" in team.output(0) and "is not responding for 0 s (stopped? swapped out?)" in team.output(
-        0
-    )
+    team.wait_for_output(0, r"rank 1 .*is not responding for \d+ s \(stopped\? swapped out\?\)")
     team.send(1, signal.SIGCONT)
     assert team.wait() == [0, 0]
     assert team.said(0, "right")[0]["right"] and team.said(1, "right")[0]["right"], team.outputs()
@@ -210,7 +207,7 @@ def test_with_the_real_deadlines_stops_of_one_second_pass_and_one_that_lasts_doe
     team = worker_pool(reduce_for, 2, seconds=60)
     team.wait_for(0, "running")
     team.wait_for(1, "running")
-    for rank in (1, 0, 1):
+    for rank in (1, 0):
         team.send(rank, signal.SIGSTOP)
         time.sleep(1)
         team.send(rank, signal.SIGCONT)
@@ -218,15 +215,15 @@ def test_with_the_real_deadlines_stops_of_one_second_pass_and_one_that_lasts_doe
     assert not team.said(0, "error") and not team.said(1, "error"), team.outputs()
     stopped = team.send(1, signal.SIGSTOP)
     heard = team.wait_for(0, "error", 15)
-    assert heard["rank"] == 1 and 1.9 < heard["at"] - stopped < 8, heard
+    assert heard["rank"] == 1 and 1.9 < heard["at"] - stopped < 12, heard
 
 
 def test_who_wants_to_wait_longer_says_so(worker_pool):
-    team = worker_pool(reduce_for, 2, env={"HOROCLONE_LIVENESS_ERROR_S": "30"}, seconds=4)
+    team = worker_pool(reduce_for, 2, env={"HOROCLONE_LIVENESS_ERROR_S": "30"}, seconds=1)
     team.wait_for(0, "running")
     team.wait_for(1, "running")
     team.send(1, signal.SIGSTOP)
-    time.sleep(4)
+    time.sleep(3.5)
     team.send(1, signal.SIGCONT)
     assert team.wait() == [0, 0] and team.said(0, "right")[0]["right"], team.outputs()
 
@@ -236,7 +233,7 @@ def test_a_rank_that_the_kernel_does_not_see_stopped_is_waited_for(worker_pool):
     team.wait_for(0, "running")
     team.wait_for(1, "running")
     with held(team.pids[1]):
-        time.sleep(4)
+        time.sleep(3.5)
     assert "rank 1" in team.output(0) and "is not responding for 1 s" in team.output(0)
     assert team.wait() == [0, 0]
     assert team.said(0, "right")[0]["right"] and team.said(1, "right")[0]["right"], team.outputs()
@@ -246,9 +243,9 @@ def wait_for_a_slow_rank():
     hvd.init()
     hvd.barrier()
     began, used = time.monotonic(), time.process_time()
-    for step in range(3):
+    for step in range(2):
         if hvd.rank() == 1:
-            time.sleep(1.5)
+            time.sleep(1.0)
         assert hvd.allreduce(np.full(1000, step), op=hvd.Sum, name="w").tolist() == [2 * step] * 1000
     say(share=(time.process_time() - used) / (time.monotonic() - began))
 
@@ -320,13 +317,17 @@ def wait_with_an_alarm(torch_tensor):
         say(error=type(error).__name__, rank=getattr(error, "rank", None), text=str(error))
 
 
-@pytest.mark.parametrize("torch_tensor", [False, True], ids=["array", "tensor"])
+@pytest.mark.parametrize(
+    ("torch_tensor", "size"),
+    [(False, 3), pytest.param(True, 2, marks=pytest.mark.long(10))],
+    ids=["array", "tensor"],
+)
 def test_an_exception_of_a_signal_handler_is_told_with_its_rank_its_text_and_the_call(
-    worker_pool, torch_tensor
+    worker_pool, torch_tensor, size
 ):
-    team = worker_pool(wait_with_an_alarm, 3, torch_tensor=torch_tensor)
-    assert team.wait() == [0, 0, 0], team.outputs()
-    for rank in (0, 2):
+    team = worker_pool(wait_with_an_alarm, size, torch_tensor=torch_tensor)
+    assert team.wait() == [0] * size, team.outputs()
+    for rank in set(range(size)) - {1}:
         heard = team.said(rank, "error")[0]
         assert heard["error"] == "Aborted", heard
         assert re.search(
@@ -359,8 +360,7 @@ def name_differently(limit, reported):
     hvd.init()
     handle = hvd.allreduce_async(np.ones(4), name="layer.1" if hvd.rank() < 2 else "layer.2")
     if not limit:
-        while not Path(reported).exists():
-            time.sleep(0.02)
+        wait_for_file(reported)
         hvd.allreduce(np.ones(4), name="layer.2" if hvd.rank() < 2 else "layer.1")
         hvd.synchronize(handle)
         return say(right=True)
@@ -370,7 +370,7 @@ def name_differently(limit, reported):
         say(error=type(error).__name__, text=str(error))
 
 
-@pytest.mark.parametrize("limit", [0, 3])
+@pytest.mark.parametrize("limit", [0, 2])
 def test_different_names_are_reported_with_their_ranks_and_fail_at_the_limit(worker_pool, limit, tmp_path):
     env = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(limit)}
     reported = tmp_path / "reported"
@@ -380,10 +380,7 @@ def test_different_names_are_reported_with_their_ranks_and_fail_at_the_limit(wor
         r"layer\.1.*missing rank 2; ready ranks 0,1",
         r"layer\.2.*missing ranks 0,1; ready rank 2",
     ]
-    deadline = time.monotonic() + 20
-    while not all(re.search(line, team.output(0)) for line in expected):
-        assert time.monotonic() < deadline, team.outputs()
-        time.sleep(0.05)
+    team.wait_for_output(0, *expected)
     reported.touch()
     assert team.wait(20) == [0, 0, 0], team.outputs()
     for rank in range(3):

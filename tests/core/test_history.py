@@ -1,6 +1,6 @@
 """Random programs in which ranks are killed; the history that all ranks wrote must be sound (see history_check.py).
 
-HOROCLONE_TEST_HISTORY_S is for how many seconds programs are tried (default 8), HOROCLONE_TEST_HISTORY_SEED where they begin.
+HOROCLONE_TEST_HISTORY_S is for how many seconds programs are tried (default 4), HOROCLONE_TEST_HISTORY_SEED where they begin.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from worker_pool import say
 
 import horoclone as hvd
 
-LONG_S = float(os.environ.get("HOROCLONE_TEST_HISTORY_S", "8"))
+LONG_S = float(os.environ.get("HOROCLONE_TEST_HISTORY_S", "4"))
 SEED = int(os.environ.get("HOROCLONE_TEST_HISTORY_SEED", str(random.randrange(1 << 30))))
 DTYPES = (np.float32, np.float64, np.int32, np.int64, np.uint8)
 

@@ -116,11 +116,15 @@ def ranks(tmp_path):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", ["open_mpi", "mpich"])
 @pytest.mark.parametrize(
-    ("size", "words"),
-    [(2, ("by=mpi",)), (4, ("by=mpi", "pairs", "user"))],
-    ids=["2 nodes", "2 nodes of 2"],
+    ("name", "size", "words"),
+    [
+        ("open_mpi", 4, ("by=mpi", "pairs", "user")),
+        ("mpich", 2, ("by=mpi",)),
+        pytest.param("open_mpi", 2, ("by=mpi",), marks=pytest.mark.long(8)),
+        pytest.param("mpich", 4, ("by=mpi", "pairs", "user"), marks=pytest.mark.long(10)),
+    ],
+    ids=["Open MPI, 2 nodes of 2", "MPICH, 2 nodes", "Open MPI, 2 nodes", "MPICH, 2 nodes of 2"],
 )
 def test_mpi_moves_the_data_when_it_is_asked_to(launch, request, ranks, name, size, words):
     mpi = request.getfixturevalue(name)

@@ -32,6 +32,9 @@ if __name__ == "__main__":
                 assert f"was started by rank {hvd.rank()} " in text and "__name__" in text and "spawn" in text, text
     with mp.get_context("spawn").Pool(1) as pool:
         assert pool.map(work, [4]) == [(8, place, False)]
+    with mp.get_context("fork").Pool(2) as pool:
+        assert pool.map(abs, [-1, -2, -3]) == [1, 2, 3]
+    assert hvd.allreduce(np.ones(2), op=hvd.Sum).tolist() == [2, 2]
     alone = {name: text for name, text in __import__("os").environ.items() if "HORO" not in name}
     line = "import horoclone as h; h.init(); print(h.size(), h.allreduce([1.0], op=h.Sum)[0])"
     assert subprocess.check_output([sys.executable, "-c", line], env=alone, text=True) == "1 1.0\\n"

@@ -114,197 +114,172 @@ def test_memory_that_a_child_inherits_is_not_written_by_the_parent():
     assert array[0] == 1.0 and texts == ["True"]
 
 
-# --- endings, under our launcher, so that exit codes and output are real
+# --- endings of processes of their own, so that exit codes and output are real
+
+
+def leave_early():
+    hvd.init()
+    if hvd.rank() == 1:
+        sys.exit(3)
+    try:
+        hvd.allreduce(np.ones(4), name="w")
+    except hvd.HorovodInternalError as error:
+        print("heard", error)
+
+
+def test_a_rank_that_leaves_early_fails_the_others_soon(worker_pool):
+    team = worker_pool(leave_early, 2)
+    assert team.wait(15) == [0, 3], team.outputs()
+    assert re.search("heard .*rank 1", team.output(0)), team.outputs()
+
+
+def leave_with_pending_work():
+    hvd.init()
+    hvd.allreduce_async(np.ones(1000), name="a")
+    print("end")
+
+
+def test_an_exit_with_pending_work_does_not_hang(worker_pool):
+    team = worker_pool(leave_with_pending_work, 2)
+    assert team.wait(15) == [0, 0] and team.outputs().count("end") == 2, team.outputs()
+
+
+def leave_before_the_other_has_come():
+    hvd.init()
+    if hvd.rank() == 0:
+        time.sleep(2)
+    handle = hvd.allreduce_async(np.ones(3) * (hvd.rank() + 1), name="a", op=hvd.Sum)
+    if hvd.rank() == 0:
+        print("sum", hvd.synchronize(handle).tolist())
+
+
+def test_an_exit_waits_for_a_slower_rank_that_needs_what_was_submitted(worker_pool):
+    team = worker_pool(leave_before_the_other_has_come, 2)
+    assert team.wait() == [0, 0] and "sum [3.0, 3.0, 3.0]" in team.output(0), team.outputs()
+
+
+def leave_with_work_that_never_gets_ready():
+    hvd.init()
+    hvd.allreduce_async(np.ones(9), name=f"only {hvd.rank()}")
+
+
+def test_an_exit_with_work_that_never_gets_ready_does_not_hang(worker_pool):
+    worker_pool(leave_with_work_that_never_gets_ready, 2).wait(15)
+
+
+def fork_a_child_that_exits_normally():
+    hvd.init()
+    if os.fork() == 0:
+        sys.exit(0)  # runs the interpreter's exit functions in the child
+    assert os.wait()[1] == 0
+    assert hvd.allreduce(np.ones(2), op=hvd.Sum).tolist() == [2, 2]
+
+
+def test_an_exit_without_shutdown_and_a_forked_child_that_exits_normally(worker_pool):
+    team = worker_pool(fork_a_child_that_exits_normally, 2)
+    assert team.wait(15) == [0, 0], team.outputs()
+
+
+def interrupt_yourself():
+    hvd.init()
+    if hvd.rank() == 1:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+    try:
+        hvd.barrier()
+    except hvd.HorovodInternalError as error:
+        print("heard", error)
+
+
+def test_ctrl_c_in_one_rank_is_said_to_the_others(worker_pool):
+    team = worker_pool(interrupt_yourself, 2)
+    team.wait(15)
+    assert "rank 1 was interrupted (Ctrl-C)" in team.output(0), team.outputs()
+
+
+def be_interrupted_in_a_wait(calls):
+    hvd.init()
+    for _ in range(calls):  # then it is in a round of the bypass that rank 1 never enters
+        hvd.allreduce(np.ones(1), name="x")
+    if hvd.rank() == 0:
+        try:
+            threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+            hvd.allreduce(np.ones(1), name="x")
+        except KeyboardInterrupt:
+            os.write(1, b"interrupted\n")
+    else:
+        time.sleep(5)
+        os.write(1, b"awake\n")
+    hvd.shutdown()
+
+
+@pytest.mark.parametrize("calls", [0, 40], ids=["first call", "in a loop"])
+def test_ctrl_c_during_a_wait_is_served_at_once(worker_pool, calls):
+    team = worker_pool(be_interrupted_in_a_wait, 2, calls=calls)
+    team.wait_for_output(0, "interrupted")
+    assert "awake" not in team.output(1), "the interrupt waited for the other rank"
+
+
+def be_interrupted_in_loops():
+    from horoclone.arrays.handles import table
+
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    for life in range(12):
+        hvd.init()
+        for _ in range(40):
+            hvd.allreduce(np.ones(1), name="x")
+        try:
+            if hvd.rank() == 0:
+                signal.setitimer(signal.ITIMER_REAL, 0.003 + 0.0007 * life)
+            while True:
+                hvd.allreduce_(np.ones(1), name="x")
+                if hvd.rank() == 1:
+                    time.sleep(0.0002)  # so that rank 0 waits
+        except KeyboardInterrupt:
+            assert not table.pending, table.pending
+            assert hvd.metrics()["live_handles"] == 0
+        except hvd.HorovodInternalError:
+            assert hvd.rank() == 1
+        hvd.shutdown()
+
+
+def test_ctrl_c_at_any_moment_of_a_loop_leaves_no_operation_behind(worker_pool):
+    """Also between the first look at a round and the wait: nothing is under way afterwards, and a new life begins."""
+    team = worker_pool(be_interrupted_in_loops, 2)
+    assert team.wait(60) == [0, 0], team.outputs()
+
+
+def raise_with_a_hook():
+    sys.excepthook = lambda kind, error, trace: print("my hook saw", error)
+    hvd.init()
+    raise KeyError("mine") if hvd.rank() == 0 else SystemExit(0)
+
+
+def test_an_exception_hook_of_the_user_still_runs(worker_pool):
+    team = worker_pool(raise_with_a_hook, 2)
+    assert team.wait() == [1, 0] and "my hook saw 'mine'" in team.output(0), team.outputs()
+
+
+def fail_before_the_others_have_connected():
+    if os.environ["HOROCLONE_RANK"] == "1":
+        time.sleep(0.3)
+        hvd.init(process_sets=[3])
+    try:
+        hvd.init()
+    except hvd.PeerLost as error:
+        print("heard of rank", error.rank, error)
+
+
+def test_a_failure_before_everybody_is_connected_is_told_to_those_who_wait(worker_pool):
+    team = worker_pool(fail_before_the_others_have_connected, 2)
+    assert team.wait() == [0, 1], team.outputs()
+    assert "heard of rank 1 rank 1 failed before it was connected" in team.output(0), team.outputs()
+    assert "ValueError: process_sets[0] is 3" in team.output(0), team.outputs()
 
 
 def program(body):
     return f"import os, signal, sys, time\nimport numpy as np\nimport horoclone as hvd\n{body}"
-
-
-@pytest.fixture
-def two(launch):
-    """two(body) runs a program on two ranks under horoclonerun; gives the finished command."""
-
-    def run(body, check=True, size=2, timeout_s=40):
-        command = [
-            sys.executable, "-m", "horoclone.launch", "-np", str(size), sys.executable, "-c", program(body)
-        ]  # fmt: skip
-        env = {"HOROCLONE_START_TIMEOUT": "20"}
-        return launch(command, env=env, timeout_s=timeout_s, check=check)
-
-    return run
-
-
-def test_a_rank_that_leaves_early_fails_the_others_soon(two):
-    done = two(
-        """
-hvd.init()
-if hvd.rank() == 1:
-    sys.exit(3)
-started = time.monotonic()
-try:
-    hvd.allreduce(np.ones(4), name="w")
-except hvd.HorovodInternalError as error:
-    print("after", time.monotonic() - started, error, flush=True)
-""",
-        check=False,
-    )
-    assert "rank 1" in done.stdout, done.output
-    assert float(re.search(r"after ([\d.e-]+)", done.stdout)[1]) < 2.0
-    assert done.returncode == 3, done.output
-
-
-def test_an_exit_with_pending_work_does_not_hang(two):
-    done = two("hvd.init()\nhvd.allreduce_async(np.ones(1000), name='a')\nprint('end', flush=True)\n")
-    assert done.stdout.count("end") == 2 and done.seconds < 15
-
-
-def test_an_exit_waits_for_a_slower_rank_that_needs_what_was_submitted(two):
-    done = two(
-        """
-hvd.init()
-if hvd.rank() == 0:
-    time.sleep(7)
-handle = hvd.allreduce_async(np.ones(3) * (hvd.rank() + 1), name="a", op=hvd.Sum)
-if hvd.rank() == 0:
-    print("sum", hvd.synchronize(handle).tolist(), flush=True)
-"""
-    )
-    assert "sum [3.0, 3.0, 3.0]" in done.stdout, done.output
-
-
-def test_an_exit_with_work_that_never_gets_ready_does_not_hang(two):
-    done = two("hvd.init()\nhvd.allreduce_async(np.ones(9), name=f'only {hvd.rank()}')\n", check=False)
-    assert done.seconds < 15
-
-
-def test_an_exit_without_shutdown_and_a_forked_child_that_exits_normally(two):
-    done = two(
-        """
-hvd.init()
-if os.fork() == 0:
-    sys.exit(0)  # runs the interpreter's exit functions in the child
-assert os.wait()[1] == 0
-assert hvd.allreduce(np.ones(2), op=hvd.Sum).tolist() == [2, 2]
-"""
-    )
-    assert done.seconds < 15
-
-
-def test_multiprocessing_workers_by_fork_and_by_spawn(two):
-    done = two(
-        """
-import multiprocessing
-hvd.init()
-for method in ("fork", "spawn", "forkserver"):
-    with multiprocessing.get_context(method).Pool(2) as pool:
-        assert pool.map(abs, [-1, -2, -3]) == [1, 2, 3]
-    assert hvd.allreduce(np.ones(2), op=hvd.Sum).tolist() == [2, 2]
-print("fine", flush=True)
-"""
-    )
-    assert done.stdout.count("fine") == 2, done.output
-
-
-def test_ctrl_c_in_one_rank_is_said_to_the_others(two):
-    done = two(
-        """
-hvd.init()
-if hvd.rank() == 1:
-    time.sleep(0.3)
-    os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(5)
-try:
-    hvd.barrier()
-except hvd.HorovodInternalError as error:
-    print("heard", error, flush=True)
-""",
-        check=False,
-    )
-    assert "rank 1 was interrupted (Ctrl-C)" in done.stdout, done.output
-    assert done.seconds < 15
-
-
-@pytest.mark.parametrize("calls", [0, 40], ids=["first call", "in a loop"])
-def test_ctrl_c_during_a_wait_is_served_at_once(two, calls):
-    done = two(
-        f"calls = {calls}"
-        + """
-import threading
-hvd.init()
-for _ in range(calls):  # then it is in a round of the bypass that rank 1 never enters
-    hvd.allreduce(np.ones(1), name="x")
-if hvd.rank() == 0:
-    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-    started = time.monotonic()
-    try:
-        hvd.allreduce(np.ones(1), name="x")
-    except KeyboardInterrupt:
-        print("interrupted after", time.monotonic() - started, flush=True)
-else:
-    time.sleep(2)
-hvd.shutdown()
-"""
-    )
-    assert float(re.search(r"interrupted after ([\d.]+)", done.stdout)[1]) < 1.5, done.output
-
-
-def test_ctrl_c_at_any_moment_of_a_loop_leaves_no_operation_behind(two):
-    """Also between the first look at a round and the wait: nothing is under way afterwards, and a new life begins."""
-    done = two(
-        """
-import threading
-from horoclone.arrays.handles import table
-for life in range(12):
-    hvd.init()
-    for _ in range(40):
-        hvd.allreduce(np.ones(1), name="x")
-    if hvd.rank() == 0:
-        threading.Timer(0.003 + 0.0007 * life, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-    try:
-        while True:
-            hvd.allreduce_(np.ones(1), name="x")
-            if hvd.rank() == 1:
-                time.sleep(0.0002)  # so that rank 0 waits
-    except KeyboardInterrupt:
-        assert not table.pending, table.pending
-        assert hvd.metrics()["live_handles"] == 0
-    except hvd.HorovodInternalError:
-        assert hvd.rank() == 1
-    hvd.shutdown()
-print("lived", flush=True)
-"""
-    )
-    assert done.stdout.count("lived") == 2, done.output
-
-
-def test_an_exception_hook_of_the_user_still_runs(two):
-    done = two(
-        """
-sys.excepthook = lambda kind, error, trace: print("my hook saw", error, flush=True)
-hvd.init()
-raise KeyError("mine") if hvd.rank() == 0 else SystemExit(0)
-""",
-        check=False,
-    )
-    assert "my hook saw 'mine'" in done.stdout, done.output
-
-
-def test_a_failure_before_everybody_is_connected_is_told_to_those_who_wait(two):
-    done = two(
-        """
-if os.environ["HOROCLONE_RANK"] == "1":
-    time.sleep(0.3)
-    hvd.init(process_sets=[3])
-try:
-    hvd.init()
-except hvd.PeerLost as error:
-    print("heard of rank", error.rank, error, flush=True)
-""",
-        check=False,
-    )
-    assert "heard of rank 1 rank 1 failed before it was connected" in done.stdout, done.output
-    assert "ValueError: process_sets[0] is 3" in done.stdout, done.output
 
 
 def test_a_rank_that_never_comes_is_named_when_the_time_is_over(launch):

@@ -10,18 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from worker_pool import say
 from world import ranks
 
 import horoclone as hvd
 from horoclone.launch import debug, doctor, tool
 from horoclone.launch.usage import LaunchError
-
-
-def say(**facts):
-    """worker_pool.say, which only the ranks of a worker_pool can import; warm worlds load this module too."""
-    import worker_pool
-
-    worker_pool.say(**facts)
 
 
 @ranks(2)

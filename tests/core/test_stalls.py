@@ -11,6 +11,7 @@ import time
 
 import numpy as np
 import pytest
+from worker_pool import say, wait_for_file
 from world import ranks
 
 import horoclone as hvd
@@ -19,47 +20,61 @@ SOON = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "0.5"}
 MODES = pytest.mark.parametrize("shared", ["1", "0"], ids=["shared", "tcp"])
 
 
-def say(**facts):
-    """worker_pool.say, which only the ranks of a worker_pool can import; warm worlds load this module too."""
-    import worker_pool
-
-    worker_pool.say(**facts)
-
-
-def wait_until_reported_for(seconds, how):
-    """Rank 1 comes late, in one of several ways."""
+def wait_until_reported(how, reported):
+    """Rank 1 comes late, in one of several ways: when there is the file that says that its absence was reported."""
     if how == "python":
-        time.sleep(seconds)
+        wait_for_file(reported)
     elif how == "extension":
         reading, writing = os.pipe()
-        threading.Timer(seconds, os.write, (writing, b"x")).start()
+
+        def end_the_wait():
+            wait_for_file(reported)
+            os.write(writing, b"x")
+
+        threading.Thread(target=end_the_wait).start()
         ctypes.CDLL(None).read(reading, ctypes.create_string_buffer(1), 1)  # without the GIL
     else:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
+        while not os.path.exists(reported):
             ctypes.PyDLL(None).usleep(50_000)  # in C and with the GIL
 
 
-def come_late(how):
+def come_late(how, reported):
     hvd.init()
     hvd.allreduce(np.ones(2), name="before")
     if hvd.rank() == 1:
-        wait_until_reported_for(2.0, how)
-        hvd.allreduce(np.ones(2), name="late")
-    else:
-        hvd.allreduce(np.ones(2), name="late")
+        wait_until_reported(how, reported)
+    hvd.allreduce(np.ones(2), name="late")
     say(right=True)
 
 
-@MODES
-@pytest.mark.parametrize("how", ["python", "extension", "extension with the GIL"])
-def test_the_report_shows_what_the_late_rank_does(worker_pool, how, shared):
-    team = worker_pool(come_late, 3, env={**SOON, "HOROCLONE_SHARED_MEMORY": shared}, how=how)
-    assert team.wait() == [0, 0, 0], team.outputs()
-    report = team.output(0)
-    assert re.search(r"allreduce\.late \(\d+ s\): missing rank 1; ready ranks 0,2", report), report
+def ends_after_report(team, pattern, reported):
+    """Rank 0's output, in which there is this. Then rank 1 comes, and all ranks end."""
+    team.wait_for_output(0, pattern)
+    reported.touch()
+    assert team.wait() == [0] * team.size, team.outputs()
+    return team.output(0)
+
+
+@pytest.mark.parametrize(
+    ("how", "shared"),
+    [
+        ("python", "0"),
+        *((how, "1") for how in ("extension", "extension with the GIL")),
+        pytest.param("python", "1", marks=pytest.mark.long(3)),
+        *(
+            pytest.param(how, "0", marks=pytest.mark.long(3))
+            for how in ("extension", "extension with the GIL")
+        ),
+    ],
+)
+def test_the_report_shows_what_the_late_rank_does(worker_pool, tmp_path, how, shared):
+    reported = tmp_path / "reported"
+    env = {**SOON, "HOROCLONE_SHARED_MEMORY": shared}
+    team = worker_pool(come_late, 3, env=env, how=how, reported=str(reported))
+    missing = r"allreduce\.late \(\d+ s\): missing rank 1; ready ranks 0,2"
+    report = ends_after_report(team, rf"{missing}[^\0]*in come_late", reported)
     assert "rank 1 has nothing pending; its last call was allreduce 'before'" in report, report
-    assert "in wait_until_reported_for" in report and "in come_late" in report, report
+    assert "in wait_until_reported" in report, report
     assert "rank 2 " not in report.replace("[rank 2]", ""), "a rank that waits is not late"
 
 
@@ -93,39 +108,43 @@ def test_two_ranks_that_wait_in_different_collectives_are_both_shown(worker_pool
         assert "in wait_in_b" in text and text.count("in wait_for_each_other") == 2, text
 
 
-@pytest.mark.parametrize(
-    ("setting", "reported", "stack"),
-    [("HOROVOD_STALL_CHECK_DISABLE=1", False, False), ("HOROCLONE_STALL_STACKS=0", True, False)],
-)
-def test_both_can_be_switched_off(worker_pool, setting, reported, stack):
-    name, _, value = setting.partition("=")
-    team = worker_pool(come_late, 2, env={**SOON, name: value}, how="python")
-    assert team.wait() == [0, 0], team.outputs()
-    assert ("missing rank 1" in team.output(0)) == reported, team.outputs()
-    assert ("wait_until_reported_for" in team.output(0)) == stack, team.outputs()
+def test_reports_can_be_switched_off(worker_pool, tmp_path):
+    reported = tmp_path / "reported"
+    env = {**SOON, "HOROVOD_STALL_CHECK_DISABLE": "1"}
+    team = worker_pool(come_late, 2, env=env, how="python", reported=str(reported))
+    time.sleep(2.0)
+    reported.touch()
+    assert team.wait() == [0, 0] and "missing rank 1" not in team.output(0), team.outputs()
 
 
-def keep_own_handlers():
+def test_stacks_can_be_switched_off(worker_pool, tmp_path):
+    reported = tmp_path / "reported"
+    env = {**SOON, "HOROCLONE_STALL_STACKS": "0"}
+    team = worker_pool(come_late, 2, env=env, how="python", reported=str(reported))
+    assert "wait_until_reported" not in ends_after_report(team, "missing rank 1", reported), team.outputs()
+
+
+def keep_own_handlers(reported):
     """Every real-time signal has a handler of the program's before init: none is taken, and nothing is raised."""
     heard = []
     for number in range(signal.SIGRTMIN, signal.SIGRTMAX + 1):
         signal.signal(number, lambda number, frame: heard.append(number))
-    come_late("python")
+    come_late("python", reported)
     say(heard=heard)
 
 
-def take_over_later():
+def take_over_later(reported):
     hvd.init()
     for number in range(signal.SIGRTMIN, signal.SIGRTMAX + 1):
         signal.signal(number, signal.SIG_DFL)  # would end the process
-    come_late("python")
+    come_late("python", reported)
 
 
 @pytest.mark.parametrize("body", [keep_own_handlers, take_over_later])
-def test_a_program_that_uses_the_signals_keeps_them(worker_pool, body):
-    team = worker_pool(body, 2, env=SOON)
-    assert team.wait() == [0, 0], team.outputs()
-    assert "its stack is not available" in team.output(0), team.outputs()
+def test_a_program_that_uses_the_signals_keeps_them(worker_pool, tmp_path, body):
+    reported = tmp_path / "reported"
+    team = worker_pool(body, 2, env=SOON, reported=str(reported))
+    ends_after_report(team, "its stack is not available", reported)
     assert all(not said["heard"] for rank in range(2) for said in team.said(rank, "heard"))
 
 
@@ -141,12 +160,9 @@ def stop_in_the_middle():
 def test_a_stopped_rank_has_not_answered(worker_pool):
     team = worker_pool(stop_in_the_middle, 2, env=SOON)
     team.wait_for(1, "stops")
-    deadline = time.monotonic() + 20
-    while "has not answered" not in team.output(0) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    team.wait_for_output(0, r"rank 1 has not answered \(stopped\? very busy\?\)")
     team.send(1, signal.SIGCONT)
     assert team.wait() == [0, 0], team.outputs()
-    assert "rank 1 has not answered (stopped? very busy?)" in team.output(0), team.outputs()
 
 
 @ranks(3)

@@ -2,137 +2,181 @@
 
 from __future__ import annotations
 
+import os
+import re
+import secrets
+import signal
 import sys
+import threading
+import time
 
 import pytest
 
 pytest.importorskip("numpy")
 pytest.importorskip("horoclone._core", reason="the native module is not built: pip install -e .")
 
-RANKS = 3
-NOTICED_WITHIN_S = 5.0  # it takes at most 1 s on a machine with nothing else to do
-
-# One rank. argv: the phase in which the victim kills itself, and its rank.
-LIFE = """
-import os, sys, threading, time
-phase, victim = sys.argv[1], int(sys.argv[2])
-rank = int(os.environ.get("HOROVOD_RANK") or os.environ["RANK"])
-dies = rank == victim
-
-def die(*_):
-    os.write(1, f"died {time.monotonic()}\\n".encode())
-    os.kill(os.getpid(), 9)
-
-if dies and phase == "before init":
-    die()
 import numpy as np
+
 import horoclone as hvd
-from horoclone import errors
-from horoclone.runtime import lifecycle
 from horoclone.bootstrap import exchange
+from horoclone.runtime import lifecycle
 
-class Dies:
-    def __init__(self, native):
-        self.native = native
-    def __getattr__(self, name):
-        return getattr(self.native, name)
-    def connect(self, *arguments):
-        if phase == "before connecting":
-            die()
-        self.native.connect(*arguments)
-        if phase == "connected":
-            die()
-    def shutdown(self, *arguments):
-        if phase == "before shutdown":
-            die()
-        self.native.shutdown(*arguments)
-
-if dies:
-    new_runtime = lifecycle.new_runtime
-    lifecycle.new_runtime = lambda settings: Dies(new_runtime(settings))
-    gather = exchange.Job.gather
-    def gather_and_die(self, *arguments):
-        if phase == "before gathering":
-            die()
-        blobs = gather(self, *arguments)
-        if phase == "gathered":
-            die()
-        return blobs
-    exchange.Job.gather = gather_and_die
-    if phase == "while gathering":
-        threading.Timer(1.0, die).start()
-elif phase == "while gathering" and rank == 2:
-    if "MASTER_PORT" in os.environ:
-        sys.exit(0)  # with no launcher it would find nobody left to tell it
-    time.sleep(2.5)
-
-began = time.monotonic()
-try:
-    for life in range(3):
-        hvd.init()
-        assert hvd.allreduce(np.ones(10), op=hvd.Sum, name="w")[0] == hvd.size()
-        hvd.shutdown()
-        if life == 0 and dies and phase == "between lives":
-            die()
-    print("survived", rank, flush=True)
-except errors.HorovodInternalError as error:
-    culprit = getattr(error, "rank", None)
-    os.write(1, f"noticed {rank} {type(error).__name__} {culprit} {time.monotonic()} {error}\\n".encode())
-"""
-
-# What a user does who starts the ranks with nothing that watches them.
-BY_HAND = """
-import os, secrets, subprocess, sys
-size = int(sys.argv[1])
-port = str(1024 + secrets.randbelow(60000))  # only a name here: the ranks are on one host
-ranks = []
-for rank in range(size):
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
-    variables = {name: str(value) for name, value in variables.items()} | {"MASTER_ADDR": "127.0.0.1"}
-    ranks.append(subprocess.Popen(sys.argv[2:], env=os.environ | variables))
-for one in ranks:
-    one.wait()
-"""
-
-HOROCLONERUN = [sys.executable, "-m", "horoclone.launch", "-np", str(RANKS)]
-WITHOUT = [sys.executable, "-c", BY_HAND, str(RANKS)]
+RANKS = 3
+NOTICED_WITHIN_S = 15.0  # it takes at most 1 s on a machine with nothing else to do
 PHASES = [
     "before gathering", "while gathering", "gathered", "before connecting", "connected", "before shutdown",
     "between lives"
 ]  # fmt: skip
 
 
-def check(done, victim, survivors):
-    words = [line.split("] ")[-1].split(maxsplit=5) for line in done.stdout.splitlines()]
-    died = [float(line[1]) for line in words if line[:1] == ["died"]]
-    noticed = {int(line[1]): line for line in words if line[:1] == ["noticed"]}
-    assert len(died) == 1 and "survived" not in done.stdout, done.output
-    assert set(noticed) == survivors - {victim}, done.output
-    for line in noticed.values():
-        assert line[2:4] == ["PeerLost", str(victim)], done.output
-        assert float(line[4]) - died[0] < NOTICED_WITHIN_S, done.output
+# --- in the ranks
 
 
-# Both victims in each phase are below; what the launcher adds is the news of a death, whoever it is.
+def write(*words):
+    """A line, in one piece."""
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())
+
+
+def die():
+    write("died", time.monotonic())
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Dies:
+    """The runtime of a rank that ends in this phase."""
+
+    def __init__(self, native, phase):
+        self.native, self.phase = native, phase
+
+    def __getattr__(self, name):
+        return getattr(self.native, name)
+
+    def connect(self, *arguments):
+        if self.phase == "before connecting":
+            die()
+        self.native.connect(*arguments)
+        if self.phase == "connected":
+            die()
+
+    def shutdown(self, *arguments):
+        if self.phase == "before shutdown":
+            die()
+        self.native.shutdown(*arguments)
+
+
+def prepare_to_die(phase):
+    new_runtime, gather = lifecycle.new_runtime, exchange.Job.gather
+
+    def gather_and_die(self, *arguments):
+        if phase == "before gathering":
+            die()
+        if phase == "while gathering":
+            threading.Timer(0.5, die).start()
+        blobs = gather(self, *arguments)
+        if phase == "gathered":
+            die()
+        return blobs
+
+    lifecycle.new_runtime = lambda settings: Dies(new_runtime(settings), phase)
+    exchange.Job.gather = gather_and_die
+
+
+def start_by_hand(port):
+    """From here on with the variables of a user who starts the ranks with nothing that watches them."""
+    rank, size = os.environ["HOROCLONE_RANK"], os.environ["HOROCLONE_SIZE"]
+    for name in [name for name in os.environ if name.startswith("HOROCLONE_")]:
+        if name != "HOROCLONE_SELECTION":
+            del os.environ[name]
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))  # only a name here: all are on one host
+
+
+def live(phase, victim, port=0):
+    """One rank. port: it is started by hand."""
+    rank = int(os.environ["HOROCLONE_RANK"])
+    if port:
+        start_by_hand(port)
+    if rank == victim:
+        if phase == "before init":
+            die()
+        prepare_to_die(phase)
+    elif phase == "while gathering" and rank == 2:
+        if port:
+            sys.exit(0)  # with no launcher it would find nobody left to tell it
+        time.sleep(1.5)
+    try:
+        for life in range(3):
+            hvd.init()
+            assert hvd.allreduce(np.ones(10), op=hvd.Sum, name="w")[0] == hvd.size()
+            hvd.shutdown()
+            if life == 0 and rank == victim and phase == "between lives":
+                die()
+        write("survived", rank)
+    except hvd.HorovodInternalError as error:
+        write("noticed", rank, type(error).__name__, getattr(error, "rank", None), time.monotonic(), error)
+
+
+if __name__ == "__main__":
+    live(sys.argv[1], int(sys.argv[2]))
+    sys.exit()
+
+
+# --- in the test
+
+HOROCLONERUN = [sys.executable, "-m", "horoclone.launch", "-np", str(RANKS)]
+
+
+def a_port():
+    """Only a name here."""
+    return 1024 + secrets.randbelow(60000)
+
+
+def check(text, victim, survivors):
+    died = re.findall(r"died ([\d.]+)", text)
+    noticed = {
+        int(rank): (kind, culprit, float(at))
+        for rank, kind, culprit, at in re.findall(r"noticed (\d) (\w+) (\w+) ([\d.]+)", text)
+    }
+    assert len(died) == 1 and "survived" not in text, text
+    assert set(noticed) == survivors - {victim}, text
+    for kind, culprit, at in noticed.values():
+        assert (kind, culprit) == ("PeerLost", str(victim)), text
+        assert at - float(died[0]) < NOTICED_WITHIN_S, text
+
+
+@pytest.mark.parametrize(("phase", "victim"), [("before init", 0), ("before connecting", 1)])
+def test_our_launcher_tells_the_others_which_rank_died(launch, phase, victim):
+    done = launch([*HOROCLONERUN, sys.executable, __file__, phase, str(victim)], check=False)
+    check(done.output, victim, {0, 1, 2})
+
+
+# Both victims in each phase are below; what a launcher adds is the news of a death, whoever it is.
 @pytest.mark.parametrize(
-    ("phase", "victim"),
-    [("before init", 0), ("before init", 1), *((phase, number % 2) for number, phase in enumerate(PHASES))],
+    ("phase", "victim"), [("before init", 1), *((phase, number % 2) for number, phase in enumerate(PHASES))]
 )
-def test_under_our_launcher_every_phase_names_the_rank_that_died(launch, phase, victim):
-    done = launch([*HOROCLONERUN, sys.executable, "-c", LIFE, phase, str(victim)], check=False)
-    check(done, victim, {0, 1, 2})
+def test_with_the_news_of_a_launcher_every_phase_names_the_rank_that_died(worker_pool, phase, victim):
+    team = worker_pool(live, RANKS, phase=phase, victim=victim)
+    team.wait(ranks=[victim])
+    team.server.rank_ended(victim, "was killed by SIGKILL")
+    team.wait()
+    check(team.outputs(), victim, {0, 1, 2})
 
 
 # Before the first contact nobody but a launcher knows that a rank will not come.
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("phase", PHASES)
-def test_without_a_launcher_every_phase_names_the_rank_that_died(launch, phase, victim):
-    if phase == "before gathering" and victim == 0:
-        pytest.skip(
-            "it has started no rendezvous then: the others wait for it, which HOROCLONE_START_TIMEOUT ends"
-        )
-    done = launch([*WITHOUT, sys.executable, "-c", LIFE, phase, str(victim)], check=False)
-    check(done, victim, {0, 1} if phase == "while gathering" else {0, 1, 2})
+@pytest.mark.parametrize(
+    ("phase", "victim"),
+    [
+        (phase, victim)
+        for phase in PHASES
+        for victim in (0, 1)
+        # It has started no rendezvous then: the others wait for it, which HOROCLONE_START_TIMEOUT ends.
+        if (phase, victim) != ("before gathering", 0)
+    ],
+)
+def test_without_a_launcher_every_phase_names_the_rank_that_died(worker_pool, phase, victim):
+    team = worker_pool(live, RANKS, phase=phase, victim=victim, port=a_port())
+    team.wait()
+    check(team.outputs(), victim, {0, 1} if phase == "while gathering" else {0, 1, 2})
 
 
 LEAVES = """
@@ -154,30 +198,30 @@ def test_a_rank_that_ends_with_zero_before_init_is_named_to_the_others(launch):
     assert found == ["noticed 0 1 True", "noticed 2 1 True"] and done.seconds < 30, done.output
 
 
-LISTENING = """
-import os, re, sys
-import horoclone as hvd
-from horoclone.bootstrap import exchange
+def tell_where_it_listens(port):
+    if port:
+        start_by_hand(port)
+    gather = exchange.Job.gather
 
-gather = exchange.Job.gather
-def gather_and_tell(self, *arguments):
-    mine = {os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{n}")}
-    for name in ("tcp", "tcp6"):
-        for line in open(f"/proc/self/net/{name}").read().splitlines()[1:]:
-            words = line.split()
-            if words[3] == "0A" and f"socket:[{words[9]}]" in mine:
-                print("listens " + words[1].split(":")[0] + "\\n", end="", flush=True)
-    return gather(self, *arguments)
-exchange.Job.gather = gather_and_tell
-hvd.init()
-"""
+    def gather_and_tell(self, *arguments):
+        descriptors = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+        mine = {os.readlink(path) for path in descriptors if os.path.lexists(path)}
+        for name in ("tcp", "tcp6"):
+            with open(f"/proc/self/net/{name}") as table:
+                for words in map(str.split, table.read().splitlines()[1:]):
+                    if words[3] == "0A" and f"socket:[{words[9]}]" in mine:
+                        write("listens", words[1].split(":")[0])
+        return gather(self, *arguments)
+
+    exchange.Job.gather = gather_and_tell
+    hvd.init()
 
 
-@pytest.mark.parametrize("start", [HOROCLONERUN, WITHOUT], ids=["horoclonerun", "by hand"])
-def test_ranks_of_one_host_listen_on_loopback_only(launch, start):
-    done = launch([*start, sys.executable, "-c", LISTENING])
-    found = [line.split("listens ")[1] for line in done.stdout.splitlines() if "listens" in line]
+@pytest.mark.parametrize("by_hand", [False, True], ids=["launcher", "by hand"])
+def test_ranks_of_one_host_listen_on_loopback_only(worker_pool, by_hand):
+    team = worker_pool(tell_where_it_listens, RANKS, port=a_port() if by_hand else 0)
+    assert team.wait() == [0] * RANKS, team.outputs()
+    found = re.findall(r"listens (\w+)", team.outputs())
     # 127.0.0.1 as the kernel prints it, and ::1 where there is one
     first, last = (0x7F000001, 1) if sys.byteorder == "big" else (0x0100007F, 0x01000000)
-    loopback = {first, last}
-    assert len(found) >= RANKS and {int(one, 16) for one in found} <= loopback, done.output
+    assert len(found) >= RANKS and {int(one, 16) for one in found} <= {first, last}, team.outputs()

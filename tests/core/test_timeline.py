@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from worker_pool import say
 from world import ranks
 
 import horoclone as hvd
@@ -17,13 +18,6 @@ from horoclone.launch.usage import LaunchError
 
 # The warm worlds have imported horoclone.torch, which asks for Horovod's names of torch's operations.
 PLAIN_NAMES = {"HOROCLONE_TIMELINE_OPERATION_NAMES": "0"}
-
-
-def say(**facts):
-    """worker_pool.say, which only the ranks of a worker_pool can import; warm worlds load this module too."""
-    import worker_pool
-
-    worker_pool.say(**facts)
 
 
 # What the Trace Event Format (JSON array form) asks of each kind of event, as Perfetto reads it: the keys beside "ph"
