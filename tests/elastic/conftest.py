@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 WORKER = Path(__file__).with_name("steps.py")
+FOR_EVER = "1000000"  # steps
 RUN = [sys.executable, "-m", "horoclone.launch"]
 GENERATION = re.compile(
     r"\[(\d+)\] generation (\d+) rank (\d+) of (\d+) pid (\d+) step (\d+) new \[([\d, ]*)\] commit (\d+) skip (\w+)"
@@ -21,10 +22,11 @@ DONE = re.compile(r"\[(\d+)\] done (\d+) (\d+) (\d+) ([\d.]+)")
 
 
 class ElasticRun:
-    """A running job of steps.py; what its workers have said so far."""
+    """A running job of steps.py; what its workers have said so far. end: the file whose appearance ends the training."""
 
-    def __init__(self, started: Any) -> None:
+    def __init__(self, started: Any, end: Path | None = None) -> None:
         self.started = started
+        self._end = end
         self.is_alone = False  # the launcher was killed, and the ranks go on
 
     def generations(self) -> dict[int, dict[int, int]]:
@@ -88,7 +90,26 @@ class ElasticRun:
             f"step {number}",
         )
 
+    def steps_in(self, number: int, count: int = 2) -> None:
+        """Waits until that generation, or a later one, has done so many steps."""
+        self.wait(
+            lambda: sum(int(of) >= number for _, _, of in STEP.findall(self.started.stdout)) >= count,
+            f"{count} steps of generation {number}",
+        )
+
+    def says(self, text: str) -> None:
+        """Waits until the job has said this."""
+        self.wait(lambda: text in self.started.stdout + self.started.stderr, repr(text))
+
+    def end(self) -> None:
+        """The training is over after the next step."""
+        assert self._end is not None, "this job ends by itself"
+        self._end.touch()
+
     def finish(self, code: int = 0, timeout_s: float = 60) -> Any:
+        """A job that is to end well, and has an end file, is told that its training is over."""
+        if code == 0 and self._end is not None:
+            self.end()
         done = self.started.finish(timeout_s)
         assert done.returncode == code, done.output
         left = self.started.left_over()
@@ -112,19 +133,18 @@ class ElasticRun:
 
 
 @pytest.fixture
-def watch() -> Callable[[Any], ElasticRun]:
-    """Of a command that was started."""
+def watch() -> Callable[..., ElasticRun]:
+    """watch(started, end file) of a command that was started."""
     return ElasticRun
 
 
 @pytest.fixture
-def elastic(launch: Any) -> Callable[..., ElasticRun]:
-    """elastic(flags of horoclonerun, steps, pause_s, VARIABLE=text) starts a job of steps.py."""
+def elastic(launch: Any, tmp_path: Path) -> Callable[..., ElasticRun]:
+    """elastic(flags of horoclonerun, pause_s, VARIABLE=text) starts a job of steps.py, which trains until finish()."""
 
-    def start(
-        flags: Sequence[object], steps: int = 40, pause_s: float = 0.05, **environment: str
-    ) -> ElasticRun:
-        command = [*RUN, *map(str, flags), sys.executable, WORKER, str(steps), str(pause_s)]
-        return ElasticRun(launch.start(command, env=environment))
+    def start(flags: Sequence[object], pause_s: float = 0.05, **environment: str) -> ElasticRun:
+        end = tmp_path / "end"
+        command = [*RUN, *map(str, flags), sys.executable, WORKER, FOR_EVER, str(pause_s)]
+        return ElasticRun(launch.start(command, env={"STEPS_END": str(end), **environment}), end)
 
     return start

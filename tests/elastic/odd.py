@@ -1,7 +1,8 @@
 """A worker of the elastic tests whose replacements are odd: another build, secret or model, or slow.
 
 python odd.py FOLDER KIND STEPS: who finds `first-RANK` in the folder takes the place of a lost one. It trains with
-hvd.elastic.run: each step adds the average of (rank + 1), and says where it is.
+hvd.elastic.run, for so many steps or until there is a file `end` in the folder: each step adds the average of (rank + 1),
+and says where it is.
 """
 
 from __future__ import annotations
@@ -56,9 +57,11 @@ def train(state: Weights) -> None:
     now = generation()
     print("generation", now.number, "rank", now.rank, "of", now.size, "pid", os.getpid(), "step", state.step,
           "new", list(now.newcomers), "commit", now.commit, "skip", now.skip_sync, flush=True)  # fmt: skip
-    while state.step < STEPS:
-        average = hvd.allreduce(np.full(3, now.rank + 1.0), op=hvd.Average, name="step")
-        assert np.all(average == (now.size + 1) / 2), average
+    ending = 0.0
+    while state.step < STEPS and not ending:
+        mine = np.array([now.rank + 1.0, now.rank + 1.0, (FOLDER / "end").exists()])
+        average, again, ending = hvd.allreduce(mine, op=hvd.Average, name="step")
+        assert average == again == (now.size + 1) / 2, (average, again)
         state.weights[0][:3] += average
         state.step += 1
         print("step", state.step, "of", now.number, "", flush=True)
@@ -77,7 +80,7 @@ def main() -> None:
         size = 5
     hvd.init()
     if is_odd and KIND == "slow":
-        time.sleep(4.0)  # it makes its model; the others wait in sync
+        time.sleep(2.5)  # it makes its model; the others wait in sync
     state = Weights(size)
     run(train)(state)
     print("done", hvd.rank(), hvd.size(), state.step, f"{state.weights[0][0]:.3f}", flush=True)

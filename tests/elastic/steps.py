@@ -1,7 +1,8 @@
 """A worker of the elastic tests: steps of a NumPy allreduce, restored from the last commit when a generation is lost.
 
 It is the loop of hvd.elastic.run in little. Every step adds the average of (rank + 1) over the ranks; the state is
-(step, total). Each line says what was done; `python steps.py STEPS [SECONDS_A_STEP]`.
+(step, total). Each line says what was done; `python steps.py STEPS [SECONDS_A_STEP]`. STEPS_END: a file whose appearance
+ends the training, on all ranks after the same step.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ STEPS, PAUSE_S = int(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 
 state: dict[str, Any] = {"step": 0, "total": 0.0}
 slots: dict[int, dict[str, Any]] = {}  # two newest commits
 wanted = 0
+END = os.environ.get("STEPS_END")
 
 
 def note(timestamp: int, update: int) -> None:
@@ -34,14 +36,15 @@ def out(*words: object) -> None:
     print(*words, flush=True)
 
 
-def commit() -> None:
-    """Saves under the number of the step, then all ranks agree: on the commit, and on whether somebody comes or goes."""
+def commit() -> bool:
+    """Saves under the number of the step, then all ranks agree: on the commit, on whether somebody comes or goes, and on
+    whether this was the last step, which it gives."""
     slots[state["step"]] = dict(state)
     for old in sorted(slots)[:-2]:
         del slots[old]
     offer_commits(tuple(sorted(slots)))
-    ours = np.array([float(wanted), 1.0 if leave_requested() else 0.0])
-    newest, _ = hvd.allreduce(ours, op=hvd.Max, name="commit")
+    is_over = END is not None and os.path.exists(END)
+    newest, over = hvd.allreduce(np.array([float(wanted), float(is_over)]), op=hvd.Max, name="commit")
     if newest > generation().number:
         if reason := leave_requested():
             out("leaves", os.getpid(), reason)
@@ -49,6 +52,7 @@ def commit() -> None:
             leave(reason)
             sys.exit(0)
         raise hvd.HostsUpdatedInterrupt
+    return bool(over)
 
 
 def begin() -> None:
@@ -70,15 +74,16 @@ def begin() -> None:
 
 
 def train() -> None:
-    while state["step"] < STEPS:
+    over = False
+    while state["step"] < STEPS and not over:
         value = hvd.allreduce(np.full(1000, hvd.rank() + 1.0), op=hvd.Average, name="step")
         expected = (hvd.size() + 1) / 2
         assert np.all(value == expected), (value[:3], expected)
         state["total"] += float(value[0])
         state["step"] += 1
         out("step", state["step"], "of", generation().number, f"at {time.time():.4f}")
-        commit()
-        time.sleep(PAUSE_S)
+        over = commit()
+        time.sleep(0.0 if over else PAUSE_S)
 
 
 def die_in_the_next_init() -> None:

@@ -27,29 +27,33 @@ def kill(pid: int, number: int = signal.SIGKILL) -> None:
 
 
 @pytest.mark.parametrize(
-    "victims",
+    "rounds",
     [
-        [0],
-        [1, 2],
-        *(pytest.param(more, marks=pytest.mark.long(10)) for more in ([1], [3], [0, 3], [0, 1, 2])),
+        [[0], [1, 2]],
+        *(pytest.param(more, marks=pytest.mark.long(12)) for more in ([[1], [3]], [[0, 3]], [[0, 1, 2]])),
     ],
+    ids=str,
 )
-def test_survivors_go_on_and_the_slots_get_new_workers(elastic: Any, victims: list[int]) -> None:
-    job = elastic(["-np", 4, "--min-np", 1], steps=60)
-    first = job.whole(1)
-    job.step(5)
-    for rank in victims:
-        kill(first[rank])
-    second = job.whole(2)
-    survivors = [pid for rank, pid in sorted(first.items()) if rank not in victims]
-    assert [second[rank] for rank in range(len(survivors))] == survivors, "old members first, in their order"
-    back = job.of_size(4, after=1)
-    assert [back[rank] for rank in range(len(survivors))] == survivors
+def test_survivors_go_on_and_the_slots_get_new_workers(elastic: Any, rounds: list[list[int]]) -> None:
+    job = elastic(["-np", 4, "--min-np", 1])
+    pids, number = job.whole(1), 1
+    for victims in rounds:
+        job.steps_in(number)
+        for rank in victims:
+            kill(pids[rank])
+        survivors = [pid for rank, pid in sorted(pids.items()) if rank not in victims]
+        next_ones = job.whole(number + 1)
+        assert [next_ones[rank] for rank in range(len(survivors))] == survivors, (
+            "old members first, in their order"
+        )
+        pids = job.of_size(4, after=number)
+        number = job.newest()
+        assert [pids[rank] for rank in range(len(survivors))] == survivors
     job.finish()
 
 
 def test_below_the_smallest_size_the_survivors_wait_for_the_new_worker(elastic: Any) -> None:
-    job = elastic(["-np", 2, "--min-np", 2], steps=30)
+    job = elastic(["-np", 2, "--min-np", 2])
     first = job.whole(1)
     job.step(3)
     kill(first[0])
@@ -60,7 +64,7 @@ def test_below_the_smallest_size_the_survivors_wait_for_the_new_worker(elastic: 
 
 
 def test_a_worker_that_is_killed_before_it_came_is_replaced(elastic: Any) -> None:
-    job = elastic(["-np", 3, "--min-np", 2, "--verbose"], steps=10)
+    job = elastic(["-np", 3, "--min-np", 2, "--verbose"])
     pattern = re.compile(r"rank 1 started on localhost, pid (\d+)")
     pid = int(job.wait(lambda: pattern.search(job.started.stderr), "a start").group(1))
     kill(pid)
@@ -69,7 +73,7 @@ def test_a_worker_that_is_killed_before_it_came_is_replaced(elastic: Any) -> Non
 
 
 def test_another_is_killed_while_the_next_generation_is_formed(elastic: Any) -> None:
-    job = elastic(["-np", 4, "--min-np", 1], steps=60)
+    job = elastic(["-np", 4, "--min-np", 1])
     first = job.whole(1)
     job.step(5)
     kill(first[2])
@@ -81,7 +85,7 @@ def test_another_is_killed_while_the_next_generation_is_formed(elastic: Any) -> 
 
 
 def test_one_is_lost_when_all_are_connected_and_init_has_not_returned(elastic: Any) -> None:
-    job = elastic(["-np", 4, "--min-np", 1], steps=60, STEPS_DIES_IN_INIT="2")
+    job = elastic(["-np", 4, "--min-np", 1], STEPS_DIES_IN_INIT="2")
     first = job.whole(1)
     job.step(3)
     kill(first[0])
@@ -91,11 +95,10 @@ def test_one_is_lost_when_all_are_connected_and_init_has_not_returned(elastic: A
     assert "generation 2 could not be connected: allgather" in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    "after_ms", [10, *(pytest.param(ms, marks=pytest.mark.long(10)) for ms in (0, 2, 5, 20))]
-)
+@pytest.mark.long(10)
+@pytest.mark.parametrize("after_ms", [0, 2, 5, 10, 20])
 def test_two_are_killed_one_shortly_after_the_other(elastic: Any, after_ms: int) -> None:
-    job = elastic(["-np", 4, "--min-np", 1], steps=50, pause_s=0.02)
+    job = elastic(["-np", 4, "--min-np", 1], pause_s=0.02)
     first = job.whole(1)
     job.step(5)
     kill(first[1])
@@ -105,22 +108,10 @@ def test_two_are_killed_one_shortly_after_the_other(elastic: Any, after_ms: int)
     job.finish()
 
 
-def test_sigterm_lets_one_worker_leave_at_a_commit_with_code_zero(elastic: Any) -> None:
-    job = elastic(["-np", 3, "--min-np", 1], steps=40)
-    first = job.whole(1)
-    job.step(5)
-    kill(first[1], signal.SIGTERM)
-    second = job.whole(2)
-    assert second == {0: first[0], 1: first[2]}
-    done = job.finish()
-    assert f"leaves {first[1]} SIGTERM" in done.stdout and "lost" not in done.stdout
-    assert "has left: SIGTERM" in done.stderr and "skip True" in done.stdout
-
-
 def test_when_all_are_lost_the_job_ends_with_the_report_of_the_first(elastic: Any) -> None:
-    job = elastic(["-np", 2, "--min-np", 1], steps=1000)
+    job = elastic(["-np", 2, "--min-np", 1])
     first = job.whole(1)
-    job.step(5)
+    job.step(2)
     for pid in first.values():
         kill(pid)
     done = job.finish(code=137)
@@ -138,7 +129,7 @@ def test_a_program_that_always_fails_ends_the_job_with_its_error(launch: Any) ->
 
 
 def test_the_limit_of_resets_ends_the_job_with_horovods_words(elastic: Any) -> None:
-    job = elastic(["-np", 2, "--min-np", 1, "--reset-limit", 1], steps=1000)
+    job = elastic(["-np", 2, "--min-np", 1, "--reset-limit", 1])
     first = job.whole(1)
     job.step(3)
     kill(first[1])
@@ -147,26 +138,12 @@ def test_the_limit_of_resets_ends_the_job_with_horovods_words(elastic: Any) -> N
     assert "Horovod was shutdown because number of resets during elastic job exceeded limit: 1" in done.stderr
 
 
-def test_a_spare_takes_the_place_of_a_lost_rank_without_a_start(elastic: Any) -> None:
-    job = elastic(["-np", 2, "--min-np", 2, "--max-np", 2, "--spares", 1, "--verbose"], steps=60)
-    first = job.whole(1)
-    job.step(10)
-    started = {int(pid) for pid in STARTED.findall(job.started.stderr)}
-    assert len(started) == 3
-    time.sleep(1.0)  # the spare is in init()
-    (spare,) = started - set(first.values())
-    kill(first[0])
-    second = job.whole(2)
-    assert second == {0: first[1], 1: spare}
-    job.finish()
-
-
 def test_the_job_grows_and_shrinks_with_what_the_script_says(elastic: Any, tmp_path: Path) -> None:
     hosts, script = tmp_path / "hosts", tmp_path / "find.sh"
     hosts.write_text("localhost:2\n")
     script.write_text(f"#!/bin/sh\ncat {hosts}\n")
     script.chmod(0o755)
-    job = elastic(["-np", 2, "--min-np", 1, "--host-discovery-script", script], steps=200)
+    job = elastic(["-np", 2, "--min-np", 1, "--host-discovery-script", script])
     first = job.whole(1)
     hosts.write_text("localhost:4\n")
     grown = job.of_size(4)
@@ -181,17 +158,17 @@ def test_a_script_that_fails_later_is_told_and_changes_nothing(elastic: Any, tmp
     script = tmp_path / "find.sh"
     script.write_text(f"#!/bin/sh\ntest -e {tmp_path}/broken && exit 3\necho localhost:2\n")
     script.chmod(0o755)
-    job = elastic(["-np", 2, "--min-np", 1, "--host-discovery-script", script], steps=60)
+    job = elastic(["-np", 2, "--min-np", 1, "--host-discovery-script", script])
     job.whole(1)
     (tmp_path / "broken").touch()
-    done = job.finish()
-    assert "exit code 3; the hosts stay as they were" in done.stderr and job.newest() == 1
+    job.says("exit code 3; the hosts stay as they were")
+    job.finish()
+    assert job.newest() == 1
 
 
 def test_a_silent_worker_is_given_up_and_refused_when_it_wakes(elastic: Any) -> None:
     job = elastic(
         ["-np", 3, "--min-np", 1],
-        steps=60,
         HOROCLONE_LIVENESS_ERROR_S="2",
         HOROCLONE_LIVENESS_WARN_S="1",
         HOROCLONE_LIVENESS_PROBE_S="0.5",
@@ -204,18 +181,16 @@ def test_a_silent_worker_is_given_up_and_refused_when_it_wakes(elastic: Any) -> 
     job.finish()
 
 
-def test_the_end_of_the_launcher_ends_every_worker(elastic: Any) -> None:
-    job = elastic(["-np", 3, "--min-np", 1], steps=1000)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_to_the_launcher_ends_every_worker(elastic: Any, number: int, code: int) -> None:
+    job = elastic(["-np", 2, "--min-np", 1])
     job.whole(1)
-    job.started.process.send_signal(signal.SIGTERM)
+    job.started.process.send_signal(number)
     done = job.started.finish(20)
-    assert done.returncode == 143, done.output
-    assert not job.started.left_over()
+    assert done.returncode == code and not job.started.left_over(), done.output
 
 
-LATE = re.compile(r"\bstep 3[5-9]\d of |] done")  # of 400, which takes half a second and more from there
-
-
+KILLS = 12
 SEEDS = int(os.environ.get("HOROCLONE_TEST_ELASTIC_SEEDS", "3"))
 
 
@@ -226,13 +201,11 @@ def test_random_kills_at_random_moments_change_no_sum(elastic: Any, seed: int) -
     """Also while generations form, workers start and the job grows; one of the newest generation is always spared, and
     nobody is killed at the end, where no generation is left to go on."""
     chance = random.Random(seed)
-    job = elastic(
-        ["-np", 4, "--min-np", 1, "--verbose", "--blacklist-cooldown-range", 1, 1], steps=400, pause_s=0.01
-    )
+    job = elastic(["-np", 4, "--min-np", 1, "--verbose", "--blacklist-cooldown-range", 1, 1], pause_s=0.01)
     job.whole(1)
-    kills = 0
-    deadline = time.monotonic() + 40
-    while not LATE.search(job.started.stdout) and kills < 25 and time.monotonic() < deadline:
+    kills, deadline = 0, time.monotonic() + 60
+    while kills < KILLS:
+        assert time.monotonic() < deadline, job.started.stdout
         time.sleep(chance.choice([0.0, 0.005, 0.02, 0.1, 0.4]))
         newest = job.generations().get(job.newest(), {})
         spared = newest.get(min(newest, default=0))
@@ -242,7 +215,8 @@ def test_random_kills_at_random_moments_change_no_sum(elastic: Any, seed: int) -
             with contextlib.suppress(ProcessLookupError):
                 kill(chance.choice(alive))
             kills += 1
-    job.finish(timeout_s=40)
+    job.steps_in(job.newest())
+    job.finish(timeout_s=60)
 
 
 @pytest.mark.parametrize(
@@ -284,23 +258,15 @@ def test_sets_that_were_being_registered_when_a_rank_was_lost_are_registered_aga
     assert all("sets {1: [0, 1], 2: [1, 2]} dropped ()" in line for line in second), done.output
 
 
-def test_control_c_ends_the_job(elastic: Any) -> None:
-    job = elastic(["-np", 3, "--min-np", 1], steps=1000)
-    job.whole(1)
-    job.started.process.send_signal(signal.SIGINT)
-    done = job.started.finish(10)
-    assert done.returncode == 130 and not job.started.left_over(), done.output
-
-
 def test_without_a_host_the_job_waits_and_then_says_so(launch: Any, tmp_path: Path) -> None:
-    flags = ["-np", "2", "--min-np", "1", "--host-discovery-script", "true", "--elastic-timeout", "2"]
+    flags = ["-np", "2", "--min-np", "1", "--host-discovery-script", "true", "--elastic-timeout", "1"]
     done = launch([*RUN, *flags, "true"], check=False, timeout_s=30)
-    assert done.returncode == 1 and "no host had a free slot for 2 s" in done.stderr, done.output
+    assert done.returncode == 1 and "no host had a free slot for 1 s" in done.stderr, done.output
 
 
 def test_below_the_smallest_size_for_too_long_the_job_ends(elastic: Any, tmp_path: Path) -> None:
     flags = ["-np", 2, "--min-np", 2, "--elastic-timeout", 2, "--blacklist-cooldown-range", 60, 60]
-    job = elastic(flags, steps=1000, STEPS_ONCE=str(tmp_path))
+    job = elastic(flags, STEPS_ONCE=str(tmp_path))
     first = job.whole(1)
     job.step(3)
     kill(first[1])
@@ -309,17 +275,18 @@ def test_below_the_smallest_size_for_too_long_the_job_ends(elastic: Any, tmp_pat
 
 
 def test_a_worker_that_reaches_no_commit_leaves_when_its_time_is_over(elastic: Any) -> None:
-    job = elastic(["-np", 2, "--min-np", 1], steps=5, pause_s=0.5, HOROCLONE_NOTICE="0.2")
+    job = elastic(["-np", 2, "--min-np", 1], pause_s=1.5, HOROCLONE_NOTICE="0.2")
     first = job.whole(1)
     job.step(1)
+    time.sleep(0.3)  # the commit of the step; the next one is a second away
     kill(first[1], signal.SIGTERM)
-    done = job.finish(timeout_s=30)
-    assert "there was no commit; this process leaves" in done.stderr or "leaves" in done.stdout, done.output
+    job.says("there was no commit; this process leaves")
+    job.finish(timeout_s=30)
 
 
 @pytest.mark.long(40)
 def test_many_kills_cost_the_launcher_no_descriptor(elastic: Any) -> None:
-    job = elastic(["-np", 2, "--min-np", 1], steps=100_000, pause_s=0.01)
+    job = elastic(["-np", 2, "--min-np", 1], pause_s=0.01)
     folder = Path(f"/proc/{job.started.process.pid}/fd")
     counts = []
     number = 0
@@ -332,24 +299,6 @@ def test_many_kills_cost_the_launcher_no_descriptor(elastic: Any) -> None:
     assert max(counts[1:]) <= counts[1] + 1, counts
     job.started.process.send_signal(signal.SIGINT)
     job.started.finish(10)
-
-
-def test_nobody_outlives_a_launcher_that_is_killed(elastic: Any) -> None:
-    job = elastic(["-np", 3, "--min-np", 1], steps=1000)
-    job.whole(1)
-    job.started.process.kill()
-    job.started.process.wait(10)
-    assert not job.started.left_over(6)
-
-
-def test_when_all_leave_on_notice_the_job_ends_with_75_and_says_so(elastic: Any) -> None:
-    job = elastic(["-np", 2, "--min-np", 1], steps=1000)
-    first = job.whole(1)
-    job.step(3)
-    for pid in first.values():
-        kill(pid, signal.SIGTERM)
-    done = job.finish(code=75)
-    assert "every worker has left" in done.stderr, done.output
 
 
 def test_under_horovods_name_the_first_failure_closes_the_host(launch: Any, watch: Any) -> None:

@@ -72,7 +72,7 @@ def test_the_shard_of_a_rank_that_leaves_goes_on_with_the_others(launch: Any) ->
 
 
 def test_the_signal_of_the_scheduler_means_leave_where_the_user_says_so(elastic: Any) -> None:
-    job = elastic(["-np", 3, "--min-np", 1, "--notice-signal", "USR1"], steps=40)
+    job = elastic(["-np", 3, "--min-np", 1, "--notice-signal", "USR1"])
     first = job.whole(1)
     job.step(5)
     for _ in range(3):  # Slurm's comes to every process of a step, and may come again
@@ -84,24 +84,26 @@ def test_the_signal_of_the_scheduler_means_leave_where_the_user_says_so(elastic:
 
 
 def test_the_signal_to_the_launcher_lets_all_leave_with_75(elastic: Any) -> None:
-    job = elastic(["-np", 2, "--min-np", 1, "--notice-signal", "USR1"], steps=1000)
+    job = elastic(["-np", 2, "--min-np", 1, "--notice-signal", "USR1"])
     job.whole(1)
-    job.step(3)
+    job.step(1)
     job.started.process.send_signal(signal.SIGUSR1)
     done = job.finish(code=75)
     assert "every worker has left" in done.stderr and "lost" not in done.stdout, done.output
 
 
-def test_the_command_asks_one_worker_and_waits_for_its_end(elastic: Any) -> None:
-    job = elastic(["-np", 2, "--min-np", 1], steps=60)
+def test_the_command_lets_one_worker_leave_at_a_commit_and_waits_for_its_end(elastic: Any) -> None:
+    job = elastic(["-np", 3, "--min-np", 1])
     first = job.whole(1)
     job.step(5)
     asked = [*LEAVE, "--pid", str(first[1]), "--wait", "20"]
     done = subprocess.run(asked, capture_output=True, text=True, timeout=40, check=False)
     assert done.returncode == 0, done.stderr
     assert not Path(f"/proc/{first[1]}").exists() or "Z" in Path(f"/proc/{first[1]}/stat").read_text()
+    assert job.whole(2) == {0: first[0], 1: first[2]}
     ended = job.finish()
-    assert "has left: SIGTERM" in ended.stderr and "lost" not in ended.stdout, ended.output
+    assert f"leaves {first[1]} SIGTERM" in ended.stdout and "has left: SIGTERM" in ended.stderr, ended.output
+    assert "lost" not in ended.stdout and "skip True" in ended.stdout, ended.output
     steps_are_done_once(job)
 
 
@@ -133,14 +135,16 @@ def test_a_host_whose_notice_script_says_so_is_left_and_not_used_again(elastic: 
     notice.write_text(NOTICE.format(folder=tmp_path))
     notice.chmod(0o755)
     flags = ["-np", 3, "--min-np", 1, "--host-discovery-script", hosts_of_one_machine(tmp_path)]
-    job = elastic([*flags, "--notice-script", notice], steps=200)
+    job = elastic([*flags, "--notice-script", notice])
     first = job.whole(1)
     job.step(3)
     (tmp_path / "going").touch()
-    job.wait(lambda: "has left: host " in job.started.stderr, "the leaving")
+    job.says("has left: host ")
+    job.wait(lambda: min(job.sizes().values()) < 3, "a smaller generation")
     number = min(found for found, size in job.sizes().items() if size < 3)
     left = job.whole(number)
     assert set(left.values()) < set(first.values())
+    job.steps_in(job.newest(), count=60)  # discovery looks once a second, and finds the host as before
     done = job.finish()
     host = re.search(r"has left: host (\S+) is about to go \(30 s\)", done.stderr)
     assert host is not None and "lost" not in done.stdout, done.output
@@ -154,10 +158,10 @@ def test_a_worker_that_comes_to_no_commit_is_ended_before_its_host_goes(elastic:
     notice.write_text(NOTICE.format(folder=tmp_path).replace("echo 30", "echo 3"))
     notice.chmod(0o755)
     flags = ["-np", 3, "--min-np", 1, "--host-discovery-script", hosts_of_one_machine(tmp_path)]
-    job = elastic([*flags, "--notice-script", notice], steps=3, pause_s=4)
+    job = elastic([*flags, "--notice-script", notice], pause_s=4)
     job.whole(1)
     job.step(1)
     (tmp_path / "going").touch()
+    job.says("came to no commit in time; it is ended")
     done = job.finish(timeout_s=90)
-    assert "came to no commit in time; it is ended" in done.stderr, done.output
     assert "not used any more" not in done.stderr

@@ -17,6 +17,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from horoclone.live import job
+
 pytest.importorskip("horoclone._core", reason="the native module is not built: pip install -e .")
 
 
@@ -28,14 +30,17 @@ def newest(url: str) -> dict[str, Any]:
     raise AssertionError("the stream has ended")
 
 
-def test_the_dashboard_shows_the_newest_generation_and_how_it_came(elastic: Any) -> None:
+def test_views_show_the_newest_generation_and_how_it_came(elastic: Any) -> None:
+    """The dashboard, and what everything that looks from outside reads."""
     for package in ("starlette", "uvicorn"):
         pytest.importorskip(package)
-    run = elastic(["-np", 3, "--min-np", 1, "--dashboard"], steps=80)
+    run = elastic(["-np", 3, "--min-np", 1, "--dashboard"])
     first = run.whole(1)
     run.step(5)
     url = re.search(r"dashboard: (\S+)", run.started.stderr)[1]
+    view = job.of_process(run.started.process.pid)[0]
     assert {one["rank"]: one["pid"] for one in newest(url)["ranks"]} == first
+    assert {one.rank: one.pid for one in view.ranks()} == first
     os.kill(first[1], signal.SIGKILL)
     again = run.of_size(3, after=1)
     run.wait(
@@ -45,7 +50,18 @@ def test_the_dashboard_shows_the_newest_generation_and_how_it_came(elastic: Any)
     assert all(one["generation"] >= 2 and one["state"] in ("running", "waiting") for one in seen["ranks"])
     texts = [event["text"] for event in seen["events"]]
     assert any("SIGKILL" in text for text in texts) and sum("was formed" in text for text in texts) >= 2
+
+    def view_follows() -> bool:
+        ranks = view.ranks()
+        return {one.rank: one.pid for one in ranks} == again and len({one.generation for one in ranks}) == 1
+
+    run.wait(view_follows, "the metrics of the newest generation")
+    events = view.events()
+    assert [event.kind for event in events if event.kind != "stall"][:2] == ["member", "loss"]
+    assert sum(event.kind == "member" for event in events) >= 2
+    assert any(event.kind == "loss" and "SIGKILL" in event.text for event in events)
     run.finish()
+    assert view.ranks() == []
 
 
 CROWD = 2000  # idle connections, more than the launcher may have descriptors
@@ -87,13 +103,16 @@ class Crowd:
         resource.setrlimit(resource.RLIMIT_NOFILE, self._limits)
 
 
-def test_a_crowd_at_every_port_costs_neither_the_job_nor_its_views(launch: Any, watch: Any) -> None:
+def test_a_crowd_at_every_port_costs_neither_the_job_nor_its_views(
+    launch: Any, watch: Any, tmp_path: Path
+) -> None:
     for package in ("starlette", "uvicorn", "prometheus_client"):
         pytest.importorskip(package)
     flags = ["-np", "3", "--min-np", "1", "--dashboard", "--metrics-port", "0"]
-    worker = [str(Path(__file__).with_name("steps.py")), "300", "0.05"]
+    worker, end = [str(Path(__file__).with_name("steps.py")), "1000000", "0.05"], tmp_path / "end"
     limited = ["sh", "-c", 'ulimit -n 1024 && exec "$@"', "sh", sys.executable, "-m", "horoclone.launch"]
-    run = watch(launch.start([*limited, *flags, sys.executable, *worker]))
+    started = launch.start([*limited, *flags, sys.executable, *worker], env={"STEPS_END": str(end)})
+    run = watch(started, end)
     first = run.whole(1)
     run.step(5)
     urls = [re.search(rf"{view}: (\S+)", run.started.stderr)[1] for view in ("dashboard", "metrics")]

@@ -19,14 +19,15 @@ pytest.importorskip("horoclone._core", reason="the native module is not built: p
 WORKER = Path(__file__).with_name("promoted.py")
 RUN = [sys.executable, "-m", "horoclone.launch"]
 IN = re.compile(r"in (\d+) rank (\d+) of (\d+) pid (\d+) step (\d+) how (\w+)")
+KILLED = "was killed by SIGKILL"
 DONE = re.compile(r"done (\d+) ([\d.]+) (\w+)")
 
 
 class Growing:
-    """A job that grows when its file of hosts is written."""
+    """A job that grows when its file of hosts is written, and trains until finish()."""
 
     def __init__(self, launch: Any, folder: Path, size: int, *words: object, **environment: str) -> None:
-        self.hosts = folder / "hosts"
+        self.hosts, self.end = folder / "hosts", folder / "end"
         self.to(size)
         flags = [
             "-np",
@@ -39,8 +40,8 @@ class Growing:
             f"file:{self.hosts}",
             "--verbose",
         ]
-        command = [*RUN, *map(str, flags), sys.executable, str(WORKER), *map(str, words)]
-        self.started = launch.start(command, env=environment)
+        command = [*RUN, *map(str, flags), sys.executable, str(WORKER), "1000000", "0.05", *map(str, words)]
+        self.started = launch.start(command, env={"PROMOTED_END": str(self.end), **environment})
         self.until(lambda: len(self.of_generation(1)) == size)
 
     def to(self, size: int) -> None:
@@ -59,12 +60,18 @@ class Growing:
     def of_generation(self, number: int) -> list[tuple[str, ...]]:
         return [one for one in IN.findall(self.started.stdout) if int(one[0]) == number]
 
+    def steps_on(self, count: int = 6) -> None:
+        """Waits for so many steps more, of any rank."""
+        wanted = self.started.stdout.count("step ") + count
+        self.until(lambda: self.started.stdout.count("step ") >= wanted)
+
     def newcomer(self) -> int:
         """Its pid, as soon as it is started."""
         return int(self.until(lambda: re.search(r"rank 2 started on \S+, pid (\d+)", self.started.stderr))[1])
 
     def finish(self) -> list[tuple[str, ...]]:
         """Everybody has done the same, and no step was lost or done by some ranks only."""
+        self.end.touch()
         done = self.started.finish(90)
         assert done.returncode == 0 and not self.started.left_over(), done.output
         ends = DONE.findall(done.stdout)
@@ -82,29 +89,33 @@ def test_newcomers_go_on_from_what_they_were_given(
     launch: Any, tmp_path: Path, size: int, largest: int
 ) -> None:
     """The model changes with each step: all of it is sent again when they are let in, and by nobody but rank 0."""
-    job = Growing(launch, tmp_path, size, 60, 0.05, 1_000_000, "plain")
+    job = Growing(launch, tmp_path, size, 1_000_000, "plain")
     job.to(largest)
+    job.until(lambda: job.of_generation(2))
     second = [one for one in job.finish() if one[0] == "2"]
     assert len(second) == largest, "they come in one generation"
     assert {one[5] for one in second} == {"replica"} and len({one[4] for one in second}) == 1
 
 
 def test_where_a_callback_may_change_the_state_everything_is_sent(launch: Any, tmp_path: Path) -> None:
-    job = Growing(launch, tmp_path, 2, 60, 0.05)
+    job = Growing(launch, tmp_path, 2)
     job.to(3)
+    job.until(lambda: job.of_generation(2))
     assert {one[5] for one in job.finish() if one[0] == "2"} == {"sync"}
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.4, pytest.param(0.8, marks=pytest.mark.long(8))])
+@pytest.mark.parametrize("delay_s", [0.4, *(pytest.param(s, marks=pytest.mark.long(8)) for s in (0.0, 0.8))])
 def test_a_newcomer_that_is_killed_while_it_waits_costs_nobody_anything(
     launch: Any, tmp_path: Path, delay_s: float
 ) -> None:
-    job = Growing(launch, tmp_path, 2, 100, 0.05, 1_000_000, "plain")
+    job = Growing(launch, tmp_path, 2, 1_000_000, "plain")
     job.to(3)
     pid = job.newcomer()
     time.sleep(delay_s)
     os.kill(pid, signal.SIGKILL)
-    job.finish()  # another one has come in its place, or training was over
+    job.until(lambda: KILLED in job.started.stderr)
+    job.steps_on()
+    job.finish()
 
 
 @pytest.mark.parametrize(
@@ -120,6 +131,8 @@ def test_a_newcomer_that_is_killed_while_it_waits_costs_nobody_anything(
 def test_who_is_killed_when_a_newcomer_is_let_in_takes_no_step_along(
     launch: Any, tmp_path: Path, fault: str
 ) -> None:
-    job = Growing(launch, tmp_path, 2, 80, 0.05, 1_000_000, "plain", HOROCLONE_FAILPOINTS=fault)
+    job = Growing(launch, tmp_path, 2, 1_000_000, "plain", HOROCLONE_FAILPOINTS=fault)
     job.to(3)
+    job.until(lambda: KILLED in job.started.stderr)
+    job.steps_on()
     job.finish()

@@ -40,7 +40,7 @@ def wait(started: Any, what: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    "interval, victim",  # rank 0 is the one that feeds
+    "interval, victim",  # rank 0 is the one that feeds; commit 3 is that of step 2, 1 that of the first sync
     [
         ("0", 0),
         ("1000", 1),
@@ -48,21 +48,26 @@ def wait(started: Any, what: Callable[[], Any]) -> Any:
         pytest.param("1000", 0, marks=pytest.mark.long(8)),
     ],
 )
-def test_a_promoted_spare_goes_on_from_what_it_was_given(launch: Any, interval: str, victim: int) -> None:
-    environment = {"HOROCLONE_REPLICA_INTERVAL": interval}
-    started = launch.start([*RUN, *FLAGS, "--verbose", sys.executable, WORKER, "4", "2"], env=environment)
-    wait(started, lambda: len(IN.findall(started.stdout)) == 2)
-    wait(started, lambda: len(re.findall(r"rank \d started", started.stderr)) == 3)
-    pid = next(int(one[3]) for one in IN.findall(started.stdout) if one[1] == str(victim))
+def test_a_promoted_spare_goes_on_from_what_it_was_given(
+    launch: Any, tmp_path: Path, interval: str, victim: int
+) -> None:
+    environment = {"HOROCLONE_REPLICA_INTERVAL": interval, "PROMOTED_HOLD": str(tmp_path / "go")}
+    started = launch.start([*RUN, *FLAGS, "--verbose", sys.executable, WORKER, "4", "0"], env=environment)
     wait(started, lambda: started.stdout.count("committed 2") == 2)
-    time.sleep(1.0)  # a spare that was still importing has come, and has the newest commit
-    os.kill(pid, signal.SIGKILL)
+    wait(started, lambda: ("fed 3" if interval == "0" else "fed ") in started.stdout)
+    first = {int(one[1]): int(one[3]) for one in IN.findall(started.stdout)}
+    all_pids = {int(pid) for pid in re.findall(r"rank \d started on localhost, pid (\d+)", started.stderr)}
+    os.kill(first[victim], signal.SIGKILL)
+    (tmp_path / "go").touch()
     done = started.finish(60)
     assert done.returncode == 0, done.output
     second = [one for one in IN.findall(done.stdout) if one[0] == "2"]
     # rank 0 was killed: the one after it has sent nothing yet, and nobody waits for that
     how = "sync" if (interval, victim) == ("1000", 0) else "replica"
     assert [one[5] for one in second] == [how, how], done.output
+    assert {int(one[3]) for one in second} == all_pids - {first[victim]}, (
+        "the spare, and nobody who was started"
+    )
     assert {int(one[4]) for one in second} == {2}
     assert done.stdout.count("done 4 8.0 True [2]") == 2 or how == "sync", done.output
     assert done.stdout.count("done 4 8.0 True") == 2, done.output

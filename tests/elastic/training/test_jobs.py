@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 from pathlib import Path
@@ -9,19 +10,33 @@ from typing import Any
 
 import pytest
 
-from horoclone.launch import options
-
 SCRIPT = Path(__file__).with_name("exactly_once.py")
 
 
-@pytest.mark.skipif(hasattr(options, "_NO_ELASTIC"), reason="this launcher has no elastic jobs")
+def parts_of(text: str) -> dict[str, float]:
+    """What the launcher says of the time of a job."""
+    found = re.search(r"goodput ([\d.]+)% of (\d+) s(?:: (.*))?", text)
+    assert found is not None, text
+    parts = re.findall(r"([a-z ]+) ([\d.]+) s", found[3] or "")
+    return {
+        "share": float(found[1]),
+        "whole": float(found[2]),
+        **{what.strip(): float(seconds) for what, seconds in parts},
+    }
+
+
 @pytest.mark.parametrize(
-    ("how", "loader"),
-    [(signal.SIGKILL, "plain"), (signal.SIGTERM, "plain"), (signal.SIGKILL, "0"), (signal.SIGTERM, "2")],
-    ids=["killed", "leaves", "killed-stateful", "leaves-stateful-workers"],
+    ("how", "loader", "part"),
+    [
+        (signal.SIGKILL, "plain", "recoveries"),
+        (signal.SIGTERM, "2", "newcomers and leavers"),
+        pytest.param(signal.SIGTERM, "plain", "newcomers and leavers", marks=pytest.mark.long(12)),
+        pytest.param(signal.SIGKILL, "0", "recoveries", marks=pytest.mark.long(12)),
+    ],
+    ids=["killed", "leaves-stateful-workers", "leaves", "killed-stateful"],
 )
 def test_a_rank_ends_and_every_sample_is_trained_on_once(
-    launch: Any, tmp_path: Path, how: int, loader: str
+    launch: Any, tmp_path: Path, how: int, loader: str, part: str
 ) -> None:
     pytest.importorskip("torch" if loader == "plain" else "torchdata")
     command = [sys.executable, "-m", "horoclone.launch", "-np", "3", "--min-np", "1", "-H", "localhost:3"]
@@ -31,3 +46,10 @@ def test_a_rank_ends_and_every_sample_is_trained_on_once(
     )
     for said in ("epoch 0: 300 300", "epoch 1: 300 300", "the same", "generation 2 of 2"):
         assert said in done.stdout, done.stdout + done.stderr
+    parts = parts_of(done.stderr)
+    assert 1 <= parts["whole"] <= done.seconds + 1
+    assert parts[part] > 0 and parts["share"] < 100, done.stderr
+    lost = sum(seconds for what, seconds in parts.items() if what not in ("share", "whole"))
+    # The whole is said in seconds, the parts in tenths of one.
+    least, most = (100 * (1 - (lost + by) / (parts["whole"] - by)) for by in (0.5, -0.5))
+    assert least <= parts["share"] <= most, done.stderr
