@@ -153,10 +153,10 @@ def test_bytes_that_come_slowly_do_not_make_a_visit_longer(small: Small) -> None
     slow = connect(small)
     began = time.monotonic()
     with pytest.raises(OSError):
-        while time.monotonic() - began < 10:
+        while time.monotonic() - began < 30:
             slow.sendall(b"X")
             time.sleep(0.1)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     slow.close()
 
 

@@ -89,29 +89,47 @@ def check(done, size, **expected):
             assert f"{name}={value}" in line, done.output
 
 
+# When MPI itself is initialised: never, before the first contact, or after it.
+def orders(*long: int) -> pytest.MarkDecorator:
+    """A parameter `words` of all three; those of these numbers take their turn with the long tests."""
+    all_words = [("plain", ()), ("mpi first", ("mpi-first",)), ("mpi last", ("mpi-last",))]
+    return pytest.mark.parametrize(
+        "words",
+        [
+            pytest.param(words, id=name, marks=pytest.mark.long(6) if number in long else ())
+            for number, (name, words) in enumerate(all_words)
+        ],
+    )
+
+
 @pytest.mark.mpi
-@pytest.mark.parametrize("words", [(), ("mpi-first",), ("mpi-last",)], ids=["plain", "mpi first", "mpi last"])
+@orders(1)
 def test_open_mpi_on_one_host(launch, open_mpi, member, words):
     check(launch([*open_mpi.command(3), *member(*words)], env=open_mpi.env), 3, mpi=bool(words))
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("words", [(), ("mpi-first",), ("mpi-last",)], ids=["plain", "mpi first", "mpi last"])
+@orders(0, 2)
 def test_open_mpi_on_several_hosts(launch, open_mpi, member, words):
     hidden = "hide=OMPI_COMM_WORLD_LOCAL_SIZE"
     check(launch([*open_mpi.command(2), *member(hidden, *words)], env=open_mpi.env), 2, mpi=bool(words))
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("words", [(), ("mpi-first",), ("mpi-last",)], ids=["plain", "mpi first", "mpi last"])
-@pytest.mark.parametrize("hosts", ["one host", "several hosts"])
-def test_mpich(launch, mpich, member, words, hosts):
-    hidden = ("hide=MPI_LOCALNRANKS",) if hosts == "several hosts" else ()
-    check(launch([*mpich.command(3), *member(*hidden, *words)], env=mpich.env), 3, mpi=bool(words))
+@orders(1, 2)
+def test_mpich_on_one_host(launch, mpich, member, words):
+    check(launch([*mpich.command(3), *member(*words)], env=mpich.env), 3, mpi=bool(words))
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", ["open_mpi", "mpich"])
+@orders(0, 2)
+def test_mpich_on_several_hosts(launch, mpich, member, words):
+    hidden = "hide=MPI_LOCALNRANKS"
+    check(launch([*mpich.command(3), *member(hidden, *words)], env=mpich.env), 3, mpi=bool(words))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", ["open_mpi", pytest.param("mpich", marks=pytest.mark.long(8))])
 def test_a_communicator_is_the_world(launch, request, member, name):
     mpi = request.getfixturevalue(name)
     check(launch([*mpi.command(2), *member("comm")], env=mpi.env), 2, mpi=True)
@@ -139,6 +157,7 @@ def torchrun(size, *command):
     return [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={size}", *command]
 
 
+@pytest.mark.long(8)
 def test_torchrun_on_one_host_needs_no_secret(launch, member):
     done = launch([*torchrun(3), *member()[1:]], timeout_s=120)
     check(done, 3, mpi=False)
@@ -150,6 +169,7 @@ def test_torchrun_on_several_hosts_uses_its_store_and_a_secret(launch, member):
     check(launch(command, env=env, timeout_s=120), 2, mpi=False)
 
 
+@pytest.mark.long(8)
 def test_torchrun_on_several_hosts_without_a_secret_says_how_to_fix_it(launch, member):
     command = [*torchrun(2), *member("hide=LOCAL_WORLD_SIZE")[1:]]
     done = launch(command, check=False, timeout_s=120)

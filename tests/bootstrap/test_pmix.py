@@ -119,8 +119,8 @@ def members(done, size):
 # MPI spins while it waits: with more ranks than cores it can take minutes on a busy machine, so only two ranks use it.
 @pytest.mark.parametrize(
     ("size", "words"),
-    [(2, ()), (4, ()), (2, ("mpi-first",)), (2, ("mpi-last",))],
-    ids=["plain 2", "plain 4", "mpi first", "mpi last"],
+    [(4, ()), (2, ("mpi-last",)), pytest.param(2, ("mpi-first",), marks=pytest.mark.long(6))],
+    ids=["plain", "mpi last", "mpi first"],
 )
 def test_ranks_connect_without_mpi_and_mpi_works_beside_it(ranks, size, words):
     for line in members(ranks(size, *words), size):
@@ -154,14 +154,14 @@ def test_a_second_program_of_the_same_launcher_does_not_get_the_first_ones_value
 PROGRAM = """
 import os, sys, time
 os.environ.pop("OMPI_COMM_WORLD_LOCAL_SIZE")  # as on several hosts
-os.environ["HOROCLONE_START_TIMEOUT"] = "3" if sys.argv[1] == "1" else "60"
+os.environ["HOROCLONE_START_TIMEOUT"] = "2" if sys.argv[1] == "1" else "60"
 import horoclone as hvd
 rank = os.environ["OMPI_COMM_WORLD_RANK"]
 if sys.argv[1] == "1" and rank == "1":
-    time.sleep(6)  # its next program begins when rank 0 has given up
+    time.sleep(4)  # its next program begins when rank 0 has given up
     sys.exit(0)
 if sys.argv[1] == "2" and rank == "0":
-    time.sleep(5)
+    time.sleep(3)
 try:
     hvd.init()
     print("met", hvd.rank(), flush=True)
@@ -262,7 +262,9 @@ print("met", rank, flush=True)
 """
 
 
-@pytest.mark.parametrize("late", ["0", "3", "1+3"])
+@pytest.mark.parametrize(
+    "late", ["0", *(pytest.param(late, marks=pytest.mark.long(10)) for late in ("3", "1+3"))]
+)
 def test_init_works_again_after_a_timeout_whoever_was_late(three_hosts, late):
     done = three_hosts(TWICE, late)
     assert sorted(line for line in done.stdout.splitlines() if line) == [f"met {r}" for r in range(4)], (
@@ -288,7 +290,7 @@ def test_what_pmix_says_is_compared_with_the_variables(ranks):
     assert done.stdout.count("refused: PMIx says size 2 (type 14), not 7") == 2, done.output
 
 
-@pytest.mark.parametrize("when", ["killed-early", "killed-late"])
+@pytest.mark.parametrize("when", ["killed-late", pytest.param("killed-early", marks=pytest.mark.long(5))])
 def test_a_killed_rank_ends_the_job(ranks, when):
     done = ranks(3, when, check=False)
     assert done.returncode != 0 and done.seconds < 20, done.output

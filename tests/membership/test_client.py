@@ -15,6 +15,7 @@ from horoclone import errors
 from horoclone.bootstrap import wire
 from horoclone.bootstrap.client import Client
 from horoclone.bootstrap.rendezvous import Server
+from horoclone.membership import client as membership_client
 from horoclone.membership.client import GenerationJob, Identity, MembershipClient, identity, rendezvous
 from horoclone.membership.records import Assignment, Evicted, Limits, Stop
 from horoclone.membership.service import MembershipService
@@ -85,14 +86,14 @@ def test_a_generation_is_formed_lost_and_formed_anew(two: Rendezvous) -> None:
     assert (second.commit, second.skip_sync) == (7, True) and second.nonce != first[0].nonce
 
 
-def test_the_answer_comes_within_milliseconds_of_the_last_word(two: Rendezvous) -> None:
+def test_the_answer_comes_with_the_last_word(two: Rendezvous) -> None:
     a, b = two.link(), two.link()
     told(form([a, b], 0))
     two.dies(b)
     with ThreadPoolExecutor(1) as pool:
         began = time.monotonic()
-        assert isinstance(pool.submit(a.form, 1, (), 5).result(), Assignment)
-        assert time.monotonic() - began < 3
+        assert isinstance(pool.submit(a.form, 1, (), 8).result(), Assignment)
+        assert time.monotonic() - began < 6
 
 
 def test_who_waits_is_told_why(two: Rendezvous) -> None:
@@ -169,18 +170,21 @@ def test_notices_come_while_a_generation_runs(two: Rendezvous) -> None:
     two.server.wake()
 
 
-def test_a_member_that_is_silent_to_another_is_asked_at_once_and_not_given_up(two: Rendezvous) -> None:
+def test_a_member_that_is_silent_to_another_is_asked_at_once_and_not_given_up(
+    two: Rendezvous, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = two.link(), two.link()
     with ThreadPoolExecutor(2) as both:
         waiting = [both.submit(link.form, 0, (), 5.0) for link in (first, second)]
         assignments = [one.result(10) for one in waiting]
         assert all(isinstance(one, Assignment) for one in assignments)
         number, rank = assignments[0].number, assignments[1].rank
-        poll = both.submit(second.notice, 0, 0)
-        time.sleep(0.1)
-        began = time.monotonic()
+        with monkeypatch.context() as patch:
+            patch.setattr(membership_client, "SLICE_S", 9.0)
+            poll = both.submit(second.notice, 0, 0)
+            time.sleep(0.2)
         assert first.suspect(number, rank, True)
-        assert poll.result(5) is None and time.monotonic() - began < 0.6, "its poll would have lasted 0.9 s"
+        assert poll.result(7) is None, "its poll would have lasted 9 s"
         forms = both.submit(first.form, number, (), 2.5)
         while not forms.done():
             second.notice(0, 0)

@@ -145,10 +145,13 @@ def test_a_port_that_is_taken_names_the_host_and_the_setting(train: Service) -> 
             train.start(0)
 
 
-def test_a_coordinator_that_ends_waits_for_nobody_where_nobody_is(train: Service) -> None:
+def test_a_coordinator_that_ends_waits_for_nobody_where_nobody_is(
+    train: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = train.start(0), train.start(1)
     assert first.find(0, 5.0) and second.find(0, 5.0)
+    monkeypatch.setattr(peer_discovery, "HAND_OVER_S", 60.0)
     began = time.monotonic()
     second.hand_over()  # is no coordinator
     first.hand_over()  # has formed no generation that others would have to leave
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 20
