@@ -34,7 +34,7 @@ def main(path: Path, steps: int, kill_at: int) -> None:
     @run
     def train(state: ObjectState) -> None:
         first = True
-        while state.step < steps or generation().number < until:
+        while first or state.step < steps or generation().number < until:
             if (
                 state.step + 1 == kill_at
                 and os.environ["HOROVOD_RANK"] == "1"
