@@ -44,7 +44,7 @@ class FrameReader {
   std::vector<uint8_t> frame_;
   size_t frame_have_ = 0;
   uint32_t frame_bytes_ = 0;  // 0: between frames
-  FrameHeader header_;        // header_have_ bytes of it are there
+  ControlHeader header_;      // header_have_ bytes of it are there
   size_t header_have_ = 0;
   std::deque<std::vector<uint8_t>> ready_;
   size_t ready_bytes_ = 0;

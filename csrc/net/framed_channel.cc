@@ -187,7 +187,7 @@ Status FramedChannel::send(std::span<const uint8_t> frame) {
     return error(Code::kInternal, "a control frame of ", frame.size(), " bytes; allowed are 1 to ", kMaxControlBytes);
   }
   if (!failed_.is_ok()) return goodbye_ || held_back() ? Status::ok() : failed_;
-  FrameHeader header(frame.size(), has_sums_ ? sum_of(frame.data(), frame.size()) : 0);
+  ControlHeader header(frame.size(), has_sums_ ? sum_of(frame.data(), frame.size()) : 0);
   const auto* start = reinterpret_cast<const uint8_t*>(&header);
   size_t moved = 0;
   if (control_out_.empty() && !is_down(Line::kControl)) {

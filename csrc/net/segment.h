@@ -40,13 +40,13 @@ struct SegmentHeader {
 };
 static_assert(sizeof(SegmentHeader) == 32 && sizeof(Tag) == 16);
 
-struct FrameHeader {
+struct ControlHeader {
   uint32_t bytes = 0;
   uint32_t sum = 0;  // of the frame; 0 in shared memory
   uint64_t guard = 0;
 
-  FrameHeader() = default;
-  FrameHeader(size_t its_bytes, uint32_t its_sum) : bytes(static_cast<uint32_t>(its_bytes)), sum(its_sum) {
+  ControlHeader() = default;
+  ControlHeader(size_t its_bytes, uint32_t its_sum) : bytes(static_cast<uint32_t>(its_bytes)), sum(its_sum) {
     guard = guard_of();
   }
   uint64_t guard_of() const {
@@ -55,6 +55,6 @@ struct FrameHeader {
     return hash;
   }
 };
-static_assert(sizeof(FrameHeader) == 16);
+static_assert(sizeof(ControlHeader) == 16);
 
 }  // namespace hc
