@@ -12,7 +12,6 @@ namespace hc {
 struct BlockFormat {
   size_t block = 256;
   size_t shard = 0;  // a multiple of block
-  size_t message_bytes() const { return shard / block * sizeof(float) + shard; }
 };
 
 // residual: null, or `count` numbers that are added to the input and then hold the rounding errors. A block with an

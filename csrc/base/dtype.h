@@ -44,7 +44,6 @@ constexpr size_t size_of(DType t) { return kDTypes[static_cast<int>(t)].size; }
 constexpr const char* name_of(DType t) { return kDTypes[static_cast<int>(t)].name; }
 constexpr Kind kind_of(DType t) { return kDTypes[static_cast<int>(t)].kind; }
 constexpr bool is_float(DType t) { return kind_of(t) == Kind::kFloat; }
-constexpr bool is_only_moved(DType t) { return kind_of(t) == Kind::kMoved; }
 constexpr bool takes(Reduce r, DType t) { return takes(r, kind_of(t)); }
 
 enum class Op : uint8_t {

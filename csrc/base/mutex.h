@@ -14,9 +14,8 @@
 // Of a field: only while this lock is held; of a pointer: what it points to.
 #define HC_GUARDED_BY(x) HC_THREAD_ATTRIBUTE(guarded_by(x))
 #define HC_PT_GUARDED_BY(x) HC_THREAD_ATTRIBUTE(pt_guarded_by(x))
-// Of a function: the caller holds these locks; does not hold them; the function takes them, gives them back.
+// Of a function: the caller holds these locks; the function takes them, gives them back.
 #define HC_REQUIRES(...) HC_THREAD_ATTRIBUTE(requires_capability(__VA_ARGS__))
-#define HC_EXCLUDES(...) HC_THREAD_ATTRIBUTE(locks_excluded(__VA_ARGS__))
 #define HC_ACQUIRE(...) HC_THREAD_ATTRIBUTE(acquire_capability(__VA_ARGS__))
 #define HC_RELEASE(...) HC_THREAD_ATTRIBUTE(release_capability(__VA_ARGS__))
 #define HC_TRY_ACQUIRE(...) HC_THREAD_ATTRIBUTE(try_acquire_capability(__VA_ARGS__))
