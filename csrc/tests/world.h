@@ -13,11 +13,13 @@
 
 namespace hc {
 
+using Settings = std::vector<std::pair<std::string, std::string>>;
+
 class World {
  public:
   using Body = std::function<void(Engine&, int rank)>;
 
-  explicit World(int size, std::vector<std::pair<std::string, std::string>> settings = {}) : size_(size) {
+  explicit World(int size, Settings settings = {}) : size_(size) {
     settings_ = {{"HOROCLONE_ARENA_BYTES", std::to_string(1ull << 30)}, {"HOROCLONE_SELECTION", "fixed"}};
     settings_.insert(settings_.end(), settings.begin(), settings.end());
   }
@@ -78,7 +80,7 @@ class World {
     return engine->shutdown(10);
   }
   const int size_;
-  std::vector<std::pair<std::string, std::string>> settings_;
+  Settings settings_;
   std::vector<std::string> node_;
   std::vector<int> cpu_;
 };
@@ -126,6 +128,32 @@ inline Status finish(Engine& engine, int64_t handle, double timeout_s = 120) {
   engine.abort("a test gave up waiting");
   (void)engine.wait(handle, 10, &done).is_ok();
   return error(Code::kTimeout, "the test's operation did not end in ", timeout_s, " s\n", state);
+}
+
+// One operation from its submission to its end.
+inline Status perform(Engine& engine, const Submission& s) {
+  int64_t handle = 0;
+  HC_TRY(s.will_wait ? engine.call(s, &handle) : engine.submit(s, &handle));
+  Status status = finish(engine, handle);
+  engine.release(handle);
+  return status;
+}
+template <class T = float>
+Status perform(Engine& engine, Op op, const std::string& name = "", const std::vector<T>& in = {},
+               std::vector<T>* out = nullptr, std::vector<int64_t> shape = {},
+               const std::function<void(Submission&)>& adjust = {}) {
+  int64_t handle = 0;
+  HC_TRY(submit(engine, op, name, in, out, std::move(shape), &handle, adjust));
+  Status status = finish(engine, handle);
+  engine.release(handle);
+  return status;
+}
+
+// A number of the engine's counters; 0: none of that name.
+inline int64_t counter(const Engine& engine, const std::string& name) {
+  const std::string json = engine.counters_json(), key = "\"" + name + "\":";
+  const size_t at = json.find(key);
+  return at == std::string::npos ? 0 : std::stoll(json.substr(at + key.size()));
 }
 
 }  // namespace hc

@@ -166,7 +166,6 @@ TEST_CASE("request aggregator: strangers, repetitions and unknown cache ids are 
 
 namespace {
 
-using Settings = std::vector<std::pair<std::string, std::string>>;
 const Settings kChain = {{"HOROCLONE_CONTROL_FANOUT", "1"}};
 const std::vector<std::string> kThreeNodes = {"a", "a", "b", "b", "c", "c"};
 
@@ -197,11 +196,7 @@ TEST_CASE("control tree: engines of three nodes in a chain agree, err by name an
     int set = 0;
     CHECK_OK(engine.add_process_set({1, 2, 3, 5}, &set));
     for (int i = 0; i < rank; i++) CHECK_OK(sum(engine, "uneven" + std::to_string(i), 2));
-    std::vector<float> none;
-    int64_t handle = 0;
-    CHECK_OK(submit(engine, Op::kJoin, "", none, static_cast<std::vector<float>*>(nullptr), {}, &handle));
-    CHECK_OK(finish(engine, handle));
-    engine.release(handle);
+    CHECK_OK(perform(engine, Op::kJoin));
     CHECK_OK(sum(engine, "after", 2, &result));
     CHECK_LOCKED(result == 6);
   }));

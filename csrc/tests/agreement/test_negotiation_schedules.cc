@@ -395,7 +395,7 @@ std::shared_ptr<const ControlTree> random_tree(Random& random, int size) {
 
 TEST_CASE("negotiation: random schedules end the same way on every rank" * doctest::test_suite("long")) {
   const size_t capacities[] = {0, 3, 1024};
-  for (uint64_t seed = 1; seed <= (kSanitized ? 500 : 4000); seed++) {
+  for (uint64_t seed = 1; seed <= (kSanitized ? 200 : 2000); seed++) {
     INFO("seed ", seed);
     Random random(seed);
     int size = 2 + pick(random, 5);
@@ -405,7 +405,7 @@ TEST_CASE("negotiation: random schedules end the same way on every rank" * docte
 
 TEST_CASE("negotiation: random schedules through random trees end as they do without" * doctest::test_suite("long")) {
   const size_t capacities[] = {0, 3, 1024};
-  for (uint64_t seed = 1; seed <= (kSanitized ? 300 : 2400); seed++) {
+  for (uint64_t seed = 1; seed <= (kSanitized ? 120 : 1200); seed++) {
     INFO("seed ", seed);
     Random random(seed);
     const int size = 2 + pick(random, 8);

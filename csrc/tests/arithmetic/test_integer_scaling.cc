@@ -9,15 +9,12 @@
 #include <limits>
 
 #include "tests/locked_checks.h"
-#include "tests/sanitized.h"
 #include "tests/world.h"
 
 namespace hc::integer_scaling {
 namespace {
 
 using Bytes = std::vector<std::byte>;
-using Settings = std::vector<std::pair<std::string, std::string>>;
-
 struct Factors {
   double pre, post;
 };
@@ -183,13 +180,14 @@ bool can(Op op, const Case& c) {
   return op != Op::kReducescatter || sums;
 }
 
-// Every dtype, operation and pair of factors, some at a time, so that some share a batch and some do not.
+// Every operation, and every dtype with some of the factors (test_reduce.cc has all), some at a time, so that some
+// share a batch and some do not.
 void check_all(Engine& engine, Op op, size_t count, int32_t priority = 0) {
   const std::vector<int> ranks = all_of(engine.mesh().size());
   int number = 0, pair = 0;
   for (DType dtype : kIntegers)
     for (const Factors& factors : kFactors) {
-      if (kSanitized && ++pair % 5) continue;
+      if (++pair % 5) continue;
       std::vector<Run> runs;
       for (Reduce reduce : kOps)
         for (size_t of : {count, count / 2 + 1})
@@ -257,8 +255,7 @@ TEST_CASE("integers with factors in rounds of the bypass") {
                     [&](Submission& s) { s.will_wait = (step + rank) % 3 != 0; });
           run.finish_and_check(engine, op, all_of(3));
         }
-    const std::string json = engine.counters_json(), key = "\"bypassed\":";
-    CHECK_LOCKED(std::stoll(json.substr(json.find(key) + key.size())) >= 90);
+    CHECK_LOCKED(counter(engine, "bypassed") >= 90);
   }));
 }
 
@@ -271,7 +268,7 @@ TEST_CASE("integers with factors where they lie: in the arena, and as declared b
       for (DType dtype : kIntegers)
         for (const Factors& factors : kFactors)
           for (Reduce reduce : {Reduce::kSum, Reduce::kAverage, Reduce::kProduct}) {
-            if (kSanitized && ++pair % 7) continue;
+            if (++pair % 7) continue;
             const Case c{dtype, reduce, factors, 17'003};
             const Bytes in = input(dtype, rank, c.count), right = expected(c, all_of(3), 3);
             auto memory = engine.allocate(in.size()).take();

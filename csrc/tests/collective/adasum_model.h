@@ -4,13 +4,12 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <cstring>
 #include <random>
 #include <string>
 #include <vector>
 
 #include "base/dtype.h"
-#include "base/half.h"
+#include "tests/elements.h"
 
 namespace hc {
 
@@ -43,27 +42,12 @@ inline Vector model(std::vector<Vector> vectors) {
 
 inline std::vector<std::byte> packed(const Vector& values, DType dtype) {
   std::vector<std::byte> bytes(values.size() * size_of(dtype));
-  for (size_t i = 0; i < values.size(); ++i) {
-    auto put = [&](auto value) { std::memcpy(bytes.data() + i * sizeof value, &value, sizeof value); };
-    if (dtype == DType::kF16) put(to_float16(static_cast<float>(values[i])));
-    if (dtype == DType::kBF16) put(to_bfloat16(static_cast<float>(values[i])));
-    if (dtype == DType::kF32) put(static_cast<float>(values[i]));
-    if (dtype == DType::kF64) put(values[i]);
-  }
+  for (size_t i = 0; i < values.size(); ++i) store(dtype, bytes.data() + i * size_of(dtype), values[i]);
   return bytes;
 }
 inline Vector unpacked(const std::vector<std::byte>& bytes, DType dtype) {
   Vector values(bytes.size() / size_of(dtype));
-  for (size_t i = 0; i < values.size(); ++i) {
-    auto get = [&](auto value) {
-      std::memcpy(&value, bytes.data() + i * sizeof value, sizeof value);
-      return value;
-    };
-    if (dtype == DType::kF16) values[i] = to_float(get(Float16{}));
-    if (dtype == DType::kBF16) values[i] = to_float(get(BFloat16{}));
-    if (dtype == DType::kF32) values[i] = get(float{});
-    if (dtype == DType::kF64) values[i] = get(double{});
-  }
+  for (size_t i = 0; i < values.size(); ++i) values[i] = load(dtype, bytes.data() + i * size_of(dtype));
   return values;
 }
 

@@ -16,10 +16,7 @@ constexpr int kTensors = 40;
 // rank that is late, as every window that opens for the rest costs this time again: hundreds of long ones took minutes.
 const std::pair<std::string, std::string> kGathers{"HOROCLONE_CYCLE_TIME", "5"};
 
-int64_t batches_of(const Engine& engine) {
-  const std::string json = engine.counters_json(), key = "\"batches\":";
-  return std::stoll(json.substr(json.find(key) + key.size()));
-}
+int64_t batches_of(const Engine& engine) { return counter(engine, "batches"); }
 
 // Submits `count` tensors of `n` floats that lie one after the other in `memory`, waits and checks the sums. Returns
 // the batches that it took.

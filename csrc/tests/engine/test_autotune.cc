@@ -247,7 +247,7 @@ struct WorldCase {
   const char* name;
   int size;
   std::vector<std::string> nodes;
-  std::vector<std::pair<std::string, std::string>> settings;
+  Settings settings;
 };
 
 // Reduces until every rank has seen the end of the search; all sums must be right while settings change.
@@ -280,10 +280,8 @@ void tune_a_world(const WorldCase& c) {
       }
       if (step % 10 != 9) continue;  // all stop after the same step: when the slowest has seen the end
       std::vector<int64_t> mine = {engine.counters_json().find("\"searching\":true") != std::string::npos}, most(1);
-      CHECK_OK(submit(engine, Op::kAllreduce, "over", mine, &most, {1}, &handles[0],
-                      [](Submission& s) { s.reduce = Reduce::kMax; }));
-      CHECK_OK(finish(engine, handles[0]));
-      engine.release(handles[0]);
+      CHECK_OK(
+          perform(engine, Op::kAllreduce, "over", mine, &most, {1}, [](Submission& s) { s.reduce = Reduce::kMax; }));
       over = most[0] == 0 && step > 20;
     }
     CHECK_LOCKED(over);
@@ -313,10 +311,7 @@ TEST_CASE("settings of rank 0 hold for all, and what is set by hand stays") {
   CHECK_OK(world.each([&](Engine& engine, int) {
     std::vector<float> in(5000, 1), out(5000);
     for (int i = 0; i < 20; ++i) {
-      int64_t handle = 0;
-      CHECK_OK(submit(engine, Op::kAllreduce, "x", in, &out, {5000}, &handle));
-      CHECK_OK(finish(engine, handle));
-      engine.release(handle);
+      CHECK_OK(perform(engine, Op::kAllreduce, "x", in, &out, {5000}));
     }
     CHECK_LOCKED(out[4999] == 2.0f);
     const std::string counters = engine.counters_json();

@@ -13,8 +13,6 @@ namespace hc::bits {
 namespace {
 
 using Bytes = std::vector<std::byte>;
-using Settings = std::vector<std::pair<std::string, std::string>>;
-
 constexpr DType kTypes[] = {DType::kBool, DType::kU8, DType::kI8, DType::kU16, DType::kI16, DType::kI32, DType::kI64};
 constexpr std::array kReductions = {Reduce::kAnd, Reduce::kOr, Reduce::kXor};
 
@@ -119,10 +117,7 @@ TEST_CASE("bits of integers and bools are reduced alike on every layout, beside 
             }
           for (Run& run : runs) run.check(engine, row.size - 1);
         }
-      int64_t handle = 0;
-      CHECK_OK(submit<float>(engine, Op::kJoin, "", {}, nullptr, {}, &handle));
-      CHECK_OK(finish(engine, handle));
-      engine.release(handle);
+      CHECK_OK(perform(engine, Op::kJoin));
     }));
   }
 }
@@ -141,19 +136,14 @@ TEST_CASE("bits in the arena are reduced where they lie, and reduce leaves them 
       s.name = "arena";
       s.reduce = reduce;
       s.tensors = {&there, 1};
-      int64_t handle = 0;
-      CHECK_OK(engine.submit(s, &handle));
-      CHECK_OK(finish(engine, handle));
-      engine.release(handle);
+      CHECK_OK(perform(engine, s));
       CHECK_LOCKED(std::equal(right.begin(), right.end(), memory->data()));
       Bytes out(rank == 1 ? in.size() : 0);
       const Submission::Tensor rooted{in.data(), rank == 1 ? out.data() : nullptr, shape, DType::kI64};
       s.op = Op::kReduce;
       s.root = 1;
       s.tensors = {&rooted, 1};
-      CHECK_OK(engine.submit(s, &handle));
-      CHECK_OK(finish(engine, handle));
-      engine.release(handle);
+      CHECK_OK(perform(engine, s));
       CHECK_LOCKED((rank != 1 || out == right));
     }
   }));

@@ -3,15 +3,15 @@
 
 #include <cmath>
 #include <functional>
+#include <utility>
 
 #include "tests/locked_checks.h"
-#include "tests/sanitized.h"
 #include "tests/world.h"
 
 namespace hc::join_scaling {
 namespace {
 
-using Settings = std::vector<std::pair<std::string, std::string>>;
+constexpr std::pair<double, double> kFactors[] = {{0.5, 1.0}, {-0.5, 2.0}, {0.0, 1.0}, {1.0, 2.0}};  // before and after
 
 // Small powers of two: products and halves are exact.
 template <class T>
@@ -37,39 +37,32 @@ template <class T>
 void check(Engine& engine, int rank, int present, size_t count, bool in_place, int32_t priority) {
   const int size = engine.mesh().size();
   for (Reduce op : {Reduce::kProduct, Reduce::kMin, Reduce::kMax, Reduce::kSum, Reduce::kAverage})
-    for (double pre : {0.5, -0.5, 0.0, 1.0})
-      if (op != Reduce::kAverage || size != 3)  // no third is exact
-        for (double post : {1.0, 2.0}) {
-          if (kSanitized && post != 1.0) continue;
-          std::vector<T> in(count), given, out(count);
-          for (size_t i = 0; i < count; ++i) in[i] = value<T>(rank, i);
-          given = in;
-          int64_t handle = 0;
-          CHECK_OK(submit(engine, Op::kAllreduce, "x", in, in_place ? &in : &out, {static_cast<int64_t>(count)},
-                          &handle, [&](Submission& s) {
-                            s.reduce = op;
-                            s.prescale = pre;
-                            s.postscale = post;
-                            s.priority = priority;
-                          }));
-          CHECK_OK(finish(engine, handle));
-          engine.release(handle);
-          size_t wrong = 0;
-          for (size_t i = 0; i < count; ++i)
-            wrong += !((in_place ? in : out)[i] == expected<T>(op, pre, post, present, size, i));
-          std::lock_guard lock(check_mu);
-          CHECK_MESSAGE(wrong == 0, name_of(op), " times ", pre, " and ", post, ", ", count, " elements");
-          if (!in_place) CHECK(in == given);
-        }
+    for (const auto& factors : kFactors) {
+      const double pre = factors.first, post = factors.second;
+      if (op == Reduce::kAverage && size == 3) continue;  // no third is exact
+      std::vector<T> in(count), given, out(count);
+      for (size_t i = 0; i < count; ++i) in[i] = value<T>(rank, i);
+      given = in;
+      CHECK_OK(perform(engine, Op::kAllreduce, "x", in, in_place ? &in : &out, {static_cast<int64_t>(count)},
+                       [&](Submission& s) {
+                         s.reduce = op;
+                         s.prescale = pre;
+                         s.postscale = post;
+                         s.priority = priority;
+                       }));
+      size_t wrong = 0;
+      for (size_t i = 0; i < count; ++i)
+        wrong += !((in_place ? in : out)[i] == expected<T>(op, pre, post, present, size, i));
+      std::lock_guard lock(check_mu);
+      CHECK_MESSAGE(wrong == 0, name_of(op), " times ", pre, " and ", post, ", ", count, " elements");
+      if (!in_place) CHECK(in == given);
+    }
 }
 
 void check_world(World& world, int present, const std::function<void(Engine&, int)>& body) {
   CHECK_OK(world.each([&](Engine& engine, int rank) {
     if (rank < present) body(engine, rank);
-    int64_t handle = 0;
-    CHECK_OK(submit<float>(engine, Op::kJoin, "", {}, nullptr, {}, &handle));
-    CHECK_OK(finish(engine, handle));
-    engine.release(handle);
+    CHECK_OK(perform(engine, Op::kJoin));
     // Behind the join everybody has data again, and the same name is scaled as ever.
     if (rank < present) check<double>(engine, rank, engine.mesh().size(), 9, true, 0);
     if (rank >= present) check<double>(engine, rank, engine.mesh().size(), 9, false, 0);
@@ -121,10 +114,7 @@ TEST_CASE("beside a joined rank a tensor in the arena is scaled once, also one t
       s.reduce = Reduce::kProduct;
       s.prescale = 0.5;
       s.tensors = {&tensor, 1};
-      int64_t handle = 0;
-      CHECK_OK(engine.submit(s, &handle));
-      CHECK_OK(finish(engine, handle));
-      engine.release(handle);
+      CHECK_OK(perform(engine, s));
       CHECK_LOCKED(std::count(data, data + kCount, 5.0f) == static_cast<ptrdiff_t>(kCount));
     }
   });

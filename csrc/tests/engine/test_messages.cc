@@ -10,8 +10,6 @@
 namespace hc {
 namespace {
 
-using Settings = std::vector<std::pair<std::string, std::string>>;
-
 Settings settings_of_messages(bool shared) {
   if (shared) return {};
   return {{"HOROCLONE_SHARED_MEMORY", "0"},
@@ -246,9 +244,8 @@ TEST_CASE("messages of process sets are apart, and a set is removed while one wa
     }
     if (rank == 0) CHECK_OK(start_send(engine, {2, 5, set}, many, &h));
     CHECK_OK(engine.remove_process_set(set));
-    int64_t barrier = 0;  // nobody leaves before everybody has removed it
-    CHECK_OK(submit(engine, Op::kBarrier, "removed", got, &other, {}, &barrier));
-    CHECK_OK(finish(engine, barrier));
+    // Nobody leaves before everybody has removed it.
+    CHECK_OK(perform(engine, Op::kBarrier, "removed", got, &other, {}));
     if (rank == 0) {
       const Status ended = finish(engine, h);
       CHECK_LOCKED(ended.code() == Code::kAborted);

@@ -72,7 +72,7 @@ std::vector<float> noise(int rank, int64_t count, unsigned seed) {
 constexpr int64_t kLengths[] = {1, 5, 257, 4099, 40000, 100003};
 
 // The bits of several sums on rank 0, with `settings`; the lengths one by one, and two in one group.
-std::vector<uint32_t> sums(int size, std::vector<std::pair<std::string, std::string>> settings, bool nodes) {
+std::vector<uint32_t> sums(int size, Settings settings, bool nodes) {
   World world(size, std::move(settings));
   if (nodes) world.on_nodes({"a", "a", "b", "b"});
   std::vector<uint32_t> bits;
@@ -277,16 +277,14 @@ TEST_CASE("errors and joins between the parts of a large one leave the runtime u
       CHECK_LOCKED(std::count(big.begin(), big.end(), 2.0f) == n);
       for (int64_t handle : h) engine.release(handle);
       // A joined rank takes part in every part.
-      int64_t joined = 0, last = 0;
+      int64_t last = 0;
       if (rank == 0) {
         CHECK_OK(submit(engine, Op::kAllreduce, "big", big, &big, {n}, &last, [](Submission& s) { s.priority = 1; }));
         CHECK_OK(finish(engine, last));
         CHECK_LOCKED(std::count(big.begin(), big.end(), 2.0f) == n);
         engine.release(last);
       }
-      CHECK_OK(submit<float>(engine, Op::kJoin, "", {}, nullptr, {}, &joined));
-      CHECK_OK(finish(engine, joined));
-      engine.release(joined);
+      CHECK_OK(perform(engine, Op::kJoin));
     }
   }));
 }

@@ -13,7 +13,7 @@
 namespace hc {
 namespace {
 
-std::vector<std::pair<std::string, std::string>> settings_with(bool shared) {
+Settings settings_with(bool shared) {
   if (shared) return {};
   return {{"HOROCLONE_SHARED_MEMORY", "0"}};
 }
@@ -68,7 +68,7 @@ TEST_CASE("the engine's state and its end do not wait for a thread that waits in
 // The end is told to hc-engine by a doorbell. Whoever steps the engine after that could answer it instead, and
 // hc-engine sleep for ever.
 TEST_CASE("a life ends while another thread asks for the engine's state") {
-  const int lives = kSanitized ? 10 : 40;
+  const int lives = kSanitized ? 10 : 25;
   for (bool shared : {true, false})
     for (int life = 0; life < lives; ++life) {
       World world(2, settings_with(shared));

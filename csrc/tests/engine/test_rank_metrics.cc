@@ -306,11 +306,14 @@ TEST_CASE("ticks and the clock tell the same moments") {
   RankMetrics rank_metrics;
   rank_metrics.begin(kIdentity);
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  rank_metrics.beat({});
-  const uint64_t before = rank_metrics.at(Clock::now()), ticks = rank_metrics.now(),
-                 after = rank_metrics.at(Clock::now());
-  CHECK(ticks + 20'000 >= before);
-  CHECK(ticks <= after + 20'000);
+  bool same = false;
+  for (int look = 0; look < 100 && !same; ++look) {  // a busy machine may stop this thread between two readings
+    rank_metrics.beat({});
+    const uint64_t before = rank_metrics.at(Clock::now()), ticks = rank_metrics.now(),
+                   after = rank_metrics.at(Clock::now());
+    same = ticks + 20'000 >= before && ticks <= after + 20'000;
+  }
+  CHECK(same);
 }
 
 TEST_CASE("shared metrics are seen through another mapping, and a forked child leaves it alone") {

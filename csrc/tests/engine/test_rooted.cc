@@ -8,8 +8,6 @@
 namespace hc {
 namespace {
 
-using Settings = std::vector<std::pair<std::string, std::string>>;
-
 Settings plain_settings(bool shared) {
   if (shared) return {};
   return {{"HOROCLONE_SHARED_MEMORY", "0"}, {"HOROCLONE_SEGMENT_BYTES", "1024"}};
@@ -160,10 +158,7 @@ TEST_CASE("rooted: not while a rank has joined") {
         CHECK_LOCKED(status.text().find("not supported with Join") != std::string::npos);
       }
     }
-    Submission join;
-    join.op = Op::kJoin;
-    CHECK_OK(engine.submit(join, &h));
-    CHECK_OK(finish(engine, h));
+    CHECK_OK(perform(engine, Op::kJoin));
   }));
 }
 
@@ -181,9 +176,7 @@ TEST_CASE("rooted: in a process set roots are world ranks, and the same names ru
         s.process_set = set;
         s.root = 3;
       };
-      CHECK_OK(submit(engine, Op::kReduce, "r", in, rank == 3 ? &out : nullptr, {4}, &h, here));
-      CHECK_OK(finish(engine, h));
-      engine.release(h);
+      CHECK_OK(perform(engine, Op::kReduce, "r", in, rank == 3 ? &out : nullptr, {4}, here));
       CHECK_LOCKED((rank == 1 || out == std::vector<float>(4, 4)));
       CHECK_OK(submit<float>(engine, Op::kScatter, "s", in, nullptr, {4}, &h, [&](Submission& s) {
         here(s);

@@ -14,9 +14,7 @@ void check_refused(Engine& engine, const Status& status, const std::string& word
   CHECK_LOCKED(status.text().find(word) != std::string::npos);
   CHECK_LOCKED(status.text().size() < 1000);
   std::vector<float> one(3, 1.0f), sum(3);
-  int64_t handle = 0;
-  CHECK_OK(submit(engine, Op::kAllreduce, "after", one, &sum, {3}, &handle));
-  CHECK_OK(finish(engine, handle));
+  CHECK_OK(perform(engine, Op::kAllreduce, "after", one, &sum, {3}));
   CHECK_LOCKED(sum[0] == 2.0f);
 }
 
@@ -27,8 +25,7 @@ TEST_CASE("limits: the longest name works, and one that is longer is refused at 
   CHECK_OK(world.each([&](Engine& engine, int) {
     std::vector<float> in(3, 1.0f), out(3);
     int64_t handle = 0;
-    CHECK_OK(submit(engine, Op::kAllreduce, std::string(kMaxTextBytes, 'n'), in, &out, {3}, &handle));
-    CHECK_OK(finish(engine, handle));
+    CHECK_OK(perform(engine, Op::kAllreduce, std::string(kMaxTextBytes, 'n'), in, &out, {3}));
     CHECK_LOCKED(out[2] == 2.0f);
     const std::string longer(kMaxTextBytes + 1, 'n');
     check_refused(engine, submit(engine, Op::kAllreduce, longer, in, &out, {3}, &handle), "65537 bytes");
@@ -43,8 +40,7 @@ TEST_CASE("limits: a name that is too long on one rank does not disturb the othe
     if (rank == 0)
       CHECK_LOCKED(submit(engine, Op::kBroadcast, std::string(1 << 20, 'n'), in, &out, {3}, &handle).code() ==
                    Code::kInvalidArgument);
-    CHECK_OK(submit(engine, Op::kAllreduce, "same", in, &out, {3}, &handle));
-    CHECK_OK(finish(engine, handle));
+    CHECK_OK(perform(engine, Op::kAllreduce, "same", in, &out, {3}));
     CHECK_LOCKED(out[0] == 2.0f);
   }));
 }
@@ -54,8 +50,7 @@ TEST_CASE("limits: shapes that the readers would not take") {
   CHECK_OK(world.each([&](Engine& engine, int) {
     std::vector<float> in(1, 1.0f), out(1);
     int64_t handle = 0;
-    CHECK_OK(submit(engine, Op::kAllreduce, "flat", in, &out, std::vector<int64_t>(kMaxDimensions, 1), &handle));
-    CHECK_OK(finish(engine, handle));
+    CHECK_OK(perform(engine, Op::kAllreduce, "flat", in, &out, std::vector<int64_t>(kMaxDimensions, 1)));
     const std::vector<int64_t> deep(kMaxDimensions + 1, 1);
     check_refused(engine, submit(engine, Op::kAllreduce, "deep", in, &out, deep, &handle), "65 dimensions");
     for (const std::vector<int64_t>& huge :

@@ -20,7 +20,6 @@ inline const std::string kCudaFake = HC_FAKES "/libcuda.so.1";
 inline const std::string kNcclFake = HC_FAKES "/libnccl.so.2";
 inline const std::string kNvrtcFake = HC_FAKES "/libnvrtc.so.13";
 
-using Settings = std::vector<std::pair<std::string, std::string>>;
 inline Settings gpu_settings(Settings more = {}) {
   Settings all = {{"HOROCLONE_CUDA_LIBRARY", kCudaFake},
                   {"HOROCLONE_NCCL_LIBRARY", kNcclFake},
@@ -169,6 +168,14 @@ inline Status submit_gpu(Engine& engine, const FrameworkOnGpu& gpu, Op op, const
   s.tensors = {&tensor, 1};
   if (adjust) adjust(s);
   return engine.submit(s, handle);
+}
+
+// As a framework's join does that has a GPU.
+inline Status join(Engine& engine, const FrameworkOnGpu& gpu) {
+  Submission s;
+  s.op = Op::kJoin;
+  gpu.place(&s);
+  return perform(engine, s);
 }
 
 // Waits until it is enqueued and makes the framework's stream wait for it. Keeps the handle.

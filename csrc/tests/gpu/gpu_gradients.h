@@ -10,18 +10,24 @@ namespace hc {
 
 inline constexpr int kBuckets = 4;
 
-inline uint64_t counted(const Engine& engine, const std::string& name) {
-  const std::string json = engine.counters_json();
-  const size_t at = json.find("\"" + name + "\":");
-  return at == std::string::npos ? 0 : std::stoull(json.substr(at + name.size() + 3));
+inline Status reduce_now(Engine& engine, FrameworkOnGpu& gpu, const std::string& name, void* data, int64_t count,
+                         DType dtype, Reduce how, double postscale = 1) {
+  int64_t handle = 0;
+  HC_TRY(submit_gpu(engine, gpu, Op::kAllreduce, name, data, data, {count}, dtype, &handle, [&](Submission& s) {
+    s.reduce = how;
+    s.postscale = postscale;
+  }));
+  Status outcome = enqueued(engine, gpu, handle);
+  engine.release(handle);
+  return outcome;
 }
-
 inline Status reduce_now(Engine& engine, FrameworkOnGpu& gpu, const std::string& name, float* data, int64_t count,
-                         int process_set = 0) {
+                         int process_set = 0, bool will_wait = false) {
   int64_t handle = 0;
   HC_TRY(submit_gpu(engine, gpu, Op::kAllreduce, name, data, data, {count}, DType::kF32, &handle, [&](Submission& s) {
     s.reduce = Reduce::kSum;
     s.process_set = process_set;
+    s.will_wait = will_wait;
   }));
   Status outcome = enqueued(engine, gpu, handle);
   engine.release(handle);
@@ -84,10 +90,7 @@ class Gradients {
 inline void all_are_here(Engine& engine, const char* name) {
   const std::vector<int32_t> one = {1};
   std::vector<int32_t> sum(1);
-  int64_t handle = 0;
-  CHECK_OK(submit(engine, Op::kAllreduce, name, one, &sum, {1}, &handle));
-  CHECK_OK(finish(engine, handle));
-  engine.release(handle);
+  CHECK_OK(perform(engine, Op::kAllreduce, name, one, &sum, {1}));
 }
 
 }  // namespace hc

@@ -147,11 +147,7 @@ TEST_CASE("fake of CUDA and NCCL: adasum of machines leaves other allreduces as 
     CHECK_LOCKED(sum == std::vector<float>(40'000, 6.0F));
     gpu.write(data, std::vector<float>(40'000, rank == 3 ? 0.0F : 4.0F));
     if (rank != 3) reduce(Reduce::kAdasum);  // the joined rank counts as zeros in its node's average
-    Submission join;
-    join.op = Op::kJoin;
-    gpu.place(&join);
-    CHECK_OK(engine.submit(join, &handle));
-    CHECK_OK(finish(engine, handle));
+    CHECK_OK(join(engine, gpu));
     const auto got = gpu.read(data, 40'000);
     // The averages are 4 and 2 everywhere: three quarters of the first and nothing of the second.
     CHECK_LOCKED((rank == 3 || got == std::vector<float>(40'000, 3.0F)));

@@ -7,7 +7,7 @@
 #include <random>
 
 #include "base/half.h"
-#include "tests/gpu/gpu_fake.h"
+#include "tests/gpu/gpu_gradients.h"
 
 namespace hc {
 
@@ -53,9 +53,9 @@ void reduces(Engine& engine, FrameworkOnGpu& gpu, DType dtype, size_t count, con
     int64_t handle = 0;
     const auto adjust = [&](Submission& s) { s.reduce = reduce; };
     const std::string full = text_of(name, name_of(reduce));
-    CHECK(submit_gpu(engine, gpu, Op::kAllreduce, full, in, out, {static_cast<int64_t>(count)}, dtype, &handle, adjust)
-              .text() == "");
-    CHECK(enqueued(engine, gpu, handle).text() == "");
+    CHECK_OK(
+        submit_gpu(engine, gpu, Op::kAllreduce, full, in, out, {static_cast<int64_t>(count)}, dtype, &handle, adjust));
+    CHECK_OK(enqueued(engine, gpu, handle));
     engine.release(handle);
     const auto got = gpu.read(out, count);
     size_t wrong = 0;
@@ -69,19 +69,6 @@ void reduces(Engine& engine, FrameworkOnGpu& gpu, DType dtype, size_t count, con
   }
 }
 
-// Submits, waits until it is enqueued, releases: how an operation ends.
-Status ends(Engine& engine, const FrameworkOnGpu& gpu, const std::string& name, float* data, int64_t count,
-            bool will_wait = false) {
-  int64_t handle = 0;
-  HC_TRY(submit_gpu(engine, gpu, Op::kAllreduce, name, data, data, {count}, DType::kF32, &handle, [&](Submission& s) {
-    s.reduce = Reduce::kSum;
-    s.will_wait = will_wait;
-  }));
-  Status outcome = enqueued(engine, gpu, handle);
-  engine.release(handle);
-  return outcome;
-}
-
 }  // namespace
 
 TEST_CASE("fake of CUDA and NCCL: every reduction and dtype, and nothing is left afterwards") {
@@ -90,18 +77,16 @@ TEST_CASE("fake of CUDA and NCCL: every reduction and dtype, and nothing is left
   for (const char* backend : {"nccl", "peers", "host"}) {
     CAPTURE(backend);
     World world(2, gpu_settings({{"HOROCLONE_GPU_OPERATIONS", backend}}));
-    CHECK(world
-              .each([](Engine& engine, int rank) {
-                FrameworkOnGpu gpu(rank);
-                reduces<float>(engine, gpu, DType::kF32, 1000, "f32");
-                reduces<double>(engine, gpu, DType::kF64, 20001, "f64");
-                reduces<int32_t>(engine, gpu, DType::kI32, 77, "i32");
-                reduces<int64_t>(engine, gpu, DType::kI64, 5, "i64");
-                reduces<int8_t>(engine, gpu, DType::kI8, 130, "i8");
-                reduces<int16_t>(engine, gpu, DType::kI16, 19, "i16");
-                reduces<uint8_t>(engine, gpu, DType::kU8, 19, "u8");
-              })
-              .text() == "");
+    CHECK_OK(world.each([](Engine& engine, int rank) {
+      FrameworkOnGpu gpu(rank);
+      reduces<float>(engine, gpu, DType::kF32, 1000, "f32");
+      reduces<double>(engine, gpu, DType::kF64, 20001, "f64");
+      reduces<int32_t>(engine, gpu, DType::kI32, 77, "i32");
+      reduces<int64_t>(engine, gpu, DType::kI64, 5, "i64");
+      reduces<int8_t>(engine, gpu, DType::kI8, 130, "i8");
+      reduces<int16_t>(engine, gpu, DType::kI16, 19, "i16");
+      reduces<uint8_t>(engine, gpu, DType::kU8, 19, "u8");
+    }));
     CHECK(fake_count("memory") == 0);
     CHECK(fake_count("streams") == 0);
     CHECK(fake_count("events") == 0);
@@ -111,106 +96,96 @@ TEST_CASE("fake of CUDA and NCCL: every reduction and dtype, and nothing is left
 
 TEST_CASE("fake of CUDA and NCCL: half precision averages and scales") {
   World world(2, gpu_settings({{"HOROCLONE_GPU_OPERATIONS", "nccl"}}));
-  CHECK(world
-            .each([](Engine& engine, int rank) {
-              FrameworkOnGpu gpu(rank);
-              const std::vector<BFloat16> b(100, to_bfloat16(static_cast<float>(rank + 1)));
-              const std::vector<Float16> h(100, to_float16(static_cast<float>(rank + 1)));
-              BFloat16* on_b = gpu.tensor(b);
-              Float16* on_h = gpu.tensor(h);
-              int64_t handle = 0;
-              CHECK(submit_gpu(engine, gpu, Op::kAllreduce, "b", on_b, on_b, {100}, DType::kBF16, &handle,
-                               [](Submission& s) { s.reduce = Reduce::kAverage; })
-                        .is_ok());
-              CHECK(enqueued(engine, gpu, handle).text() == "");
-              CHECK(to_float(gpu.read(on_b, 100)[99]) == 1.5f);
-              engine.release(handle);
-              CHECK(submit_gpu(engine, gpu, Op::kAllreduce, "h", on_h, on_h, {100}, DType::kF16, &handle,
-                               [](Submission& s) {
-                                 s.reduce = Reduce::kSum;
-                                 s.prescale = 4;
-                                 s.postscale = 0.5;
-                               })
-                        .is_ok());
-              CHECK(enqueued(engine, gpu, handle).text() == "");
-              CHECK(to_float(gpu.read(on_h, 100)[7]) == 6.0f);
-              engine.release(handle);
-            })
-            .text() == "");
+  CHECK_OK(world.each([](Engine& engine, int rank) {
+    FrameworkOnGpu gpu(rank);
+    const std::vector<BFloat16> b(100, to_bfloat16(static_cast<float>(rank + 1)));
+    const std::vector<Float16> h(100, to_float16(static_cast<float>(rank + 1)));
+    BFloat16* on_b = gpu.tensor(b);
+    Float16* on_h = gpu.tensor(h);
+    int64_t handle = 0;
+    CHECK_OK(submit_gpu(engine, gpu, Op::kAllreduce, "b", on_b, on_b, {100}, DType::kBF16, &handle,
+                        [](Submission& s) { s.reduce = Reduce::kAverage; }));
+    CHECK_OK(enqueued(engine, gpu, handle));
+    CHECK(to_float(gpu.read(on_b, 100)[99]) == 1.5f);
+    engine.release(handle);
+    CHECK_OK(submit_gpu(engine, gpu, Op::kAllreduce, "h", on_h, on_h, {100}, DType::kF16, &handle, [](Submission& s) {
+      s.reduce = Reduce::kSum;
+      s.prescale = 4;
+      s.postscale = 0.5;
+    }));
+    CHECK_OK(enqueued(engine, gpu, handle));
+    CHECK(to_float(gpu.read(on_h, 100)[7]) == 6.0f);
+    engine.release(handle);
+  }));
 }
 
 TEST_CASE("fake of CUDA and NCCL: the host does not wait for the device, streams do") {
-  FakeEnvironment slow(Variables{{"HC_FAKE_DELAY_US", "20000"}});
+  FakeEnvironment slow(Variables{{"HC_FAKE_DELAY_US", "60000"}});
   World world(2, gpu_settings());
-  CHECK(world
-            .each([](Engine& engine, int rank) {
-              FrameworkOnGpu gpu(rank);
-              const auto first = filled<float>(64, rank);
-              float* data = gpu.tensor(first);
-              CHECK(ends(engine, gpu, "warm", data, 64).text() == "");  // the communicator comes up
-              (void)gpu.read(data, 64);
-              gpu.write(data, first);
-              // Late on the producer's stream: the input is written by what is queued there now.
-              CHECK(gpu.busy());
-              CHECK(ends(engine, gpu, "late", data, 64).text() == "");
-              CHECK(gpu.busy());  // enqueued, and the input itself was not there yet
-              const auto got = gpu.read(data, 64);
-              for (size_t i = 0; i < 64; ++i) CHECK(got[i] == expected(Reduce::kSum, i, 2));
-            })
-            .text() == "");
+  CHECK_OK(world.each([](Engine& engine, int rank) {
+    FrameworkOnGpu gpu(rank);
+    const auto first = filled<float>(64, rank);
+    float* data = gpu.tensor(first);
+    CHECK_OK(reduce_now(engine, gpu, "warm", data, 64));  // the communicator comes up
+    (void)gpu.read(data, 64);
+    gpu.write(data, first);
+    // Late on the producer's stream: the input is written by what is queued there now.
+    CHECK(gpu.busy());
+    CHECK_OK(reduce_now(engine, gpu, "late", data, 64));
+    CHECK(gpu.busy());  // enqueued, and the input itself was not there yet
+    const auto got = gpu.read(data, 64);
+    for (size_t i = 0; i < 64; ++i) CHECK(got[i] == expected(Reduce::kSum, i, 2));
+  }));
 }
 
 TEST_CASE("fake of CUDA and NCCL: many small and some large tensors, one by one and as a group") {
   FakeEnvironment slow(Variables{{"HC_FAKE_DELAY_US", "100"}});
   World world(3, gpu_settings());
-  CHECK(world
-            .each([](Engine& engine, int rank) {
-              FrameworkOnGpu gpu(rank);
-              constexpr size_t kTensors = 40;
-              std::vector<std::vector<float>> values;
-              std::vector<float*> data;
-              for (size_t t = 0; t < kTensors; ++t) {
-                values.push_back(filled<float>(t % 10 == 3 ? 100000 : 1 + 13 * t, rank, static_cast<int>(t)));
-                data.push_back(gpu.tensor(values.back()));
-              }
-              std::vector<int64_t> handles(kTensors);
-              for (size_t k = 0; k < kTensors; ++k) {  // every rank in an order of its own
-                const size_t t = (k * 7 + static_cast<size_t>(rank) * 11) % kTensors;
-                const auto count = static_cast<int64_t>(values[t].size());
-                CHECK(submit_gpu(engine, gpu, Op::kAllreduce, text_of("g", t), data[t], data[t], {count}, DType::kF32,
-                                 &handles[t], [](Submission& s) { s.reduce = Reduce::kSum; })
-                          .is_ok());
-              }
-              for (const int64_t handle : handles) {
-                CHECK(enqueued(engine, gpu, handle).text() == "");
-                engine.release(handle);
-              }
-              for (size_t t = 0; t < kTensors; ++t) {
-                const auto got = gpu.read(data[t], values[t].size());
-                const size_t last = got.size() - 1;
-                CHECK(got[0] == expected(Reduce::kSum, 0, 3, static_cast<int>(t)));
-                CHECK(got[last] == expected(Reduce::kSum, last, 3, static_cast<int>(t)));
-              }
-              // As a group, of two dtypes.
-              const auto a = filled<float>(10, rank);
-              const auto b = filled<double>(20, rank);
-              float* on_a = gpu.tensor(a);
-              double* on_b = gpu.tensor(b);
-              const int64_t ten[] = {10}, twenty[] = {20};
-              const Submission::Tensor tensors[] = {{on_a, on_a, ten, DType::kF32}, {on_b, on_b, twenty, DType::kF64}};
-              Submission s;
-              s.name = "group";
-              s.reduce = Reduce::kSum;
-              s.tensors = tensors;
-              gpu.place(&s);
-              int64_t handle = 0;
-              CHECK(engine.submit(s, &handle).is_ok());
-              CHECK(enqueued(engine, gpu, handle).text() == "");
-              engine.release(handle);
-              CHECK(gpu.read(on_a, 10)[9] == expected(Reduce::kSum, 9, 3));
-              CHECK(gpu.read(on_b, 20)[19] == expected(Reduce::kSum, 19, 3));
-            })
-            .text() == "");
+  CHECK_OK(world.each([](Engine& engine, int rank) {
+    FrameworkOnGpu gpu(rank);
+    constexpr size_t kTensors = 40;
+    std::vector<std::vector<float>> values;
+    std::vector<float*> data;
+    for (size_t t = 0; t < kTensors; ++t) {
+      values.push_back(filled<float>(t % 10 == 3 ? 100000 : 1 + 13 * t, rank, static_cast<int>(t)));
+      data.push_back(gpu.tensor(values.back()));
+    }
+    std::vector<int64_t> handles(kTensors);
+    for (size_t k = 0; k < kTensors; ++k) {  // every rank in an order of its own
+      const size_t t = (k * 7 + static_cast<size_t>(rank) * 11) % kTensors;
+      const auto count = static_cast<int64_t>(values[t].size());
+      CHECK_OK(submit_gpu(engine, gpu, Op::kAllreduce, text_of("g", t), data[t], data[t], {count}, DType::kF32,
+                          &handles[t], [](Submission& s) { s.reduce = Reduce::kSum; }));
+    }
+    for (const int64_t handle : handles) {
+      CHECK_OK(enqueued(engine, gpu, handle));
+      engine.release(handle);
+    }
+    for (size_t t = 0; t < kTensors; ++t) {
+      const auto got = gpu.read(data[t], values[t].size());
+      const size_t last = got.size() - 1;
+      CHECK(got[0] == expected(Reduce::kSum, 0, 3, static_cast<int>(t)));
+      CHECK(got[last] == expected(Reduce::kSum, last, 3, static_cast<int>(t)));
+    }
+    // As a group, of two dtypes.
+    const auto a = filled<float>(10, rank);
+    const auto b = filled<double>(20, rank);
+    float* on_a = gpu.tensor(a);
+    double* on_b = gpu.tensor(b);
+    const int64_t ten[] = {10}, twenty[] = {20};
+    const Submission::Tensor tensors[] = {{on_a, on_a, ten, DType::kF32}, {on_b, on_b, twenty, DType::kF64}};
+    Submission s;
+    s.name = "group";
+    s.reduce = Reduce::kSum;
+    s.tensors = tensors;
+    gpu.place(&s);
+    int64_t handle = 0;
+    CHECK_OK(engine.submit(s, &handle));
+    CHECK_OK(enqueued(engine, gpu, handle));
+    engine.release(handle);
+    CHECK(gpu.read(on_a, 10)[9] == expected(Reduce::kSum, 9, 3));
+    CHECK(gpu.read(on_b, 20)[19] == expected(Reduce::kSum, 19, 3));
+  }));
 }
 
 TEST_CASE("fake of CUDA and NCCL: operations that move rows, equal and not, and what one rank gets") {
@@ -218,76 +193,67 @@ TEST_CASE("fake of CUDA and NCCL: operations that move rows, equal and not, and 
   for (const char* backend : {"nccl", "peers", "host"}) {
     CAPTURE(backend);
     World world(3, gpu_settings({{"HOROCLONE_GPU_OPERATIONS", backend}}));
-    CHECK(
-        world
-            .each([](Engine& engine, int rank) {
-              FrameworkOnGpu gpu(rank);
-              int64_t handle = 0;
-              const auto take = [&](size_t count) {
-                std::vector<int32_t> none(count);
-                int32_t* to = gpu.tensor(none);
-                CHECK(enqueued(engine, gpu, handle).text() == "");
-                CHECK(engine.copy_result(handle, 0, to, count * 4, gpu.stream).text() == "");
-                engine.release(handle);
-                return gpu.read(to, count);
-              };
-              // Rank r gives r rows of two; then everybody the same.
-              const std::vector<int32_t> rows(static_cast<size_t>(rank) * 2, rank + 10);
-              const void* in = gpu.tensor(rows);
-              CHECK(submit_gpu(engine, gpu, Op::kAllgather, "v", in, nullptr, {rank, 2}, DType::kI32, &handle).is_ok());
-              CHECK(take(6) == std::vector<int32_t>{11, 11, 12, 12, 12, 12});
-              const std::vector<int32_t> even(4, rank);
-              const void* four = gpu.tensor(even);
-              CHECK(submit_gpu(engine, gpu, Op::kAllgather, "e", four, nullptr, {4}, DType::kI32, &handle).is_ok());
-              CHECK(take(12) == std::vector<int32_t>{0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2});
-              // Four rows over three ranks: the first has two.
-              const std::vector<int32_t> ramp = {1, 2, 3, 4};
-              const void* on_ramp = gpu.tensor(ramp);
-              const auto sum = [](Submission& s) { s.reduce = Reduce::kSum; };
-              CHECK(submit_gpu(engine, gpu, Op::kReducescatter, "s", on_ramp, nullptr, {4}, DType::kI32, &handle, sum)
-                        .is_ok());
-              CHECK(take(rank == 0 ? 2 : 1) ==
-                    (rank == 0 ? std::vector<int32_t>{3, 6} : std::vector<int32_t>{rank == 1 ? 9 : 12}));
-              // Rank r sends r rows to rank 0, one to the others.
-              const std::vector<int32_t> out(static_cast<size_t>(rank) + 2, rank);
-              const void* on_out = gpu.tensor(out);
-              const int64_t splits[] = {rank, 1, 1};
-              CHECK(submit_gpu(engine, gpu, Op::kAlltoall, "a", on_out, nullptr, {rank + 2}, DType::kI32, &handle,
-                               [&](Submission& s) { s.splits = splits; })
-                        .is_ok());
-              CHECK(take(3) == (rank == 0 ? std::vector<int32_t>{1, 2, 2} : std::vector<int32_t>{0, 1, 2}));
-              // Everybody's rows to rank 2, and their sum to rank 1.
-              const void* again = gpu.tensor(rows);
-              const auto to_last = [](Submission& s) { s.root = 2; };
-              CHECK(submit_gpu(engine, gpu, Op::kGather, "t", again, nullptr, {rank, 2}, DType::kI32, &handle, to_last)
-                        .is_ok());
-              CHECK(take(rank == 2 ? 6 : 0) ==
-                    (rank == 2 ? std::vector<int32_t>{11, 11, 12, 12, 12, 12} : std::vector<int32_t>{}));
-              const std::vector<float> part(300, static_cast<float>(rank) + 1);
-              const float* on_part = gpu.tensor(part);
-              float* total = static_cast<float*>(gpu.memory(300 * sizeof(float)));
-              CHECK(submit_gpu(engine, gpu, Op::kReduce, "r", on_part, rank == 1 ? total : nullptr, {300}, DType::kF32,
-                               &handle,
-                               [](Submission& s) {
-                                 s.root = 1;
-                                 s.reduce = Reduce::kAverage;
-                               })
-                        .is_ok());
-              CHECK(enqueued(engine, gpu, handle).text() == "");
-              engine.release(handle);
-              if (rank == 1) CHECK(gpu.read(total, 300) == std::vector<float>(300, 2.0f));
-              CHECK(gpu.read(on_part, 300) == part);
-              // Broadcast of bool, in place.
-              const std::vector<uint8_t> flags(5000, rank == 1);
-              uint8_t* on_flags = gpu.tensor(flags);
-              CHECK(submit_gpu(engine, gpu, Op::kBroadcast, "b", on_flags, on_flags, {5000}, DType::kBool, &handle,
-                               [](Submission& s) { s.root = 1; })
-                        .is_ok());
-              CHECK(enqueued(engine, gpu, handle).text() == "");
-              engine.release(handle);
-              CHECK(gpu.read(on_flags, 5000) == std::vector<uint8_t>(5000, 1));
-            })
-            .text() == "");
+    CHECK_OK(world.each([](Engine& engine, int rank) {
+      FrameworkOnGpu gpu(rank);
+      int64_t handle = 0;
+      const auto take = [&](size_t count) {
+        std::vector<int32_t> none(count);
+        int32_t* to = gpu.tensor(none);
+        CHECK_OK(enqueued(engine, gpu, handle));
+        CHECK_OK(engine.copy_result(handle, 0, to, count * 4, gpu.stream));
+        engine.release(handle);
+        return gpu.read(to, count);
+      };
+      // Rank r gives r rows of two; then everybody the same.
+      const std::vector<int32_t> rows(static_cast<size_t>(rank) * 2, rank + 10);
+      const void* in = gpu.tensor(rows);
+      CHECK_OK(submit_gpu(engine, gpu, Op::kAllgather, "v", in, nullptr, {rank, 2}, DType::kI32, &handle));
+      CHECK(take(6) == std::vector<int32_t>{11, 11, 12, 12, 12, 12});
+      const std::vector<int32_t> even(4, rank);
+      const void* four = gpu.tensor(even);
+      CHECK_OK(submit_gpu(engine, gpu, Op::kAllgather, "e", four, nullptr, {4}, DType::kI32, &handle));
+      CHECK(take(12) == std::vector<int32_t>{0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2});
+      // Four rows over three ranks: the first has two.
+      const std::vector<int32_t> ramp = {1, 2, 3, 4};
+      const void* on_ramp = gpu.tensor(ramp);
+      const auto sum = [](Submission& s) { s.reduce = Reduce::kSum; };
+      CHECK_OK(submit_gpu(engine, gpu, Op::kReducescatter, "s", on_ramp, nullptr, {4}, DType::kI32, &handle, sum));
+      CHECK(take(rank == 0 ? 2 : 1) ==
+            (rank == 0 ? std::vector<int32_t>{3, 6} : std::vector<int32_t>{rank == 1 ? 9 : 12}));
+      // Rank r sends r rows to rank 0, one to the others.
+      const std::vector<int32_t> out(static_cast<size_t>(rank) + 2, rank);
+      const void* on_out = gpu.tensor(out);
+      const int64_t splits[] = {rank, 1, 1};
+      CHECK_OK(submit_gpu(engine, gpu, Op::kAlltoall, "a", on_out, nullptr, {rank + 2}, DType::kI32, &handle,
+                          [&](Submission& s) { s.splits = splits; }));
+      CHECK(take(3) == (rank == 0 ? std::vector<int32_t>{1, 2, 2} : std::vector<int32_t>{0, 1, 2}));
+      // Everybody's rows to rank 2, and their sum to rank 1.
+      const void* again = gpu.tensor(rows);
+      const auto to_last = [](Submission& s) { s.root = 2; };
+      CHECK_OK(submit_gpu(engine, gpu, Op::kGather, "t", again, nullptr, {rank, 2}, DType::kI32, &handle, to_last));
+      CHECK(take(rank == 2 ? 6 : 0) ==
+            (rank == 2 ? std::vector<int32_t>{11, 11, 12, 12, 12, 12} : std::vector<int32_t>{}));
+      const std::vector<float> part(300, static_cast<float>(rank) + 1);
+      const float* on_part = gpu.tensor(part);
+      float* total = static_cast<float*>(gpu.memory(300 * sizeof(float)));
+      CHECK_OK(submit_gpu(engine, gpu, Op::kReduce, "r", on_part, rank == 1 ? total : nullptr, {300}, DType::kF32,
+                          &handle, [](Submission& s) {
+                            s.root = 1;
+                            s.reduce = Reduce::kAverage;
+                          }));
+      CHECK_OK(enqueued(engine, gpu, handle));
+      engine.release(handle);
+      if (rank == 1) CHECK(gpu.read(total, 300) == std::vector<float>(300, 2.0f));
+      CHECK(gpu.read(on_part, 300) == part);
+      // Broadcast of bool, in place.
+      const std::vector<uint8_t> flags(5000, rank == 1);
+      uint8_t* on_flags = gpu.tensor(flags);
+      CHECK_OK(submit_gpu(engine, gpu, Op::kBroadcast, "b", on_flags, on_flags, {5000}, DType::kBool, &handle,
+                          [](Submission& s) { s.root = 1; }));
+      CHECK_OK(enqueued(engine, gpu, handle));
+      engine.release(handle);
+      CHECK(gpu.read(on_flags, 5000) == std::vector<uint8_t>(5000, 1));
+    }));
     CHECK(fake_count("memory") == 0);
   }
 }
@@ -295,58 +261,47 @@ TEST_CASE("fake of CUDA and NCCL: operations that move rows, equal and not, and 
 TEST_CASE("fake of CUDA and NCCL: process sets that share ranks start their work in one order") {
   FakeEnvironment slow(Variables{{"HC_FAKE_DELAY_US", "50"}});
   World world(3, gpu_settings());
-  CHECK(world
-            .each([](Engine& engine, int rank) {
-              FrameworkOnGpu gpu(rank);
-              std::vector<std::vector<int>> members = {{0, 1, 2}, {0, 1}, {1, 2}, {0, 2}};
-              std::vector<int> ids = {0};
-              for (size_t s = 1; s < members.size(); ++s) {
-                ids.push_back(0);
-                CHECK(engine.add_process_set(members[s], &ids.back()).is_ok());
-              }
-              constexpr int kRounds = 25;
-              const std::vector<float> one(32, 1.0f);
-              std::mt19937 random(static_cast<unsigned>(rank));
-              for (int round = 0; round < kRounds; ++round) {
-                std::vector<size_t> order(members.size());
-                std::iota(order.begin(), order.end(), 0u);
-                std::shuffle(order.begin(), order.end(), random);
-                std::vector<std::pair<size_t, int64_t>> handles;
-                std::vector<float*> data(members.size());
-                for (const size_t s : order) {
-                  if (std::find(members[s].begin(), members[s].end(), rank) == members[s].end()) continue;
-                  data[s] = gpu.tensor(one);
-                  int64_t handle = 0;
-                  CHECK(submit_gpu(engine, gpu, Op::kAllreduce, "x", data[s], data[s], {32}, DType::kF32, &handle,
-                                   [&](Submission& sub) {
-                                     sub.process_set = ids[s];
-                                     sub.reduce = Reduce::kSum;
-                                   })
-                            .is_ok());
-                  handles.emplace_back(s, handle);
-                }
-                for (const auto& [s, handle] : handles) {
-                  CHECK(enqueued(engine, gpu, handle).text() == "");
-                  engine.release(handle);
-                  CHECK(gpu.read(data[s], 32)[31] == static_cast<float>(members[s].size()));
-                }
-              }
-              const auto all_are_here = [&](const char* name) {
-                const std::vector<int32_t> one = {1};
-                std::vector<int32_t> sum(1);
-                int64_t handle = 0;
-                CHECK(submit(engine, Op::kAllreduce, name, one, &sum, {1}, &handle).is_ok());
-                CHECK(finish(engine, handle).is_ok());
-                engine.release(handle);
-              };
-              // Each rank has a stream of its own, before all others, and a communicator for each of its sets.
-              all_are_here("before counting");
-              CHECK(fake_count("urgent streams") == 3 + 2 + 2 + 2);
-              CHECK(fake_communicators() == 3 + 2 + 2 + 2);
-              all_are_here("after counting");
-              CHECK(engine.remove_process_set(ids[2]).is_ok());
-            })
-            .text() == "");
+  CHECK_OK(world.each([](Engine& engine, int rank) {
+    FrameworkOnGpu gpu(rank);
+    std::vector<std::vector<int>> members = {{0, 1, 2}, {0, 1}, {1, 2}, {0, 2}};
+    std::vector<int> ids = {0};
+    for (size_t s = 1; s < members.size(); ++s) {
+      ids.push_back(0);
+      CHECK_OK(engine.add_process_set(members[s], &ids.back()));
+    }
+    constexpr int kRounds = 25;
+    const std::vector<float> one(32, 1.0f);
+    std::mt19937 random(static_cast<unsigned>(rank));
+    for (int round = 0; round < kRounds; ++round) {
+      std::vector<size_t> order(members.size());
+      std::iota(order.begin(), order.end(), 0u);
+      std::shuffle(order.begin(), order.end(), random);
+      std::vector<std::pair<size_t, int64_t>> handles;
+      std::vector<float*> data(members.size());
+      for (const size_t s : order) {
+        if (std::find(members[s].begin(), members[s].end(), rank) == members[s].end()) continue;
+        data[s] = gpu.tensor(one);
+        int64_t handle = 0;
+        CHECK_OK(submit_gpu(engine, gpu, Op::kAllreduce, "x", data[s], data[s], {32}, DType::kF32, &handle,
+                            [&](Submission& sub) {
+                              sub.process_set = ids[s];
+                              sub.reduce = Reduce::kSum;
+                            }));
+        handles.emplace_back(s, handle);
+      }
+      for (const auto& [s, handle] : handles) {
+        CHECK_OK(enqueued(engine, gpu, handle));
+        engine.release(handle);
+        CHECK(gpu.read(data[s], 32)[31] == static_cast<float>(members[s].size()));
+      }
+    }
+    // Each rank has a stream of its own, before all others, and a communicator for each of its sets.
+    all_are_here(engine, "before counting");
+    CHECK(fake_count("urgent streams") == 3 + 2 + 2 + 2);
+    CHECK(fake_communicators() == 3 + 2 + 2 + 2);
+    all_are_here(engine, "after counting");
+    CHECK_OK(engine.remove_process_set(ids[2]));
+  }));
   CHECK(fake_count("streams") == 0);
   CHECK(fake_communicators() == 0);
 }
@@ -355,37 +310,34 @@ TEST_CASE("fake of CUDA and NCCL: a joined rank takes part with identity element
   for (const bool used_before : {true, false}) {
     CAPTURE(used_before);
     World world(2, gpu_settings());
-    CHECK(world
-              .each([&](Engine& engine, int rank) {
-                FrameworkOnGpu gpu(rank);
-                const auto ones = std::vector<float>(50, 1.0f);
-                if (used_before) CHECK(ends(engine, gpu, "before", gpu.tensor(ones), 50).text() == "");
-                int64_t join = 0;
-                const auto on_gpu = [&](Submission& s) {
-                  gpu.place(&s);
-                  s.tensors = {};
-                  if (!used_before) s.place.is_host = true;
-                };
-                if (rank == 0) {
-                  CHECK(submit<float>(engine, Op::kJoin, "", {}, nullptr, {}, &join, on_gpu).is_ok());
-                } else {
-                  for (const Reduce reduce : {Reduce::kSum, Reduce::kMin, Reduce::kProduct}) {
-                    float* data = gpu.tensor(ones);
-                    int64_t handle = 0;
-                    CHECK(submit_gpu(engine, gpu, Op::kAllreduce, text_of("alone", name_of(reduce)), data, data, {50},
-                                     DType::kF32, &handle, [&](Submission& s) { s.reduce = reduce; })
-                              .is_ok());
-                    CHECK(enqueued(engine, gpu, handle).text() == "");
-                    engine.release(handle);
-                    CHECK(gpu.read(data, 50)[49] == 1.0f);
-                  }
-                  CHECK(submit<float>(engine, Op::kJoin, "", {}, nullptr, {}, &join, on_gpu).is_ok());
-                }
-                CHECK(finish(engine, join).text() == "");
-                CHECK(engine.finished(join)->join_rank == 1);
-                engine.release(join);
-              })
-              .text() == "");
+    CHECK_OK(world.each([&](Engine& engine, int rank) {
+      FrameworkOnGpu gpu(rank);
+      const auto ones = std::vector<float>(50, 1.0f);
+      if (used_before) CHECK_OK(reduce_now(engine, gpu, "before", gpu.tensor(ones), 50));
+      int64_t join = 0;
+      const auto on_gpu = [&](Submission& s) {
+        gpu.place(&s);
+        s.tensors = {};
+        if (!used_before) s.place.is_host = true;
+      };
+      if (rank == 0) {
+        CHECK_OK(submit<float>(engine, Op::kJoin, "", {}, nullptr, {}, &join, on_gpu));
+      } else {
+        for (const Reduce reduce : {Reduce::kSum, Reduce::kMin, Reduce::kProduct}) {
+          float* data = gpu.tensor(ones);
+          int64_t handle = 0;
+          CHECK_OK(submit_gpu(engine, gpu, Op::kAllreduce, text_of("alone", name_of(reduce)), data, data, {50},
+                              DType::kF32, &handle, [&](Submission& s) { s.reduce = reduce; }));
+          CHECK_OK(enqueued(engine, gpu, handle));
+          engine.release(handle);
+          CHECK(gpu.read(data, 50)[49] == 1.0f);
+        }
+        CHECK_OK(submit<float>(engine, Op::kJoin, "", {}, nullptr, {}, &join, on_gpu));
+      }
+      CHECK_OK(finish(engine, join));
+      CHECK(engine.finished(join)->join_rank == 1);
+      engine.release(join);
+    }));
   }
 }
 
@@ -409,87 +361,76 @@ TEST_CASE("fake of CUDA and NCCL: without NCCL the data goes through host memory
       if (demanded) settings.emplace_back("HOROCLONE_GPU_OPERATIONS", "nccl");
       settings.emplace_back("HOROCLONE_LOG_LEVEL", "error");
       World world(2, gpu_settings(settings));
-      CHECK(world
-                .each([&](Engine& engine, int rank) {
-                  FrameworkOnGpu gpu(row.same_device ? 0 : rank);
-                  const auto mine = filled<float>(300, rank);
-                  float* data = gpu.tensor(mine);
-                  const Status outcome = ends(engine, gpu, "x", data, 300);
-                  if (demanded) {
-                    CHECK(outcome.code() == Code::kUnsupported);
-                    CHECK(outcome.text().find(row.why) != std::string::npos);
-                  } else {
-                    CHECK(outcome.text() == "");
-                    CHECK(gpu.read(data, 300)[299] == expected(Reduce::kSum, 299, 2));
-                  }
-                  // The runtime stays usable.
-                  const std::vector<int32_t> one = {1};
-                  std::vector<int32_t> two(1);
-                  int64_t handle = 0;
-                  CHECK(submit(engine, Op::kAllreduce, "host", one, &two, {1}, &handle, [](Submission& s) {
-                          s.reduce = Reduce::kSum;
-                        }).is_ok());
-                  CHECK(finish(engine, handle).is_ok());
-                  CHECK(two[0] == 2);
-                })
-                .text() == "");
+      CHECK_OK(world.each([&](Engine& engine, int rank) {
+        FrameworkOnGpu gpu(row.same_device ? 0 : rank);
+        const auto mine = filled<float>(300, rank);
+        float* data = gpu.tensor(mine);
+        const Status outcome = reduce_now(engine, gpu, "x", data, 300);
+        if (demanded) {
+          CHECK(outcome.code() == Code::kUnsupported);
+          CHECK(outcome.text().find(row.why) != std::string::npos);
+        } else {
+          CHECK_OK(outcome);
+          CHECK(gpu.read(data, 300)[299] == expected(Reduce::kSum, 299, 2));
+        }
+        // The runtime stays usable.
+        const std::vector<int32_t> one = {1};
+        std::vector<int32_t> two(1);
+        CHECK_OK(
+            perform(engine, Op::kAllreduce, "host", one, &two, {1}, [](Submission& s) { s.reduce = Reduce::kSum; }));
+        CHECK(two[0] == 2);
+      }));
     }
 }
 
 TEST_CASE("fake of CUDA and NCCL: one name on a GPU here and in host memory there is a mismatch") {
   World world(2, gpu_settings());
-  CHECK(world
-            .each([](Engine& engine, int rank) {
-              FrameworkOnGpu gpu(rank);
-              const std::vector<float> values(8, 1.0f);
-              std::vector<float> out(8);
-              int64_t handle = 0;
-              float* data = gpu.tensor(values);
-              if (rank == 0)
-                CHECK(submit_gpu(engine, gpu, Op::kAllreduce, "w", data, data, {8}, DType::kF32, &handle).is_ok());
-              else
-                CHECK(submit(engine, Op::kAllreduce, "w", values, &out, {8}, &handle).is_ok());
-              const Status outcome = finish(engine, handle);
-              CHECK(outcome.code() == Code::kMismatch);
-              CHECK(outcome.text().find("'w'") != std::string::npos);
-              CHECK(outcome.text().find("rank 0") != std::string::npos);
-              CHECK(outcome.text().find("rank 1") != std::string::npos);
-              CHECK(outcome.text().find("GPU") != std::string::npos);
-              engine.release(handle);
-              CHECK(ends(engine, gpu, "after", data, 8).text() == "");
-            })
-            .text() == "");
+  CHECK_OK(world.each([](Engine& engine, int rank) {
+    FrameworkOnGpu gpu(rank);
+    const std::vector<float> values(8, 1.0f);
+    std::vector<float> out(8);
+    int64_t handle = 0;
+    float* data = gpu.tensor(values);
+    if (rank == 0)
+      CHECK_OK(submit_gpu(engine, gpu, Op::kAllreduce, "w", data, data, {8}, DType::kF32, &handle));
+    else
+      CHECK_OK(submit(engine, Op::kAllreduce, "w", values, &out, {8}, &handle));
+    const Status outcome = finish(engine, handle);
+    CHECK(outcome.code() == Code::kMismatch);
+    CHECK(outcome.text().find("'w'") != std::string::npos);
+    CHECK(outcome.text().find("rank 0") != std::string::npos);
+    CHECK(outcome.text().find("rank 1") != std::string::npos);
+    CHECK(outcome.text().find("GPU") != std::string::npos);
+    engine.release(handle);
+    CHECK_OK(reduce_now(engine, gpu, "after", data, 8));
+  }));
 }
 
 TEST_CASE("fake of CUDA and NCCL: one process drives one GPU, and makes no context") {
   const int contexts = fake_count("contexts", 3);
   World world(1, gpu_settings());
-  CHECK(world
-            .each([](Engine& engine, int) {
-              FrameworkOnGpu first(0), second(1);
-              const std::vector<float> values(8, 1.0f);
-              CHECK(ends(engine, first, "a", first.tensor(values), 8).text() == "");
-              const Status refused = ends(engine, second, "b", second.tensor(values), 8);
-              CHECK(refused.code() == Code::kUnsupported);
-              CHECK(refused.text().find("device 1") != std::string::npos);
-              CHECK(refused.text().find("device 0") != std::string::npos);
-              CHECK(refused.text().find("one process drives one GPU") != std::string::npos);
-              CHECK(ends(engine, first, "c", first.tensor(values), 8).text() == "");
-            })
-            .text() == "");
+  CHECK_OK(world.each([](Engine& engine, int) {
+    FrameworkOnGpu first(0), second(1);
+    const std::vector<float> values(8, 1.0f);
+    CHECK_OK(reduce_now(engine, first, "a", first.tensor(values), 8));
+    const Status refused = reduce_now(engine, second, "b", second.tensor(values), 8);
+    CHECK(refused.code() == Code::kUnsupported);
+    CHECK(refused.text().find("device 1") != std::string::npos);
+    CHECK(refused.text().find("device 0") != std::string::npos);
+    CHECK(refused.text().find("one process drives one GPU") != std::string::npos);
+    CHECK_OK(reduce_now(engine, first, "c", first.tensor(values), 8));
+  }));
   World other(1, gpu_settings());
-  CHECK(other
-            .each([](Engine& engine, int) {
-              FrameworkOnGpu gpu(0);
-              const std::vector<float> values(8, 1.0f);
-              int64_t handle = 0;
-              float* data = gpu.tensor(values);
-              const Status refused = submit_gpu(engine, gpu, Op::kAllreduce, "x", data, data, {8}, DType::kF32, &handle,
-                                                [](Submission& s) { s.place.index = 3; });
-              CHECK(refused.code() == Code::kUnsupported);
-              CHECK(refused.text().find("no CUDA context") != std::string::npos);
-            })
-            .text() == "");
+  CHECK_OK(other.each([](Engine& engine, int) {
+    FrameworkOnGpu gpu(0);
+    const std::vector<float> values(8, 1.0f);
+    int64_t handle = 0;
+    float* data = gpu.tensor(values);
+    const Status refused = submit_gpu(engine, gpu, Op::kAllreduce, "x", data, data, {8}, DType::kF32, &handle,
+                                      [](Submission& s) { s.place.index = 3; });
+    CHECK(refused.code() == Code::kUnsupported);
+    CHECK(refused.text().find("no CUDA context") != std::string::npos);
+  }));
   CHECK(fake_count("contexts", 3) == contexts);
 }
 
@@ -498,83 +439,74 @@ TEST_CASE("fake of CUDA and NCCL: an error that NCCL reports later ends the job 
   for (const bool will_wait : {false, true}) {  // true: hc-engine is not woken for an operation
     CAPTURE(will_wait);
     World world(2, gpu_settings({{"HOROCLONE_STALL_CHECK_TIME_SECONDS", "0.2"}}));
-    CHECK(world
-              .each([&](Engine& engine, int rank) {
-                FrameworkOnGpu gpu(rank);
-                const std::vector<float> values(8, 1.0f);
-                Status outcome;
-                for (int i = 0; i < 200 && outcome.is_ok(); ++i) {
-                  outcome = ends(engine, gpu, text_of("x", i), gpu.tensor(values), 8, will_wait);
-                  gpu.synchronize();  // ends although the other rank never comes: the communicator is aborted
-                }
-                CHECK(!outcome.is_ok());
-                CHECK_MESSAGE(
-                    outcome.text().find("remote process exited or there was a network error") != std::string::npos,
+    CHECK_OK(world.each([&](Engine& engine, int rank) {
+      FrameworkOnGpu gpu(rank);
+      const std::vector<float> values(8, 1.0f);
+      Status outcome;
+      for (int i = 0; i < 200 && outcome.is_ok(); ++i) {
+        outcome = reduce_now(engine, gpu, text_of("x", i), gpu.tensor(values), 8, 0, will_wait);
+        gpu.synchronize();  // ends although the other rank never comes: the communicator is aborted
+      }
+      CHECK(!outcome.is_ok());
+      CHECK_MESSAGE(outcome.text().find("remote process exited or there was a network error") != std::string::npos,
                     outcome.text());
-              })
-              .text() == "");
+    }));
     CHECK(fake_count("memory") == 0);
   }
 }
 
 TEST_CASE("fake of CUDA and NCCL: when a rank aborts, streams that wait for it go on") {
   World world(2, gpu_settings());
-  CHECK(world
-            .each([](Engine& engine, int rank) {
-              FrameworkOnGpu gpu(rank);
-              const std::vector<float> values(8, 1.0f);
-              float* data = gpu.tensor(values);
-              CHECK(ends(engine, gpu, "first", data, 8).text() == "");
-              gpu.synchronize();
-              int64_t handle = 0;
-              CHECK(submit_gpu(engine, gpu, Op::kAllreduce, "second", data, data, {8}, DType::kF32, &handle).is_ok());
-              if (rank == 1) {
-                (void)enqueued(engine, gpu, handle);
-                engine.abort("rank 1 raised ValueError: bad batch");
-                gpu.synchronize();
-                return;
-              }
-              (void)enqueued(engine, gpu, handle);
-              gpu.synchronize();
-              Status outcome;
-              for (int i = 0; i < 1000 && outcome.is_ok(); ++i) {
-                outcome = ends(engine, gpu, text_of("alone", i), data, 8);
-                gpu.synchronize();
-              }
-              CHECK(outcome.code() == Code::kAborted);
-              CHECK(outcome.text().find("bad batch") != std::string::npos);
-            })
-            .text() == "");
+  CHECK_OK(world.each([](Engine& engine, int rank) {
+    FrameworkOnGpu gpu(rank);
+    const std::vector<float> values(8, 1.0f);
+    float* data = gpu.tensor(values);
+    CHECK_OK(reduce_now(engine, gpu, "first", data, 8));
+    gpu.synchronize();
+    int64_t handle = 0;
+    CHECK_OK(submit_gpu(engine, gpu, Op::kAllreduce, "second", data, data, {8}, DType::kF32, &handle));
+    if (rank == 1) {
+      (void)enqueued(engine, gpu, handle);
+      engine.abort("rank 1 raised ValueError: bad batch");
+      gpu.synchronize();
+      return;
+    }
+    (void)enqueued(engine, gpu, handle);
+    gpu.synchronize();
+    Status outcome;
+    for (int i = 0; i < 1000 && outcome.is_ok(); ++i) {
+      outcome = reduce_now(engine, gpu, text_of("alone", i), data, 8);
+      gpu.synchronize();
+    }
+    CHECK(outcome.code() == Code::kAborted);
+    CHECK(outcome.text().find("bad batch") != std::string::npos);
+  }));
 }
 
 TEST_CASE("fake of CUDA and NCCL: memory that the device has not is an error that names it") {
   FakeEnvironment failing(Variables{{"HC_FAKE_CUDA_FAIL", "cuMemHostAlloc:1:2"}});
   World world(1, gpu_settings({{"HOROCLONE_GPU_OPERATIONS", "host"}}));
-  CHECK(world
-            .each([](Engine& engine, int) {
-              FrameworkOnGpu gpu(0);
-              const std::vector<float> values(8, 1.0f);
-              // Once is not enough: what is in stock is given back, then it is tried again.
-              CHECK(ends(engine, gpu, "x", gpu.tensor(values), 8).text() == "");
-            })
-            .text() == "");
+  CHECK_OK(world.each([](Engine& engine, int) {
+    FrameworkOnGpu gpu(0);
+    const std::vector<float> values(8, 1.0f);
+    // Once is not enough: what is in stock is given back, then it is tried again.
+    CHECK_OK(reduce_now(engine, gpu, "x", gpu.tensor(values), 8));
+  }));
 }
 
 TEST_CASE("fake of CUDA and NCCL: lives follow each other, with the communicator slow to come up") {
   FakeEnvironment slow(Variables{{"HC_FAKE_NCCL_INIT_US", "30000"}});
   World world(2, gpu_settings());
   for (uint32_t life = 1; life <= 5; ++life)
-    CHECK(world
-              .each(
-                  [](Engine& engine, int rank) {
-                    FrameworkOnGpu gpu(rank);
-                    const std::vector<float> values(8, 1.0f);
-                    float* data = gpu.tensor(values);
-                    CHECK(ends(engine, gpu, "x", data, 8).text() == "");
-                    CHECK(gpu.read(data, 8)[0] == 2.0f);
-                  },
-                  life)
-              .text() == "");
+    CHECK_OK(world.each(
+        [](Engine& engine, int rank) {
+          FrameworkOnGpu gpu(rank);
+          const std::vector<float> values(8, 1.0f);
+          float* data = gpu.tensor(values);
+          CHECK_OK(reduce_now(engine, gpu, "x", data, 8));
+          CHECK(gpu.read(data, 8)[0] == 2.0f);
+        },
+        life));
   CHECK(fake_count("memory") == 0);
   CHECK(fake_count("streams") == 0);
   CHECK(fake_count("events") == 0);

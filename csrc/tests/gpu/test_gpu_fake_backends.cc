@@ -4,14 +4,14 @@
 
 #include <atomic>
 #include <cmath>
-#include <cstring>
 #include <random>
 #include <span>
 #include <string>
 
-#include "base/half.h"
 #include "collective/gpu/device_levels.h"
+#include "tests/elements.h"
 #include "tests/gpu/gpu_fake.h"
+#include "tests/locked_checks.h"
 
 namespace hc {
 
@@ -23,15 +23,7 @@ std::vector<std::byte> elements(DType dtype, size_t count, int rank) {
   for (size_t i = 0; i < count; ++i) {
     const int value = dtype == DType::kBool ? static_cast<int>(i + static_cast<size_t>(rank)) % 2
                                             : 1 + static_cast<int>((i * 7 + static_cast<size_t>(rank) * 3) % 5);
-    const auto f = static_cast<float>(value);
-    const auto d = static_cast<double>(value);
-    const auto wide = static_cast<int64_t>(value);
-    const uint16_t half = dtype == DType::kF16 ? to_float16(f).bits : to_bfloat16(f).bits;
-    const void* from = &wide;
-    if (dtype == DType::kF16 || dtype == DType::kBF16) from = &half;
-    if (dtype == DType::kF32) from = &f;
-    if (dtype == DType::kF64) from = &d;
-    std::memcpy(data.data() + i * size_of(dtype), from, size_of(dtype));
+    store(dtype, data.data() + i * size_of(dtype), value);
   }
   return data;
 }
@@ -65,11 +57,10 @@ void agrees(Engine& engine, FrameworkOnGpu& gpu, const Case& c, const std::strin
   const auto length = static_cast<int64_t>(c.count);
   const bool owned = c.op == Op::kReducescatter;
   int64_t handle = 0;
-  CHECK(
-      submit_gpu(engine, gpu, c.op, name, in, owned || !has_result ? nullptr : out, {length}, c.dtype, &handle, adjust)
-          .text() == "");
-  CHECK(enqueued(engine, gpu, handle).text() == "");
-  if (owned) CHECK(engine.copy_result(handle, 0, out, count * item, gpu.stream).text() == "");
+  CHECK_OK(submit_gpu(engine, gpu, c.op, name, in, owned || !has_result ? nullptr : out, {length}, c.dtype, &handle,
+                      adjust));
+  CHECK_OK(enqueued(engine, gpu, handle));
+  if (owned) CHECK_OK(engine.copy_result(handle, 0, out, count * item, gpu.stream));
   engine.release(handle);
   Submission s;
   s.op = c.op;
@@ -79,9 +70,7 @@ void agrees(Engine& engine, FrameworkOnGpu& gpu, const Case& c, const std::strin
   const Submission::Tensor tensor{mine.data(), has_result ? on_host.data() : nullptr, shape, c.dtype};
   s.tensors = {&tensor, 1};
   adjust(s);
-  CHECK(engine.submit(s, &handle).text() == "");
-  CHECK(finish(engine, handle).text() == "");
-  engine.release(handle);
+  CHECK_OK(perform(engine, s));
   CHECK_MESSAGE(gpu.read(out, count * item) == on_host, name);
 }
 
@@ -116,19 +105,15 @@ TEST_CASE("fake of CUDA: every backend reduces every dtype as host memory does, 
     CAPTURE(backend);
     World world(2, gpu_settings({{"HOROCLONE_GPU_OPERATIONS", backend}}));
     const int before = fake_count("pinned");
-    CHECK(world
-              .each([](Engine& engine, int rank) {
-                FrameworkOnGpu gpu(rank);
-                all_agree(engine, gpu, kNumberReductions);
-              })
-              .text() == "");
+    CHECK_OK(world.each([](Engine& engine, int rank) {
+      FrameworkOnGpu gpu(rank);
+      all_agree(engine, gpu, kNumberReductions);
+    }));
     CHECK(fake_count("pinned") == before);  // nothing went through host memory
-    CHECK(world
-              .each([](Engine& engine, int rank) {
-                FrameworkOnGpu gpu(rank);
-                all_agree(engine, gpu, kBitReductions);
-              })
-              .text() == "");
+    CHECK_OK(world.each([](Engine& engine, int rank) {
+      FrameworkOnGpu gpu(rank);
+      all_agree(engine, gpu, kBitReductions);
+    }));
     // NCCL reduces the truth of bools, and no other bits.
     CHECK((fake_count("pinned") == before) == (std::string(backend) == "peers"));
     CHECK(fake_count("memory") == 0);
@@ -160,19 +145,17 @@ TEST_CASE("fake of CUDA and NCCL: two levels where they are asked for give the s
     World world(4, gpu_settings({{"HOROCLONE_HIERARCHICAL_ALLREDUCE", row.asked}}));
     world.on_nodes(row.nodes);
     std::atomic<int> most{0};
-    CHECK(world
-              .each([&](Engine& engine, int rank) {
-                FrameworkOnGpu gpu(rank);
-                int number = 0;
-                for (const size_t count : {size_t{16384}, size_t{70'003}})
-                  for (const Reduce reduce : {Reduce::kAverage, Reduce::kMax})
-                    for (const DType dtype : {DType::kF32, DType::kU8})
-                      agrees(engine, gpu, {Op::kAllreduce, dtype, reduce, 1, 1, count}, text_of("x", number++));
-                agrees(engine, gpu, {Op::kAllreduce, DType::kF32, Reduce::kSum, 0.5, 4, 30'001}, "scaled");
-                agrees(engine, gpu, {Op::kReducescatter, DType::kF32, Reduce::kSum, 1, 1, 30'001}, "slices");
-                most = std::max(most.load(), fake_communicators());
-              })
-              .text() == "");
+    CHECK_OK(world.each([&](Engine& engine, int rank) {
+      FrameworkOnGpu gpu(rank);
+      int number = 0;
+      for (const size_t count : {size_t{16384}, size_t{70'003}})
+        for (const Reduce reduce : {Reduce::kAverage, Reduce::kMax})
+          for (const DType dtype : {DType::kF32, DType::kU8})
+            agrees(engine, gpu, {Op::kAllreduce, dtype, reduce, 1, 1, count}, text_of("x", number++));
+      agrees(engine, gpu, {Op::kAllreduce, DType::kF32, Reduce::kSum, 0.5, 4, 30'001}, "scaled");
+      agrees(engine, gpu, {Op::kReducescatter, DType::kF32, Reduce::kSum, 1, 1, 30'001}, "slices");
+      most = std::max(most.load(), fake_communicators());
+    }));
     CHECK(most == 4 * row.communicators);
     CHECK(fake_communicators() == 0);
     CHECK(fake_count("memory") == 0);
@@ -181,37 +164,33 @@ TEST_CASE("fake of CUDA and NCCL: two levels where they are asked for give the s
 
 TEST_CASE("fake of CUDA: peers go in rounds where the tensors are larger than their memory") {
   World world(3, gpu_settings({{"HOROCLONE_GPU_OPERATIONS", "peers"}, {"HOROCLONE_GPU_PEER_BYTES", "2097152"}}));
-  CHECK(world
-            .each([](Engine& engine, int rank) {
-              FrameworkOnGpu gpu(rank);
-              agrees(engine, gpu, {Op::kAllreduce, DType::kF32, Reduce::kAverage, 1, 1, 1'300'001}, "a");
-              agrees(engine, gpu, {Op::kAllreduce, DType::kU8, Reduce::kSum, 1, 1, 2'097'152}, "b");
-              agrees(engine, gpu, {Op::kReducescatter, DType::kF64, Reduce::kSum, 1, 1, 700'001}, "c");
-              agrees(engine, gpu, {Op::kReduce, DType::kI16, Reduce::kMax, 1, 1, 1'100'003}, "d");
-              // Rows: of every rank its own number, more than one round of the longest.
-              const size_t rows = 200'000 + static_cast<size_t>(rank) * 250'000;
-              const std::vector<int32_t> mine(rows, rank + 1);
-              int64_t handle = 0;
-              CHECK(submit_gpu(engine, gpu, Op::kAllgather, "g", gpu.tensor(mine), nullptr,
-                               {static_cast<int64_t>(rows)}, DType::kI32, &handle)
-                        .is_ok());
-              CHECK(enqueued(engine, gpu, handle).text() == "");
-              constexpr size_t kAll = 3 * 200'000 + 3 * 250'000;
-              auto* all = static_cast<int32_t*>(gpu.memory(kAll * 4));
-              CHECK(engine.copy_result(handle, 0, all, kAll * 4, gpu.stream).is_ok());
-              engine.release(handle);
-              std::vector<int32_t> want;
-              for (int r = 0; r < 3; ++r) want.insert(want.end(), 200'000 + static_cast<size_t>(r) * 250'000, r + 1);
-              CHECK(gpu.read(all, kAll) == want);
-              int32_t* same = gpu.tensor(std::vector<int32_t>(900'000, rank));
-              CHECK(submit_gpu(engine, gpu, Op::kBroadcast, "b", same, same, {900'000}, DType::kI32, &handle,
-                               [](Submission& s) { s.root = 2; })
-                        .is_ok());
-              CHECK(enqueued(engine, gpu, handle).text() == "");
-              engine.release(handle);
-              CHECK(gpu.read(same, 900'000) == std::vector<int32_t>(900'000, 2));
-            })
-            .text() == "");
+  CHECK_OK(world.each([](Engine& engine, int rank) {
+    FrameworkOnGpu gpu(rank);
+    agrees(engine, gpu, {Op::kAllreduce, DType::kF32, Reduce::kAverage, 1, 1, 1'300'001}, "a");
+    agrees(engine, gpu, {Op::kAllreduce, DType::kU8, Reduce::kSum, 1, 1, 2'097'152}, "b");
+    agrees(engine, gpu, {Op::kReducescatter, DType::kF64, Reduce::kSum, 1, 1, 700'001}, "c");
+    agrees(engine, gpu, {Op::kReduce, DType::kI16, Reduce::kMax, 1, 1, 1'100'003}, "d");
+    // Rows: of every rank its own number, more than one round of the longest.
+    const size_t rows = 200'000 + static_cast<size_t>(rank) * 250'000;
+    const std::vector<int32_t> mine(rows, rank + 1);
+    int64_t handle = 0;
+    CHECK_OK(submit_gpu(engine, gpu, Op::kAllgather, "g", gpu.tensor(mine), nullptr, {static_cast<int64_t>(rows)},
+                        DType::kI32, &handle));
+    CHECK_OK(enqueued(engine, gpu, handle));
+    constexpr size_t kAll = 3 * 200'000 + 3 * 250'000;
+    auto* all = static_cast<int32_t*>(gpu.memory(kAll * 4));
+    CHECK_OK(engine.copy_result(handle, 0, all, kAll * 4, gpu.stream));
+    engine.release(handle);
+    std::vector<int32_t> want;
+    for (int r = 0; r < 3; ++r) want.insert(want.end(), 200'000 + static_cast<size_t>(r) * 250'000, r + 1);
+    CHECK(gpu.read(all, kAll) == want);
+    int32_t* same = gpu.tensor(std::vector<int32_t>(900'000, rank));
+    CHECK_OK(submit_gpu(engine, gpu, Op::kBroadcast, "b", same, same, {900'000}, DType::kI32, &handle,
+                        [](Submission& s) { s.root = 2; }));
+    CHECK_OK(enqueued(engine, gpu, handle));
+    engine.release(handle);
+    CHECK(gpu.read(same, 900'000) == std::vector<int32_t>(900'000, 2));
+  }));
   CHECK(fake_count("memory") == 0);
 }
 
@@ -241,20 +220,18 @@ TEST_CASE(
       if (demanded) settings.emplace_back("HOROCLONE_GPU_OPERATIONS", "peers");
       const int before = fake_count("pinned");
       World world(2, gpu_settings(settings));
-      CHECK(world
-                .each([&](Engine& engine, int rank) {
-                  FrameworkOnGpu gpu(0);
-                  if (row.why.empty() || !demanded)
-                    return agrees(engine, gpu, {Op::kAllreduce, DType::kF32, Reduce::kAverage, 1, 1, 1000}, "x");
-                  float* data = gpu.tensor(std::vector<float>(8, static_cast<float>(rank)));
-                  int64_t handle = 0;
-                  CHECK(submit_gpu(engine, gpu, Op::kAllreduce, "x", data, data, {8}, DType::kF32, &handle).is_ok());
-                  const Status refused = enqueued(engine, gpu, handle);
-                  CHECK(refused.code() == Code::kUnsupported);
-                  CHECK_MESSAGE(refused.text().find(row.why) != std::string::npos, refused.text());
-                  engine.release(handle);
-                })
-                .text() == "");
+      CHECK_OK(world.each([&](Engine& engine, int rank) {
+        FrameworkOnGpu gpu(0);
+        if (row.why.empty() || !demanded)
+          return agrees(engine, gpu, {Op::kAllreduce, DType::kF32, Reduce::kAverage, 1, 1, 1000}, "x");
+        float* data = gpu.tensor(std::vector<float>(8, static_cast<float>(rank)));
+        int64_t handle = 0;
+        CHECK_OK(submit_gpu(engine, gpu, Op::kAllreduce, "x", data, data, {8}, DType::kF32, &handle));
+        const Status refused = enqueued(engine, gpu, handle);
+        CHECK(refused.code() == Code::kUnsupported);
+        CHECK_MESSAGE(refused.text().find(row.why) != std::string::npos, refused.text());
+        engine.release(handle);
+      }));
       CHECK((fake_count("pinned") > before) == (!row.why.empty() && !demanded));
       CHECK(fake_count("memory") == 0);
     }

@@ -7,9 +7,10 @@
 #include <random>
 
 #include "arithmetic/reduce.h"
-#include "base/half.h"
 #include "device/gpu.h"
+#include "tests/elements.h"
 #include "tests/gpu/gpu_fake.h"
+#include "tests/locked_checks.h"
 
 namespace hc {
 
@@ -44,48 +45,12 @@ std::vector<std::byte> random_elements(DType dtype, size_t count, unsigned seed)
   for (size_t i = 0; i < count; ++i) {
     uint64_t bits = random();
     if (dtype == DType::kBool) bits = bits % 3;
-    if (is_float(dtype) && random() % 8) {  // mostly of a size in which sums round
-      const double value = static_cast<double>(static_cast<int64_t>(random() % 20001) - 10000) / 64;
-      const auto narrow = static_cast<float>(value);
-      if (dtype == DType::kF64) std::memcpy(&bits, &value, 8);
-      if (dtype == DType::kF32) std::memcpy(&bits, &narrow, 4);
-      if (dtype == DType::kF16) bits = to_float16(narrow).bits;
-      if (dtype == DType::kBF16) bits = to_bfloat16(narrow).bits;
-    }
-    std::memcpy(data.data() + i * size_of(dtype), &bits, size_of(dtype));
+    std::byte* at = data.data() + i * size_of(dtype);
+    std::memcpy(at, &bits, size_of(dtype));
+    if (is_float(dtype) && random() % 8)  // mostly of a size in which sums round
+      store(dtype, at, static_cast<double>(static_cast<int64_t>(random() % 20001) - 10000) / 64);
   }
   return data;
-}
-
-double as_double(DType dtype, const std::byte* at) {
-  const auto read = [at](auto value) {
-    std::memcpy(&value, at, sizeof value);
-    return value;
-  };
-  switch (dtype) {
-    case DType::kU8:
-    case DType::kBool:
-      return read(uint8_t{});
-    case DType::kI8:
-      return read(int8_t{});
-    case DType::kU16:
-      return read(uint16_t{});
-    case DType::kI16:
-      return read(int16_t{});
-    case DType::kI32:
-      return read(int32_t{});
-    case DType::kI64:
-      return static_cast<double>(read(int64_t{}));
-    case DType::kF16:
-      return to_float(Float16{read(uint16_t{})});
-    case DType::kBF16:
-      return to_float(BFloat16{read(uint16_t{})});
-    case DType::kF32:
-      return read(float{});
-    case DType::kF64:
-      break;
-  }
-  return read(double{});
 }
 
 constexpr DType kAll[] = {DType::kBool, DType::kU8,  DType::kI8,   DType::kU16, DType::kI16, DType::kI32,
@@ -109,7 +74,7 @@ void reduces_like_the_host(Bench& bench, DType dtype, Reduce op, const Scaling& 
   for (const auto& one : inputs) on_host.push_back(one.data() + skip * item);
   out = {in[1], cu_pointer(bench.framework.memory((count + skip) * item)) + skip * item};  // one of the inputs, another
   const Reduction reduction{dtype, op, scaling.pre, scaling.post, scaling.divisor, in, out, count};
-  CHECK(bench.kernels->reduce(reduction, bench.framework.stream).text() == "");
+  CHECK_OK(bench.kernels->reduce(reduction, bench.framework.stream));
   std::vector<std::byte> want(count * item);
   std::byte* to = want.data();
   reduce(dtype, op, {&to, 1}, on_host, count, {scaling.pre, scaling.post, scaling.divisor});
@@ -159,20 +124,7 @@ TEST_CASE("fake of CUDA: sums of the kernel agree with float64") {
       std::vector<double> values(kCount);
       for (double& v : values) v = static_cast<double>(random() % 100);
       for (size_t i = 0; i < kCount; ++i) want[i] += values[i];
-      const std::byte* from = reinterpret_cast<const std::byte*>(values.data());
-      // From float64 by the host's own conversions.
-      for (size_t i = 0; i < kCount; ++i) {
-        const auto f = static_cast<float>(values[i]);
-        const auto n = static_cast<int32_t>(values[i]);
-        const uint16_t half = dtype == DType::kF16    ? to_float16(f).bits
-                              : dtype == DType::kBF16 ? to_bfloat16(f).bits
-                                                      : static_cast<uint16_t>(n);
-        const void* source = dtype == DType::kF64   ? static_cast<const void*>(from + i * 8)
-                             : dtype == DType::kF32 ? static_cast<const void*>(&f)
-                             : dtype == DType::kI32 ? static_cast<const void*>(&n)
-                                                    : static_cast<const void*>(&half);
-        std::memcpy(input.data() + i * size_of(dtype), source, size_of(dtype));
-      }
+      for (size_t i = 0; i < kCount; ++i) store(dtype, input.data() + i * size_of(dtype), values[i]);
       in.push_back(cu_pointer(bench.framework.tensor(input)));
     }
     auto* out = static_cast<std::byte*>(bench.framework.memory(kCount * size_of(dtype)));
@@ -181,7 +133,7 @@ TEST_CASE("fake of CUDA: sums of the kernel agree with float64") {
     const auto got = bench.framework.read(out, kCount * size_of(dtype));
     const double tolerance = dtype == DType::kBF16 ? 4e-3 : dtype == DType::kF16 ? 5e-4 : 0;
     for (size_t i = 0; i < kCount; ++i)
-      CHECK(std::abs(as_double(dtype, got.data() + i * size_of(dtype)) - want[i]) <= tolerance * want[i]);
+      CHECK(std::abs(load(dtype, got.data() + i * size_of(dtype)) - want[i]) <= tolerance * want[i]);
   }
 }
 
@@ -204,8 +156,8 @@ TEST_CASE("fake of CUDA: pack and unpack, more tensors than one launch takes, od
     }
     const CuPointer packed = cu_pointer(bench.framework.memory(bytes));
     const Packing copy{dtype, dtype, 1, 1};
-    CHECK(bench.kernels->pack(copy, packed, pieces, bench.framework.stream).text() == "");
-    CHECK(bench.kernels->unpack(copy, packed, others, bench.framework.stream).text() == "");
+    CHECK_OK(bench.kernels->pack(copy, packed, pieces, bench.framework.stream));
+    CHECK_OK(bench.kernels->unpack(copy, packed, others, bench.framework.stream));
     for (size_t t = 0; t < kTensors; ++t)
       CHECK(bench.framework.read(reinterpret_cast<const std::byte*>(others[t].tensor), values[t].size()) == values[t]);
   }
@@ -241,7 +193,7 @@ TEST_CASE("fake of CUDA: pack and unpack cast, scale and divide as the host does
       const CuPointer packed = cu_pointer(bench.framework.memory(GpuKernels::packed_bytes(kCount, row.packed)));
       const PackedPiece from{cu_pointer(in) + skip * item, kCount, 0}, to{cu_pointer(out) + skip * item, kCount, 0};
       const CuStream stream = bench.framework.stream;
-      CHECK(bench.kernels->pack({row.tensor, row.packed, row.there, 1}, packed, {&from, 1}, stream).text() == "");
+      CHECK_OK(bench.kernels->pack({row.tensor, row.packed, row.there, 1}, packed, {&from, 1}, stream));
       CHECK(bench.kernels->unpack({row.tensor, row.packed, row.back, row.divisor}, packed, {&to, 1}, stream).is_ok());
       std::vector<std::byte> want(kCount * item);
       std::byte* at = want.data();
@@ -251,8 +203,7 @@ TEST_CASE("fake of CUDA: pack and unpack cast, scale and divide as the host does
       const auto got = bench.framework.read(out + skip * item, kCount * item);
       size_t wrong = 0;
       for (size_t i = 0; i < kCount; ++i) {
-        const double a = as_double(row.tensor, got.data() + i * item),
-                     b = as_double(row.tensor, want.data() + i * item);
+        const double a = load(row.tensor, got.data() + i * item), b = load(row.tensor, want.data() + i * item);
         wrong += !(a == b || (a != a && b != b));  // a NaN's payload is not promised
       }
       CHECK_MESSAGE(wrong == 0, name_of(row.tensor), " by ", name_of(row.packed), " from ", skip);

@@ -69,10 +69,10 @@ void holds(FrameworkOnGpu& gpu, const T* data, size_t count, T value) {
 }  // namespace
 
 TEST_CASE("fake of CUDA and NCCL: buckets that are ready together go into few groups, while NCCL is in progress") {
-  FakeEnvironment slow(Variables{{"HC_FAKE_NCCL_IN_PROGRESS_US", "100"}});
+  // Long enough for all others of a burst to gather, also under a sanitizer.
+  FakeEnvironment slow(Variables{{"HC_FAKE_NCCL_IN_PROGRESS_US", "3000"}});
   std::barrier<> barrier(2);
   World world(2, gpu_settings());
-  std::atomic<double> host_us{0};
   int groups = 0;
   CHECK_OK(world.each([&](Engine& engine, int rank) {
     FrameworkOnGpu gpu(rank);
@@ -81,18 +81,14 @@ TEST_CASE("fake of CUDA and NCCL: buckets that are ready together go into few gr
     barrier.arrive_and_wait();
     if (rank == 0) groups = fake_groups();
     barrier.arrive_and_wait();
-    const TimePoint from = Clock::now();
     for (int step = 0; step < kSteps; ++step) burst.all_at_once();
-    if (rank == 0) host_us = seconds_between(from, Clock::now()) * 1e6 / (kSteps * kBurst);
     barrier.arrive_and_wait();
     if (rank == 0) groups = fake_groups() - groups;
     all_are_here(engine, "end");
   }));
-  MESSAGE("burst of ", kBurst, " buckets, 100 us in progress: ", host_us.load(), " us of host time a bucket, ",
-          static_cast<double>(groups) / (2.0 * kSteps), " groups a burst");
-  // One when the first is in, and what has gathered meanwhile; a busy machine may need a few more. Under a sanitizer a
-  // bucket may take longer than a group is in progress, so that nothing gathers.
-  CHECK(groups <= 2 * kSteps * (kSanitized ? kBurst : 4));
+  MESSAGE("burst of ", kBurst, " buckets: ", static_cast<double>(groups) / (2.0 * kSteps), " groups");
+  // One when the first is in, and what has gathered meanwhile; a busy machine may need a few more.
+  CHECK(groups <= 2 * kSteps * 4);
 }
 
 TEST_CASE("fake of CUDA and NCCL: a bucket costs at most 12 calls of the driver, and a steady loop makes no event") {
@@ -135,31 +131,6 @@ TEST_CASE("fake of CUDA and NCCL: a bucket costs at most 12 calls of the driver,
     // Now and then more of them are under way than ever before.
     CHECK(events <= (kSteps * kBurst) / 20);
   }
-}
-
-TEST_CASE("fake of CUDA and NCCL: ranks are through a step before another begins it, and their streams wait") {
-  std::barrier<> barrier(3);
-  std::atomic<bool> late{true};
-  World world(3, gpu_settings());
-  CHECK_OK(world.each([&](Engine& engine, int rank) {
-    FrameworkOnGpu gpu(rank);
-    Burst burst(engine, gpu);
-    for (int warm = 0; warm < 4; ++warm) burst.all_at_once();  // nothing else is on GPUs in a step
-    gpu.synchronize();
-    for (int b = 0; b < kBurst; ++b) gpu.write(burst.data(b), std::vector<float>(64, 1.0f));
-    barrier.arrive_and_wait();
-    if (rank != 2) {  // these two are through the whole step before rank 2 begins it
-      burst.all_at_once();
-      const bool busy = gpu.busy(), is_late = late.load();
-      CHECK_LOCKED(is_late);
-      CHECK_LOCKED(busy);
-    }
-    barrier.arrive_and_wait();
-    late.store(false);
-    if (rank == 2) burst.all_at_once();
-    for (int b = 0; b < kBurst; ++b) holds(gpu, burst.data(b), 64, 3.0f);
-    all_are_here(engine, "end");
-  }));
 }
 
 TEST_CASE("fake of CUDA and NCCL: ranks that call something else before or after they fill their buckets go on") {
@@ -207,7 +178,7 @@ TEST_CASE("fake of CUDA and NCCL: a rank that shuts down after its last step wai
     for (int warm = 0; warm < 4; ++warm) burst.all_at_once();
     gpu.synchronize();
     gpu.write(burst.data(0), std::vector<float>(64, 1.0f));
-    if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(100));
     burst.all_at_once();
     if (rank == 1) holds(gpu, burst.data(0), 1, 2.0f);
   }));
@@ -226,21 +197,12 @@ TEST_CASE("fake of CUDA and NCCL: everything works while NCCL's calls are in pro
       auto memory = engine.allocate_elsewhere(rank, 4096);
       Burst burst(engine, gpu);
       burst.all_at_once();
-      const auto reduce = [&](const char* name, void* data, DType dtype, int64_t count, Reduce how, double post) {
-        int64_t handle = 0;
-        CHECK_OK(submit_gpu(engine, gpu, Op::kAllreduce, name, data, data, {count}, dtype, &handle, [&](Submission& s) {
-          s.reduce = how;
-          s.postscale = post;
-        }));
-        CHECK_OK(enqueued(engine, gpu, handle));
-        engine.release(handle);
-      };
       auto* floats = gpu.tensor(std::vector<float>(100, static_cast<float>(rank + 1)));
-      reduce("scaled", floats, DType::kF32, 100, Reduce::kSum, 0.25);
+      CHECK_OK(reduce_now(engine, gpu, "scaled", floats, 100, DType::kF32, Reduce::kSum, 0.25));
       holds(gpu, floats, 1, 0.75f);
-      reduce("adasum", floats, DType::kF32, 100, Reduce::kAdasum, 1.0);
+      CHECK_OK(reduce_now(engine, gpu, "adasum", floats, 100, DType::kF32, Reduce::kAdasum));
       auto* shorts = gpu.tensor(std::vector<int16_t>(50, static_cast<int16_t>(3 + rank)));
-      reduce("kernels", shorts, DType::kI16, 50, Reduce::kAverage, 1.0);
+      CHECK_OK(reduce_now(engine, gpu, "kernels", shorts, 50, DType::kI16, Reduce::kAverage));
       holds(gpu, shorts, 1, int16_t{3});
       // A message, and a bucket in memory that NCCL is told of.
       auto* mail = gpu.tensor(std::vector<float>(10, static_cast<float>(rank)));

@@ -38,16 +38,11 @@ size_t resident_bytes() {
 // A tensor by NCCL alone, one with the help of kernels, one by Adasum, and a bucket in registered memory.
 void live(Engine& engine, FrameworkOnGpu& gpu, int rank) {
   int64_t handle = 0;
-  const auto reduce = [&](const char* name, void* data, DType dtype, int64_t count, Reduce how) {
-    CHECK_OK(submit_gpu(engine, gpu, Op::kAllreduce, name, data, data, {count}, dtype, &handle,
-                        [&](Submission& s) { s.reduce = how; }));
-    CHECK_OK(enqueued(engine, gpu, handle));
-    engine.release(handle);
-  };
   auto* floats = gpu.tensor(std::vector<float>(100, static_cast<float>(rank)));
-  reduce("alone", floats, DType::kF32, 100, Reduce::kSum);
-  reduce("kernels", gpu.tensor(std::vector<int16_t>(50, 1)), DType::kI16, 50, Reduce::kAverage);
-  reduce("adasum", floats, DType::kF32, 100, Reduce::kAdasum);
+  CHECK_OK(reduce_now(engine, gpu, "alone", floats, 100));
+  CHECK_OK(
+      reduce_now(engine, gpu, "kernels", gpu.tensor(std::vector<int16_t>(50, 1)), 50, DType::kI16, Reduce::kAverage));
+  CHECK_OK(reduce_now(engine, gpu, "adasum", floats, 100, DType::kF32, Reduce::kAdasum));
   BucketSet set;
   set.place.is_host = false;
   set.place.index = gpu.device;
@@ -88,7 +83,7 @@ TEST_CASE("fake of CUDA and NCCL: a thousand lives leave nothing behind" * docte
         }));
       }
       // A thread that was joined stays listed for a moment.
-      for (const Deadline soon = Deadline::in(5); n >= kWarmUp && left_behind() != before && !soon.passed();)
+      for (const Deadline soon = Deadline::in(20); n >= kWarmUp && left_behind() != before && !soon.passed();)
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
       if (n >= kWarmUp) REQUIRE(left_behind() == before);
     }

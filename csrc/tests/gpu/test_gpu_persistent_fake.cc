@@ -31,15 +31,15 @@ TEST_CASE("fake of CUDA and NCCL: declared buckets start without a message, each
     Gradients gradients(engine, gpu);
     std::mt19937 random(static_cast<unsigned>(rank));
     all_are_here(engine, "begin");
-    const uint64_t request_lists = counted(engine, "request_lists_sent"), plans = counted(engine, "plans_sent");
+    const int64_t request_lists = counter(engine, "request_lists_sent"), plans = counter(engine, "plans_sent");
     for (int step = 0; step < kSteps; ++step) {
       const auto order = shuffled(random);
       for (const int b : order) gradients.submit(b, static_cast<float>(step + b + rank));
       for (const int b : order) gradients.expect(b, static_cast<float>(3 * (step + b) + 3));
     }
-    CHECK_LOCKED(counted(engine, "persistent") == kSteps * kBuckets);
-    CHECK_LOCKED(counted(engine, "request_lists_sent") == request_lists);
-    CHECK_LOCKED(counted(engine, "plans_sent") == plans);
+    CHECK_LOCKED(counter(engine, "persistent") == kSteps * kBuckets);
+    CHECK_LOCKED(counter(engine, "request_lists_sent") == request_lists);
+    CHECK_LOCKED(counter(engine, "plans_sent") == plans);
     all_are_here(engine, "end");
   }));
   CHECK(fake_count("memory") == 0);
@@ -84,7 +84,7 @@ TEST_CASE("fake of CUDA and NCCL: persistent buckets and other work, of other se
         CHECK_LOCKED(gpu.read(data[s], 64)[63] == static_cast<float>(members[s].size()));
       }
     }
-    CHECK_LOCKED(counted(engine, "persistent") == 25 * kBuckets);
+    CHECK_LOCKED(counter(engine, "persistent") == 25 * kBuckets);
     all_are_here(engine, "end");  // rank 0 orders the others' work
   }));
 }
@@ -99,16 +99,10 @@ TEST_CASE("fake of CUDA and NCCL: a rank that joins breaks the persistent plan, 
         for (int b = 0; b < kBuckets; ++b) gradients.submit(b, 1.0f);
         for (int b = 0; b < kBuckets; ++b) gradients.expect(b, step < steps ? 2.0f : 1.0f);
       }
-      int64_t join = 0;
-      CHECK_OK(submit<float>(engine, Op::kJoin, "", {}, nullptr, {}, &join, [&](Submission& s) {
-        gpu.place(&s);
-        s.tensors = {};
-      }));
-      CHECK_OK(finish(engine, join));
-      engine.release(join);
+      CHECK_OK(join(engine, gpu));
       // After three steps that were alike rank 0 has given the tickets of the next one. It takes back what rank 1 has
       // not begun by then.
-      const uint64_t whole = static_cast<uint64_t>(steps * kBuckets), found = counted(engine, "persistent");
+      const int64_t whole = steps * kBuckets, found = counter(engine, "persistent");
       CHECK_LOCKED(found >= whole);
       CHECK_LOCKED(found <= whole + (steps >= 3 ? kBuckets : 0));
     }));
@@ -141,7 +135,7 @@ TEST_CASE("fake of CUDA and NCCL: where a plan cannot be persistent, declared bu
           for (int b = 0; b < kBuckets; ++b) gradients.expect(b, size);
         }
       }
-      CHECK_LOCKED(counted(engine, "persistent") == 0);
+      CHECK_LOCKED(counter(engine, "persistent") == 0);
       all_are_here(engine, "end");
     }));
   }

