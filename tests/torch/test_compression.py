@@ -191,7 +191,7 @@ def accuracy_with(compression: Any) -> float:
     model = network()
     optimizer = wrapped(model, rate=0.1, compression=compression)
     order = torch.randperm(1400, generator=torch.Generator().manual_seed(1))
-    for step in range(300):
+    for step in range(150):
         rows = order[(torch.arange(32) + 64 * step + 32 * hvd.rank()) % 1400]
         optimizer.zero_grad()
         F.cross_entropy(model(images[rows]), labels[rows]).backward()

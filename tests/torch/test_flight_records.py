@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +96,7 @@ def hang(folder: str) -> None:
 
 
 def test_a_hang_is_found_by_torchs_analyser(
-    worker_pool: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    torch_worker_pool: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     records, out = tmp_path / "records", tmp_path / "out"
     env = {
@@ -107,7 +105,7 @@ def test_a_hang_is_found_by_torchs_analyser(
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2",
         "HOROCLONE_STALL_STACKS": "0",
     }
-    team = worker_pool(hang, 2, env=env, folder=str(records))
+    team = torch_worker_pool(hang, 2, env=env, folder=str(records))
     assert team.wait(30) == [0, 0], team.outputs()
     torch_flight.write(debug.read([records]), out)
     text, collectives = analysed(out, caplog)
@@ -187,18 +185,20 @@ def test_a_rank_without_a_record_is_told_to_torchfrtrace(
         torch_flight.write([record(0, [])], "/proc/no such folder")
 
 
-def test_the_form_is_the_one_that_torch_writes(tmp_path: Path) -> None:
+def torchs_own_dump(path: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{path}.store", rank=0, world_size=1)
+    dist.all_reduce(torch.ones(3, 4))
+    Path(path).write_bytes(torch._C._distributed_c10d._dump_fr_trace(True, True, False))
+
+
+def test_the_form_is_the_one_that_torch_writes(torch_worker_pool: Any, tmp_path: Path) -> None:
     """Against a dump of torch's own recorder: the same keys, and values of the same types."""
-    program = """
-import os, pickle, sys, torch, torch.distributed as dist
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}.store", rank=0, world_size=1)
-dist.all_reduce(torch.ones(3, 4))
-dump = pickle.loads(torch._C._distributed_c10d._dump_fr_trace(True, True, False))
-open(sys.argv[1], "wb").write(pickle.dumps(dump))
-"""
-    env = {"TORCH_FR_BUFFER_SIZE": "100", "PATH": "/usr/bin:/bin"}
     path = tmp_path / "dump"
-    subprocess.run([sys.executable, "-c", program, path], env=env, timeout=120, check=True)
+    team = torch_worker_pool(torchs_own_dump, 1, env={"TORCH_FR_BUFFER_SIZE": "100"}, path=str(path))
+    assert team.wait(60) == [0], team.outputs()
     torchs = pickle.loads(path.read_bytes())
     ours = torch_flight.dumps([record(0, [call(1, "x", shape=[3, 4], elements=12)], size=1)])[0]
     assert ours["version"] == torchs["version"] and set(torchs) - set(ours) <= {"nccl_version"}

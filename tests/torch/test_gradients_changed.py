@@ -92,7 +92,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("option", sorted(OPTIONS))
+# What only scales, groups or counts gradients is the same in this, and test_any_sequence... has all of them.
+@pytest.mark.parametrize(
+    "option",
+    [
+        "none",
+        "zero",
+        "zero, whole",
+        "fp16",
+        *(pytest.param(one, marks=pytest.mark.long(5)) for one in ("groups", "predivide", "unused")),
+    ],
+)
 @ranks(2)
 def test_what_was_done_once_to_gradients_or_model_leaves_later_steps_right(option: str) -> None:
     for name, act in ACTIONS.items():

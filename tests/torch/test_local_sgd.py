@@ -216,11 +216,14 @@ def test_averaged_gradients_within_hosts_and_rare_averages_between_them() -> Non
     assert alike(model.parameters())
 
 
-def test_it_is_loaded_only_where_it_is_used() -> None:
-    import subprocess
+def loads_it() -> None:
+    from worker_pool import say
 
-    program = "import sys, horoclone.torch as hvd; a = 'horoclone.torch.local_sgd' in sys.modules; hvd.DiLoCo; print(a)"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout.strip() == "False"
+    say(before="horoclone.torch.local_sgd" in sys.modules, is_there=callable(hvd.DiLoCo))
+
+
+def test_it_is_loaded_only_where_it_is_used(torch_worker_pool: Any) -> None:
+    team = torch_worker_pool(loads_it, 1)
+    assert team.wait(60) == [0], team.outputs()
+    (fact,) = team.said(0, "before")
+    assert fact["is_there"] and not fact["before"]

@@ -288,7 +288,7 @@ def _saved(pair: Any) -> Any:
 def test_copies_of_an_optimizer_reduce_as_it_does() -> None:
     """A copy that trained alone would let the ranks drift apart without a word."""
     for which, options in COPIES.items():
-        for how, copied in COPIERS.items():
+        for how, copied in COPIERS.items() if which == "plain" else [*COPIERS.items()][:2]:
             model = network()
             hvd.broadcast_parameters(model.state_dict(), 0)
             inner = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)

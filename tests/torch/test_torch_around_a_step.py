@@ -89,7 +89,9 @@ def test_averaged_models(kind: str) -> None:
             assert torch.allclose(mine, wanted, atol=1e-9)
 
 
-@pytest.mark.parametrize("what", ["model", "whole step", "backward", "step()"])
+@pytest.mark.parametrize(
+    "what", ["model", "whole step", "step()", pytest.param("backward", marks=pytest.mark.long(20))]
+)
 @ranks(2, limit_s=150)
 def test_compiled(what: str) -> None:
     """Dynamo follows the calls of hooks and of step(), whose operations are not to become programs of their own."""

@@ -4,18 +4,22 @@ PyPI."""
 from __future__ import annotations
 
 import os
+import signal
 import socket
-import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tomllib
+import torch
+
+import horoclone.torch as hvd
 
 HERE = Path(__file__).parent
 FAKES = HERE.parent / "fakes"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
+HOROCLONERUN = [sys.executable, "-m", "horoclone.launch.cli", "-np"]
 OF_TORCH = """
 import os
 import socket
@@ -44,57 +48,53 @@ dist.destroy_process_group()
 sys.stdout.write(f"rank {rank} of {size} is content\\n")
 """
 
-LOSES_ONE = """
-import os, signal, sys, time
-from datetime import timedelta
-import torch
-import torchcomms
-import horoclone.torch as hvd
-import horoclone.torch.torchcomms
-limit = timedelta(seconds=60)
-comm = torchcomms.new_comm("horoclone", torch.device("cpu"), name="all", timeout=limit,
-                           enable_reconfigure=True)
-store, place = comm._impl._store, os.environ["RANK"]
-assert comm.get_rank() == -1
-store.set(f"handle/{place}", comm.get_init_handle())
-handles = [store.get(f"handle/{r}").decode() for r in range(3)]
-comm.reconfigure(1, handles, limit).wait()
-x = torch.ones(2)
-comm.all_reduce(x, torchcomms.ReduceOp.SUM, False)
-assert x.tolist() == [3.0, 3.0]
-if place == "1":
-    os.kill(os.getpid(), signal.SIGKILL)
-try:
-    comm.all_reduce(x, torchcomms.ReduceOp.SUM, True).wait()
-except hvd.PeerLost as error:
-    assert error.rank == 1, error
-else:
-    raise AssertionError("nothing was raised")
-comm.reconfigure(2, [handles[2], handles[0]], limit).wait()
-assert (comm.get_rank(), comm.get_size()) == (0 if place == "2" else 1, 2)
-x = torch.ones(2)
-comm.all_reduce(x, torchcomms.ReduceOp.SUM, False)
-assert x.tolist() == [2.0, 2.0]
-comm.finalize()
-sys.stdout.write(f"rank {place} is content\\n")
-"""
+
+def loses_one(port: int) -> None:
+    """Without what the team has of a launcher: as programs that somebody started by hand."""
+    place = os.environ["HOROCLONE_RANK"]
+    for name in [name for name in os.environ if name.startswith("HOROCLONE_")]:
+        del os.environ[name]
+    os.environ.update(RANK=place, WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    sys.path.insert(0, str(FAKES))
+    import torchcomms
+    from worker_pool import say
+
+    import horoclone.torch.torchcomms  # noqa: F401 - registers the backend
+
+    limit = timedelta(seconds=60)
+    comm = torchcomms.new_comm(
+        "horoclone", torch.device("cpu"), name="all", timeout=limit, enable_reconfigure=True
+    )
+    store = comm._impl._store
+    assert comm.get_rank() == -1
+    store.set(f"handle/{place}", comm.get_init_handle())
+    handles = [store.get(f"handle/{r}").decode() for r in range(3)]
+    comm.reconfigure(1, handles, limit).wait()
+    comm.all_reduce(x := torch.ones(2), torchcomms.ReduceOp.SUM, False)
+    assert x.tolist() == [3.0, 3.0]
+    if place == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(hvd.PeerLost) as caught:
+        comm.all_reduce(x, torchcomms.ReduceOp.SUM, True).wait()
+    assert caught.value.rank == 1
+    comm.reconfigure(2, [handles[2], handles[0]], limit).wait()
+    assert (comm.get_rank(), comm.get_size()) == (0 if place == "2" else 1, 2)
+    comm.all_reduce(x := torch.ones(2), torchcomms.ReduceOp.SUM, False)
+    assert x.tolist() == [2.0, 2.0]
+    comm.finalize()
+    say(content=True)
 
 
 @pytest.mark.parametrize(
-    "how",
-    [
-        "torchrun 3",
-        "alone",
-        *(pytest.param(how, marks=pytest.mark.long(15)) for how in ("torchrun 2", "horoclonerun 2")),
-    ],
+    "how", ["horoclonerun 3", "alone", pytest.param("torchrun 2", marks=pytest.mark.long(15))]
 )
 def test_every_operation_of_a_communicator(how: str, launch: Any) -> None:
     launcher, _, count = how.partition(" ")
     commands = {
-        "torchrun": [*TORCHRUN, count, HERE / "torchcomms_ranks.py"],
-        "horoclonerun": [
-            sys.executable, "-m", "horoclone.launch.cli", "-np", count, sys.executable, HERE / "torchcomms_ranks.py",
+        "torchrun": [
+            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", count, HERE / "torchcomms_ranks.py",
         ],
+        "horoclonerun": [*HOROCLONERUN, count, sys.executable, HERE / "torchcomms_ranks.py"],
         "alone": [sys.executable, HERE / "torchcomms_ranks.py"],
     }  # fmt: skip
     done = launch(commands[launcher], env=with_fakes(), timeout_s=180)
@@ -105,41 +105,17 @@ def test_torch_distributed_asks_torchcomms_for_it(launch: Any, tmp_path: Path) -
     script = tmp_path / "program.py"
     script.write_text(OF_TORCH)
     env = {**with_fakes(), "TORCH_DISTRIBUTED_USE_TORCHCOMMS": "1"}
-    done = launch([*TORCHRUN, "2", script], env=env, timeout_s=120)
+    done = launch([*HOROCLONERUN, "2", sys.executable, script], env=env, timeout_s=120)
     assert done.stdout.count("is content") == 2, done.output
 
 
-def test_who_is_left_goes_on_after_a_loss(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(LOSES_ONE)
+def test_who_is_left_goes_on_after_a_loss(torch_worker_pool: Any) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    ranks = []
-    for rank in range(3):
-        env = {
-            **os.environ,
-            **with_fakes(),
-            "RANK": str(rank),
-            "WORLD_SIZE": "3",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, tmp_path / "program.py"],
-                env=env,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    try:
-        outputs = [one.communicate(timeout=120)[0] for one in ranks]
-    finally:
-        for one in ranks:
-            one.kill()
-    assert [one.returncode for one in ranks] == [0, -9, 0], outputs
-    assert "rank 0 is content" in outputs[0] and "rank 2 is content" in outputs[2], outputs
+        port = probe.getsockname()[1]
+    team = torch_worker_pool(loses_one, 3, port=port)
+    assert team.wait(120) == [0, -signal.SIGKILL, 0], team.outputs()
+    assert all(team.said(rank, "content") for rank in (0, 2)), team.outputs()
 
 
 def test_torchcomms_finds_it_by_its_entry_point() -> None:

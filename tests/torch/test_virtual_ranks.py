@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
+import io
 import os
 import random
 import re
+import runpy
 import signal
 import sys
 import time
@@ -380,14 +383,23 @@ def weights_after(output: str) -> str:
     return found[0]
 
 
-@pytest.mark.parametrize("max_np", [pytest.param("3", marks=pytest.mark.long(20)), "4"])
-def test_losses_and_newcomers_change_no_bit(launch: Any, max_np: str) -> None:
-    run = [sys.executable, "-m", "horoclone.launch"]
-    alone = launch([*run, "-np", "1", sys.executable, EXAMPLE], timeout_s=60)
-    flags = ["-np", "3", "--min-np", "1", "--max-np", max_np, "-H", "localhost:4", "--verbose"]
-    job = launch.start([*run, *flags, sys.executable, EXAMPLE, "--pause-s", "0.05"])
+def example_alone() -> str:
+    said = io.StringIO()
+    with mock.patch.object(sys, "argv", [str(EXAMPLE)]), contextlib.redirect_stdout(said):
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    return said.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("np", "max_np"), [(2, 3), *(pytest.param(3, most, marks=pytest.mark.long(30)) for most in (3, 4))]
+)
+def test_losses_and_newcomers_change_no_bit(launch: Any, worlds: Worlds, np: int, max_np: int) -> None:
+    (alone,) = worlds.run(1, example_alone, init=False)
+    flags = ["-np", np, "--min-np", "1", "--max-np", max_np, "-H", f"localhost:{np + 1}", "--verbose"]
+    run = [sys.executable, "-m", "horoclone.launch", *flags, sys.executable, EXAMPLE, "--pause-s", "0.05"]
+    job = launch.start(run)
     killed: list[int] = []
-    begun = 3  # lines of processes that have begun or gone on
+    begun = np  # lines of processes that have begun or gone on
     while len(killed) < 2:
         deadline = time.monotonic() + 60
         while len(re.findall(r"step \d+: virtual", job.stdout)) < begun and time.monotonic() < deadline:
@@ -396,8 +408,8 @@ def test_losses_and_newcomers_change_no_bit(launch: Any, max_np: str) -> None:
         pids = [int(pid) for pid in re.findall(r"pid (\d+)", job.stderr) if int(pid) not in killed]
         os.kill(pids[0], signal.SIGKILL)
         killed.append(pids[0])
-        begun += 2
+        begun += np - 1
     done = job.finish(60)
     assert done.returncode == 0 and done.stderr.count("was killed by SIGKILL;") == 2, done.output
     assert re.search(r"step [1-9]\d*: virtual", done.stdout), done.output
-    assert weights_after(done.stdout) == weights_after(alone.stdout)
+    assert weights_after(done.stdout) == weights_after(alone)
