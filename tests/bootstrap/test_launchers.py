@@ -42,7 +42,7 @@ for word in words:
 job = None
 secret = None
 for turn in range(100):
-    deadline = time.monotonic() + (5 if "hurry" in words else 30)
+    deadline = time.monotonic() + (3 if "hurry" in words else 30)
     job = exchange.open_job(comm, os.environ, deadline, print, job)
     blobs = job.gather(b"%d@%d" % (job.rank, turn), deadline, print)
     assert blobs == [b"%d@%d" % (rank, turn) for rank in range(job.size)], blobs

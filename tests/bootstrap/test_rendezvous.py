@@ -232,7 +232,13 @@ def test_an_address_that_does_not_answer_does_not_delay_the_one_that_does(tcp):
 # --- strangers
 
 
-def test_a_wrong_secret_or_job_is_refused_with_a_reason(tcp):
+@pytest.fixture
+def soon(monkeypatch):
+    """Refusals are believed after half a second, not three."""
+    monkeypatch.setattr(bootstrap_client, "REFUSED_S", 0.5)
+
+
+def test_a_wrong_secret_or_job_is_refused_with_a_reason(tcp, soon):
     for changes in ({"secret": b"fedcba9876543210"}, {"job": "older"}):
         with pytest.raises(errors.HorovodInternalError, match="Is the secret of this job right"):
             client_of(tcp, timeout_s=60, **changes).put("a", b"")
@@ -345,7 +351,7 @@ def test_a_recorded_handshake_cannot_be_replayed_nor_reflected(tcp):
         assert second.recv(wire.PROOF_BYTES, socket.MSG_WAITALL) == wire.REFUSED
 
 
-def test_a_server_that_does_not_know_the_secret_is_not_believed():
+def test_a_server_that_does_not_know_the_secret_is_not_believed(soon):
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen(8)
@@ -438,7 +444,7 @@ def test_ranks_get_in_while_strangers_flood(tcp):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it becomes another user")
-def test_another_user_is_refused_at_both_ends():
+def test_another_user_is_refused_at_both_ends(soon):
     name = f"unix:horoclone-test-{secrets.token_hex(8)}"
     mine = Server(b"", "job", 2, [name])
     program = (

@@ -215,6 +215,7 @@ TENSORFLOW = {
 }  # fmt: skip
 
 
+@pytest.mark.long(15)
 @needs_tensorflow
 @ranks(2)
 def test_operations_on_tensorflow_tensors() -> None:

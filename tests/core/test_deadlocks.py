@@ -137,7 +137,7 @@ def each_alone():
 
 
 def test_every_kind_of_call_ends_and_can_be_repeated(worker_pool):
-    env = {**SOON, "HOROCLONE_DYNAMIC_PROCESS_SETS": "1"}
+    env = {**SOON, "HOROCLONE_DEADLOCK_TIME_SECONDS": "0.3", "HOROCLONE_DYNAMIC_PROCESS_SETS": "1"}
     team = worker_pool(each_alone, 2, env=env)
     assert team.wait() == [0, 0], team.outputs()
     for rank in range(2):

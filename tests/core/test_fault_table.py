@@ -116,7 +116,7 @@ def horoclonerun(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "horoclone.launch", "-np", "2", *arguments]
 
 
-@pytest.mark.parametrize("shared", ["1", "0"], ids=["shared", "tcp"])
+@pytest.mark.parametrize("shared", ["1", pytest.param("0", marks=pytest.mark.long(6))], ids=["shared", "tcp"])
 def test_a_wall_clock_that_jumps_disturbs_nothing(launch, shim, shared) -> None:
     """Every limit counts the monotonic clock: an hour ahead and two back are no Timeout and no lost rank."""
     env = {

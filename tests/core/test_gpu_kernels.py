@@ -114,7 +114,14 @@ def compiled(cache: Path) -> Path:
     return file
 
 
-def test_nvrtc_compiles_the_kernels_for_every_generation_of_gpus(fakes: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "capabilities",
+    [(CAPABILITIES[1],), pytest.param((CAPABILITIES[0], *CAPABILITIES[2:]), marks=pytest.mark.long(20))],
+    ids=["one", "the others"],
+)
+def test_nvrtc_compiles_the_kernels_for_every_generation_of_gpus(
+    fakes: Path, tmp_path: Path, capabilities: tuple[int, ...]
+) -> None:
     folders = [f for f in nvrtc_folders() if os.path.exists(os.path.join(f, "libnvrtc.so.13"))]
     if not folders:
         pytest.skip("NVRTC 13 is not installed: pip install nvidia-cuda-nvrtc")
@@ -129,7 +136,7 @@ def test_nvrtc_compiles_the_kernels_for_every_generation_of_gpus(fakes: Path, tm
         assert all(f".text.{name}\0".encode() in code for name in kernel_names())
 
     with ThreadPoolExecutor(2) as two:
-        list(two.map(check, CAPABILITIES))
+        list(two.map(check, capabilities))
 
 
 def test_what_was_compiled_is_kept_and_a_damaged_or_foreign_file_is_not_used(

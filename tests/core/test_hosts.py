@@ -291,6 +291,7 @@ def train():
     say(trained=True)
 
 
+@pytest.mark.long(15)
 @pytest.mark.skipif(find_spec("torch") is None, reason="no PyTorch")
 def test_an_optimizer_on_two_hosts_equals_one_process(hosts, warm_worker_pool):
     with_torch = worker_pools.WorkerPool(

@@ -228,7 +228,7 @@ def pry(pid, names):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it becomes another user")
 def test_another_user_gets_at_nothing(worker_pool):
-    team = worker_pool(stay, 2, seconds=3)
+    team = worker_pool(stay, 2, seconds=1.5)
     held = team.wait_for(0, "traces")["traces"]
     team.wait_for(1, "traces")
     assert held["files"] and held["ports"] == []

@@ -163,6 +163,7 @@ def leave_with_work_that_never_gets_ready():
     hvd.allreduce_async(np.ones(9), name=f"only {hvd.rank()}")
 
 
+@pytest.mark.long(6)
 def test_an_exit_with_work_that_never_gets_ready_does_not_hang(worker_pool):
     worker_pool(leave_with_work_that_never_gets_ready, 2).wait(15)
 

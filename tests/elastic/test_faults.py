@@ -68,6 +68,7 @@ def test_an_odd_newcomer_is_refused_and_the_others_go_on(odd: Any, kind: str, sa
     assert kind != "model" or "Build the same model" in done.stderr, done.output
 
 
+@pytest.mark.long(16)
 def test_nobody_waits_for_a_newcomer_with_another_model_of_torch(
     launch: Any, watch: Any, tmp_path: Path
 ) -> None:

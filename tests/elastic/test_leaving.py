@@ -35,6 +35,7 @@ def steps_are_done_once(job: Any) -> None:
     assert all(steps == list(range(1, len(steps) + 1)) for steps in done.values()), done
 
 
+@pytest.mark.long(14)
 def test_the_shard_of_a_rank_that_leaves_goes_on_with_the_others(launch: Any) -> None:
     torch = pytest.importorskip("torch")
     sys.path.insert(0, str(HERE))

@@ -64,7 +64,7 @@ def test_views_show_the_newest_generation_and_how_it_came(elastic: Any) -> None:
     assert view.ranks() == []
 
 
-CROWD = 2000  # idle connections, more than the launcher may have descriptors
+CROWD = 1200  # idle connections, more than the launcher may have descriptors
 HALF = b"GET /x HTTP/1.1\r\nHost: a\r\nX-A: "
 
 

@@ -33,6 +33,14 @@ def lose_launcher(job: Any) -> None:
     assert job.started.process.wait(10) == -signal.SIGKILL
 
 
+def lose_launcher_and_follow(job: Any, others: int) -> None:
+    """Until all have found rank 0: of who is lost before, only its silence tells, for which 15 s are waited."""
+    lose_launcher(job)
+    job.says("this process is the membership coordinator now")
+    found = "the launcher is gone; rank 0 of generation 1 is the membership coordinator now"
+    job.wait(lambda: job.started.stderr.count(found) >= others, f"{others} who follow rank 0")
+
+
 def wait_for_end(job: Any, timeout_s: float = 60) -> None:
     """The launcher is dead: the ranks, and who carries their output, end by themselves. The sums are right."""
     job.end()
@@ -84,8 +92,7 @@ def test_survivors_form_the_next_generation_without_the_launcher(
     job = elastic(["-np", 4, "--min-np", 1, SURVIVE])
     pids = job.whole(1)
     job.step(5)
-    lose_launcher(job)
-    job.says("this process is the membership coordinator now")
+    lose_launcher_and_follow(job, 3)
     newest = 1
     for victim in victims:
         os.kill(pids[victim], signal.SIGKILL)
@@ -108,8 +115,7 @@ def test_a_stopped_rank_that_wakes_up_later_ends_with_75_and_disturbs_nobody(
     job = watch(launch.start(command, env={**QUICK, "STEPS_END": str(end)}), end)
     pids = job.whole(1)
     job.step(5)
-    lose_launcher(job)
-    job.says("this process is the membership coordinator now")
+    lose_launcher_and_follow(job, 2)
     os.kill(pids[2], signal.SIGSTOP)
     assert job.of_size(2, after=1) == {0: pids[0], 1: pids[1]}
     os.kill(pids[2], signal.SIGCONT)

@@ -195,6 +195,9 @@ def test_ranks_on_two_hosts_go_on_when_their_launcher_dies(job: Any, hosts: TwoH
     wait_for(
         far / "stderr", "this process is the membership coordinator now (generation 1)"
     )  # the lowest of the other host
+    for rank in (0, 1, 3):
+        found = "rank 2 of generation 1 is the membership coordinator now"
+        wait_for(lines / f"rank.{rank}" / "stderr", found)
     assert "generation" not in (far / "stdout").read_text().split("\n", 1)[1], "nobody was interrupted"
     os.kill(first[1], signal.SIGKILL)
     text = wait_for(far / "stdout", "of 3 pid")
@@ -232,6 +235,7 @@ def test_of_a_cut_network_the_majority_goes_on_without_the_launcher(
 
 
 @pytest.mark.netns
+@pytest.mark.long(28)
 def test_the_host_with_the_launcher_and_rank_0_is_lost_and_the_other_host_goes_on(
     job: Any, hosts: TwoHosts, tmp_path: Path
 ) -> None:

@@ -191,7 +191,7 @@ def test_an_elastic_run_of_a_function_that_never_calls_init_gives_its_values():
     assert run(number, np=2, min_num_proc=1, max_num_proc=3) == [10]
 
     def late():
-        time.sleep(1.0 * int(os.environ["HOROVOD_RANK"]))
+        time.sleep(0.5 * int(os.environ["HOROVOD_RANK"]))
         return number()
 
     assert run(late, min_num_proc=3, max_num_proc=3) == [10, 11, 12]

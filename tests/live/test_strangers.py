@@ -98,6 +98,7 @@ def test_a_request_is_read_before_who_came_later_displaces_it(job: Any, view: st
             one.close()
 
 
+@pytest.mark.long(22)
 def test_a_request_that_does_not_come_is_given_up(job: Any) -> None:
     began = time.monotonic()
     places = [(urlsplit(url).hostname, urlsplit(url).port) for url in (job.dashboard_url, job.metrics_url)]

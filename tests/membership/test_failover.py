@@ -137,7 +137,7 @@ def test_a_record_that_makes_no_sense_is_refused(body: bytes) -> None:
 def test_of_any_cut_at_most_one_side_goes_on() -> None:
     """Random deaths, known to both sides or to one of them, and random sides: two coordinators never both form."""
     chance, both = random.Random(7), 0
-    for _ in range(2000):
+    for _ in range(600):
         count = chance.randint(2, 7)
         first = job(count)
         sides: list[list[int]] = [[], [], []]
@@ -156,7 +156,7 @@ def test_of_any_cut_at_most_one_side_goes_on() -> None:
             formed += bool(side) and isinstance(one.answer(name(side[0])), Record)
         assert formed < 2, sides
         both += formed
-    assert both > 1000, "often enough one does"
+    assert both > 300, "often enough one does"
 
 
 class Job:

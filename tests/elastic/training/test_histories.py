@@ -389,7 +389,7 @@ class World:
         return "lost" if self.coordinator.stopped is not None else "left"
 
 
-@pytest.mark.parametrize(("first", "behind"), [(0, 300), pytest.param(300, 3000, marks=pytest.mark.long(45))])
+@pytest.mark.parametrize(("first", "behind"), [(0, 150), pytest.param(150, 3000, marks=pytest.mark.long(45))])
 def test_whatever_happens_each_sample_counts_once_and_no_commit_is_lost(
     monkeypatch: pytest.MonkeyPatch, first: int, behind: int
 ) -> None:
