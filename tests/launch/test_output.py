@@ -112,16 +112,15 @@ def test_a_traceback_of_all_ranks_is_shown_once(launch, tmp_path):
     assert whole.stderr[: whole.stderr.index("horoclonerun: ")].count("in deep") >= 5
 
 
-def test_a_traceback_that_does_not_go_on_is_shown(launch):
-    body = (
-        RANK
-        + "print('Traceback (most recent call last):', flush=True); time.sleep(2); print('up', time.time())"
+def test_a_traceback_that_does_not_go_on_is_shown(launch, tmp_path):
+    body = RANK + (
+        "print('Traceback (most recent call last):', flush=True)\n"
+        "while not os.path.exists(sys.argv[1]): time.sleep(0.05)\n"
+        "print('up')"
     )
-    began = time.time()
-    started = launch.start([*RUN, "-np", "1", PYTHON, "-c", body])
-    while "Traceback" not in started.stdout:
-        assert time.time() < began + 30 and "up" not in started.stdout, "it came with the next line only"
-        time.sleep(0.05)
+    started = launch.start([*RUN, "-np", "1", PYTHON, "-c", body, tmp_path / "seen"])
+    started.wait_for("Traceback")  # before the next line
+    (tmp_path / "seen").touch()
     assert started.finish(30).stdout.count("Traceback") == 1
 
 
