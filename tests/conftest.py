@@ -198,6 +198,17 @@ def fakes() -> Path:
 
 
 @pytest.fixture(scope="session")
+def on_fakes(fakes: Path) -> dict[str, str]:
+    """Variables of a rank whose CUDA, NCCL and NVRTC are the fakes."""
+    return {
+        "HOROCLONE_CUDA_LIBRARY": str(fakes / "libcuda.so.1"),
+        "HOROCLONE_NCCL_LIBRARY": str(fakes / "libnccl.so.2"),
+        "HOROCLONE_NVRTC_LIBRARY": str(fakes / "libnvrtc.so.13"),
+        "HOROCLONE_KERNEL_CACHE": "off",
+    }
+
+
+@pytest.fixture(scope="session")
 def warm_worker_pool() -> Iterator[Any]:
     """The process from which the ranks of `worker_pool` are forked."""
     made = pools.WorkerPool(clean_environment(), "numpy", "horoclone.arrays")

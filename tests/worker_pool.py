@@ -416,20 +416,31 @@ class WorkerPool:
 
 # Folder -> what the ranks of its tests import in any case: torch._dynamo with the first optimizer.
 OF_TORCH = ("torch._dynamo", "torch.distributed.fsdp", "horoclone.torch", "horoclone.torch.optimizer")
-IMPORTED = {"torch": OF_TORCH, "lightning": OF_TORCH}
+IMPORTED = {
+    "torch": OF_TORCH,
+    "lightning": OF_TORCH,
+    "plan": ("horoclone.torch",),
+    "jax": ("horoclone.jax",),
+    "tensorflow": ("horoclone.tensorflow",),
+}
 _warm: dict[str, list[WorkerPool]] = {}
 
 
-def warm_processes(folder: str, env: Mapping[str, str]) -> list[WorkerPool]:
+def warm_processes(
+    folder: str, env: Mapping[str, str], modules: Sequence[str] | None = None
+) -> list[WorkerPool]:
     """Two that have imported what the tests of this folder need, where that takes seconds; else none.
+
+    With modules, these; instead of a folder a name then tells them from others.
 
     Two, so that neighbouring ranks differ as programs do in what Python draws anew for each process: the hashes of
     strings and the addresses of objects, and with them the orders of sets.
     """
-    if folder not in IMPORTED:
+    modules = IMPORTED.get(folder, ()) if modules is None else modules
+    if not modules:
         return []
     if folder not in _warm:
-        _warm[folder] = [WorkerPool(env, *IMPORTED[folder]) for _ in range(2)]
+        _warm[folder] = [WorkerPool(env, *modules) for _ in range(2)]
     return _warm[folder]
 
 

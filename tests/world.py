@@ -8,11 +8,15 @@ importing a framework takes seconds, workers are forked from processes that have
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib.util
 import inspect
+import io
+import json
 import os
 import pickle
+import runpy
 import secrets
 import select
 import signal
@@ -28,6 +32,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 LIMIT_S = float(os.environ.get("HOROCLONE_TEST_BODY_S", "60"))  # of one test body; a slower world is killed
@@ -92,8 +97,9 @@ def read_message(fd: int, deadline: float | None = None) -> Any:
 # --- the worker ------------------------------------------------------------------------------------------
 
 
-def load(path: str, module: str) -> Any:
-    """The test module, imported once per worker under the name that it has in the parent."""
+def load(path: str | Path, module: str) -> ModuleType:
+    """A file as the module of this name, imported once; a test's in a worker under the name that it has in the parent."""
+    path = str(path)
     if module not in sys.modules or getattr(sys.modules[module], "__file__", None) != path:
         spec = importlib.util.spec_from_file_location(module, path)
         assert spec is not None and spec.loader is not None
@@ -485,6 +491,39 @@ def alike(tensors: Iterable[Any]) -> bool:
     mine = torch.cat([torch.empty(0, dtype=torch.float64), *flat])
     rows = hvd.allgather(mine[None], name="alike")
     return all(torch.equal(row, rows[0]) for row in rows)
+
+
+def operations() -> int:
+    """How many operations this rank has submitted."""
+    from horoclone import runtime
+
+    return int(json.loads(runtime.native().counters())["operations"])
+
+
+def printed_by(script: str | Path, *arguments: str) -> str:
+    """What a script prints on this rank when it runs as a program."""
+    said, before = io.StringIO(), sys.argv
+    sys.argv = [str(script), *arguments]
+    try:
+        with contextlib.redirect_stdout(said):
+            runpy.run_path(str(script), run_name="__main__")
+    finally:
+        sys.argv = before
+    return said.getvalue()
+
+
+def differences(ours: Callable[..., Any], theirs: Callable[..., Any]) -> list[str]:
+    """Where `ours` does not take what `theirs` takes, in the same places; a default may be added."""
+    mine = [p for p in inspect.signature(ours).parameters.values() if p.name != "self"]
+    wanted = list(inspect.signature(theirs).parameters.values())
+    found = []
+    for place, want in enumerate(wanted):
+        if place >= len(mine) or mine[place].name != want.name:
+            found.append(f"argument {place} should be {want.name}")
+        elif want.default is not want.empty and mine[place].default != want.default:
+            found.append(f"{want.name} should be {want.default!r} by default")
+    added = [p.name for p in mine[len(wanted) :] if p.default is p.empty and p.kind != p.VAR_KEYWORD]
+    return found + [f"{name} is required" for name in added]
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 import checkout
@@ -32,13 +33,14 @@ def entries() -> list[str]:
     return [line.split("|")[1].strip() for line in table.splitlines()]
 
 
-def sources() -> list[Path]:
-    """Those of the package and the core; tests tell stories in words of their own."""
-    paths = [ROOT / name for name in sorted(checkout.files("horoclone", "csrc"))]
+@cache
+def lines() -> list[tuple[str, str]]:
+    """(place, text) of each line of the package and the core; tests tell stories in words of their own."""
     return [
-        path
-        for path in paths
-        if path.suffix in (".py", ".pyi", ".h", ".cc", ".cu") and "tests" not in path.relative_to(ROOT).parts
+        (f"{name}:{number}", line)
+        for name in sorted(checkout.files("horoclone", "csrc"))
+        if Path(name).suffix in (".py", ".pyi", ".h", ".cc", ".cu") and "tests" not in Path(name).parts
+        for number, line in enumerate((ROOT / name).read_text().splitlines(), 1)
     ]
 
 
@@ -50,10 +52,5 @@ def test_the_glossary_is_short_and_names_each_word_once() -> None:
 
 @pytest.mark.parametrize("word", RETIRED)
 def test_a_retired_word_does_not_come_back(word: str) -> None:
-    found = [
-        f"{path.relative_to(ROOT)}:{number}"
-        for path in sources()
-        for number, line in enumerate(path.read_text().splitlines(), 1)
-        if re.search(word, line, re.IGNORECASE)
-    ]
+    found = [place for place, line in lines() if re.search(word, line, re.IGNORECASE)]
     assert not found, f"use {RETIRED[word]!r}: {found}"

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import world
 
 from horoclone import checkpoint
 from horoclone.checkpoint import CheckpointError, NothingSaved, Owned, files, load, owner
@@ -32,10 +33,7 @@ from horoclone.checkpoint.leaves import NUMPY
 from horoclone.checkpoint.saving import Save, shares
 from horoclone.checkpoint.tree import Flat
 
-spec = importlib.util.spec_from_file_location("checkpoint_fakes", Path(__file__).with_name("fakes.py"))
-fakes: Any = importlib.util.module_from_spec(spec)
-sys.modules["checkpoint_fakes"] = fakes
-spec.loader.exec_module(fakes)
+fakes = world.load(Path(__file__).with_name("fakes.py"), "checkpoint_fakes")
 
 
 class Moments(NamedTuple):
@@ -53,8 +51,8 @@ def a_state(value: float = 1.0) -> dict[str, Any]:
 
 def save_on(path: Path, states: list[Any], keep: int = 3, timeout_s: float = 20.0) -> list[Save]:
     """A save of len(states) ranks, as threads of this process; raises what rank 0 failed with."""
-    world = fakes.Ranks(len(states))
-    every = [Save(path, state, keep, timeout_s, world.of(rank)) for rank, state in enumerate(states)]
+    together = fakes.Ranks(len(states))
+    every = [Save(path, state, keep, timeout_s, together.of(rank)) for rank, state in enumerate(states)]
     for one in every:
         one.start()
     for one in every:

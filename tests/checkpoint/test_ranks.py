@@ -145,7 +145,7 @@ def test_a_rank_that_does_not_come_is_told_within_the_deadline(place):
         hvd.checkpoint.save(place, a_state(1), timeout_s=1.5)
         text = fails(hvd.checkpoint.wait)
         assert re.search(r"some rank has not come to hvd\.checkpoint\.\d+\.1\.begin in time", text), text
-        assert 1.4 < time.monotonic() - began < 10
+        assert 1.4 < time.monotonic() - began < 60
         hvd.send(np.ones(1), 1)
     else:
         hvd.recv(np.empty(1), 0)
@@ -156,17 +156,18 @@ def test_a_rank_that_does_not_come_is_told_within_the_deadline(place):
 @ranks(2)
 @pytest.mark.parametrize("then", ["nothing", "begins again", "leaves"])
 def test_a_save_that_shutdown_overtakes_is_told(place, then):
-    waits = threading.Event()
+    begun, waits = threading.Event(), threading.Event()
     real = files.write_arrays
 
     def slow(*args: Any) -> Any:
+        begun.set()
         waits.wait(20)
         return real(*args)
 
     files.write_arrays = slow
     try:
         hvd.checkpoint.save(place, a_state(1))
-        time.sleep(0.3)
+        assert begun.wait(20)
         hvd.shutdown()
         if then == "leaves":  # an elastic job, as planned: the others go on, and save again
             current.has_left = True

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from worker_pool import WorkerPool, teams_of
 
 from horoclone import ops
 
@@ -286,22 +285,12 @@ def regression() -> None:
     )
 
 
-def test_fake_cupy_arrays_in_every_operation_and_the_example(fakes: Path) -> None:
-    worker_pool = WorkerPool(dict(os.environ), "numpy", "horoclone.arrays")
-    try:
-        for start in teams_of(worker_pool):
-            env = {
-                "HOROCLONE_CUDA_LIBRARY": str(fakes / "libcuda.so.1"),
-                "HOROCLONE_NCCL_LIBRARY": str(fakes / "libnccl.so.2"),
-                "HOROCLONE_NVRTC_LIBRARY": str(fakes / "libnvrtc.so.13"),
-                "HOROCLONE_KERNEL_CACHE": "off",
-                "HC_FAKE_DELAY_US": "100",
-            }
-            for body in (operations, regression):
-                team = start(body, 2, env=env)
-                assert team.wait(60) == [0, 0], team.outputs()
-    finally:
-        worker_pool.close()
+def test_fake_cupy_arrays_in_every_operation_and_the_example(
+    on_fakes: dict[str, str], worker_pool: Any
+) -> None:
+    for body in (operations, regression):
+        team = worker_pool(body, 2, env={**on_fakes, "HC_FAKE_DELAY_US": "100"})
+        assert team.wait(60) == [0, 0], team.outputs()
 
 
 def test_the_example_says_that_it_is_skipped_where_there_is_no_gpu() -> None:
@@ -312,7 +301,7 @@ def test_the_example_says_that_it_is_skipped_where_there_is_no_gpu() -> None:
     assert done.returncode == 0 and done.stdout.startswith("SKIPPED cupy_regression.py: it needs CuPy"), done
 
 
-def test_cupy_arrays_on_real_gpus() -> None:
+def test_cupy_arrays_on_real_gpus(worker_pool: Any) -> None:
     cupy = pytest.importorskip(
         "cupy", reason="CuPy is not installed: pip install cupy-cuda13x", exc_type=ImportError
     )
@@ -320,10 +309,5 @@ def test_cupy_arrays_on_real_gpus() -> None:
         cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
         pytest.skip(f"no GPU here: {error}")
-    worker_pool = WorkerPool(dict(os.environ), "numpy", "horoclone.arrays")  # CuPy is imported by the ranks
-    try:
-        for start in teams_of(worker_pool):
-            team = start(on_real_gpus, 2, env={})
-            assert team.wait(120) == [0, 0], team.outputs()
-    finally:
-        worker_pool.close()
+    team = worker_pool(on_real_gpus, 2)  # CuPy is imported by the ranks
+    assert team.wait(120) == [0, 0], team.outputs()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from world import load
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "deploy" / "docker"
@@ -19,11 +19,7 @@ FILES = [DOCKER / "Dockerfile", DOCKER / "Dockerfile.cuda"]
 
 def builder() -> Any:
     """The module dockerfile.py of this folder."""
-    spec = importlib.util.spec_from_file_location("dockerfile", Path(__file__).with_name("dockerfile.py"))
-    assert spec is not None and spec.loader is not None
-    module = sys.modules["dockerfile"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(Path(__file__).with_name("dockerfile.py"), "dockerfile")
 
 
 def test_hadolint_finds_nothing() -> None:

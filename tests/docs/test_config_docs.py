@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from pathlib import Path
 
 import pytest
+from world import load
 
 from horoclone import settings
 
@@ -30,10 +30,7 @@ def knobs() -> list[dict[str, str]]:
 
 
 def test_the_page_is_what_the_table_prints(knobs: list[dict[str, str]]) -> None:
-    spec = importlib.util.spec_from_file_location("make_environment", ROOT / "docs" / "make_environment.py")
-    assert spec is not None and spec.loader is not None
-    maker = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(maker)
+    maker = load(ROOT / "docs" / "make_environment.py", "make_environment")
     assert (ROOT / "docs" / "environment.md").read_text() == maker.page(knobs), "run `make docs`"
 
 

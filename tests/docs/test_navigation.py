@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
-import sys
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 
 import yaml
+from world import load
 
 import horoclone
 from horoclone import arrays, ops
@@ -40,15 +38,9 @@ ELSEWHERE = {
 
 
 def module_at(place: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(place.stem, place)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look for it there
-    spec.loader.exec_module(module)
-    return module
+    return load(place, place.stem)
 
 
-@cache
 def stubs() -> ModuleType:
     return module_at(DOCS / "make_stubs.py")
 

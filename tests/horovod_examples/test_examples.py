@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from world import load
 
 HERE = Path(__file__).resolve().parent
 VARIABLE = "EXAMPLES_OF_HOROVOD"
 
 
-def runner() -> Any:
-    specification = importlib.util.spec_from_file_location("horovod_examples_run", HERE / "run.py")
-    assert specification is not None and specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
-
-RUN = runner()
+RUN = load(HERE / "run.py", "horovod_examples_run")
 
 
 def title(example: dict[str, Any]) -> str:

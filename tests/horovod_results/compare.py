@@ -8,11 +8,12 @@ python tests/horovod_results/compare.py torch-2 'torch[.]allreduce'    its cases
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib.util
 import json
 import math
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -24,8 +25,23 @@ from typing import Any
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
+from replay import framework_of, run_cases
 from table import HERE, Suite, suites
 
+
+def _harness() -> tuple[Any, Any]:
+    """world.py and worker_pool.py, without their folder on sys.path, where `torch` would be the folder of that name."""
+    if "world" not in sys.modules:
+        spec = importlib.util.spec_from_file_location("world", HERE.parent / "world.py")
+        assert spec is not None and spec.loader is not None
+        sys.modules["world"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["world"])
+        for name in ("namespaces", "worker_pool"):
+            sys.modules["world"].load(HERE.parent / f"{name}.py", name)
+    return sys.modules["world"], sys.modules["worker_pool"]
+
+
+world, worker_pool = _harness()
 TOLERANCE = {"float64": 1e-5, "float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2}  # relative
 ROUND_LIMIT_S = 400.0  # one start of the ranks
 
@@ -98,14 +114,12 @@ def replay(suite: Suite, pattern: str = "") -> list[dict[str, dict[str, Any]]]:
     ended: list[dict[str, dict[str, Any]]] = [{} for _ in range(suite.ranks)]
     while todo:
         with tempfile.TemporaryDirectory() as folder:
-            code, said = _start(suite, todo, Path(folder))
-            last = _read(suite, Path(folder), ended)
-        if last is None and code == 0:
+            broke = _run(suite, todo, folder)
+            last = _read(suite, todo, Path(folder), ended)
+        if last is None and not broke:
             return ended
         if last is None:
-            raise RuntimeError(
-                f"{suite.label}: the ranks ended with {code} before the first case:\n{said[-4000:]}"
-            )
+            raise RuntimeError(f"{suite.label}: the ranks ended before the first case:\n{broke[-4000:]}")
         for rank in range(suite.ranks):
             ended[rank].setdefault(last, {"died": True})
         done = todo.index(last) + 1
@@ -113,29 +127,39 @@ def replay(suite: Suite, pattern: str = "") -> list[dict[str, dict[str, Any]]]:
     return ended
 
 
-def _start(suite: Suite, todo: list[str], folder: Path) -> tuple[int, str]:
-    (folder / "todo.json").write_text(json.dumps(todo))
-    environment = dict(
-        os.environ, HC_RESULTS_RANKS=str(suite.ranks), TF_CPP_MIN_LOG_LEVEL="3", OMP_NUM_THREADS="1"
-    )
-    environment.pop("HOROCLONE_TIMELINE", None)
-    if suite.name == "tf-keras":
-        environment["TF_USE_LEGACY_KERAS"] = "1"
-    command = [sys.executable, "-m", "horoclone.launch", "-np", str(suite.ranks), sys.executable]
-    command += [str(HERE / "replay.py"), suite.name, str(folder), str(folder / "todo.json")]
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as job:
-        try:
-            said, _ = job.communicate(timeout=ROUND_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            job.terminate()
-            said, _ = job.communicate()
-            return 124, said
-    return job.returncode, said
+IMPORTED = {"torch": "horoclone.torch", "tf": "horoclone.tensorflow"}
 
 
-def _read(suite: Suite, folder: Path, ended: list[dict[str, dict[str, Any]]]) -> str | None:
+@functools.cache
+def worlds_of(name: str) -> Any:
+    """The ranks of a suite: each start is a fork of a process that has imported its framework."""
+    env = {"TF_CPP_MIN_LOG_LEVEL": "3"}
+    if name == "tf-keras":
+        env["TF_USE_LEGACY_KERAS"] = "1"
+    whole = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    imported = [IMPORTED[framework_of(name)]]
+    return world.Worlds(env, lambda _: worker_pool.warm_processes(f"{name} of Horovod", whole, imported))
+
+
+def end_ranks() -> None:
+    world.end_all()
+    worker_pool.end_warm_processes()
+
+
+def _run(suite: Suite, todo: list[str], folder: str) -> str:
+    """What the ranks said if one of them ended before the last case; else nothing."""
+    pool = worlds_of("tf-keras" if suite.name == "tf-keras" else framework_of(suite.name))
+    job = {"suite": suite.name, "ranks": suite.ranks, "folder": folder, "todo": todo}
+    try:
+        pool.run(suite.ranks, run_cases, init=False, limit_s=ROUND_LIMIT_S, **job)
+    except world.WorldFailed as failed:
+        return str(failed)
+    finally:
+        pool.end()  # each suite has processes of its own, as it had with Horovod
+    return ""
+
+
+def _read(suite: Suite, todo: list[str], folder: Path, ended: list[dict[str, dict[str, Any]]]) -> str | None:
     """Adds what the ranks wrote; the case at which they stopped, or None if they ran through."""
     began: list[str | None] = []
     for rank in range(suite.ranks):
@@ -150,8 +174,7 @@ def _read(suite: Suite, folder: Path, ended: list[dict[str, dict[str, Any]]]) ->
     if not reached:
         return None
     last = order[max(reached)]
-    todo = set(json.loads((folder / "todo.json").read_text()))
-    final = [each for each in order if each in todo][-1]
+    final = todo[-1]
     through = last == final and all(final in each for each in ended)
     alive = all(_works(each.get(last, {})) for each in ended)
     return None if through and alive else last
@@ -291,6 +314,7 @@ def main() -> int:
             flush=True,
         )
         bad += len(compared.neither)
+    end_ranks()
     return bool(bad)
 
 

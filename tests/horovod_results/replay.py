@@ -1,10 +1,8 @@
 """Runs recorded cases on one rank and writes, a JSON line each, when a case begins and how it ended.
 
-    horoclonerun -np RANKS python replay.py SUITE FOLDER TODO
-
-SUITE is the suite's name in the table, FOLDER takes `rank<R>.jsonl`, TODO is a JSON file with the ids to run. After every case
-a small allreduce shows whether the runtime still works. A case that does not end within the limit ends the process, as does one
-after which nothing works; compare.py then starts the rest anew.
+`run_cases` is the body of a world (see tests/world.py). After every case a small allreduce shows whether the runtime still works.
+A case that does not end within the limit ends the process, as does one after which nothing works; compare.py then starts the
+rest anew.
 """
 
 from __future__ import annotations
@@ -42,9 +40,9 @@ def framework_of(suite: str) -> str:
     return suite.split("-")[0]
 
 
-def main() -> None:
-    suite, folder, todo = sys.argv[1:4]
-    recorded = suite_of(suite, int(os.environ["HC_RESULTS_RANKS"]))
+def run_cases(suite: str, ranks: int, folder: str, todo: list[str]) -> None:
+    """suite, ranks: of the table. folder: takes `rank<R>.jsonl`. todo: the ids to run."""
+    recorded = suite_of(suite, ranks)
     torch: Any = None
     tf: Any = None
     if framework_of(suite) == "torch":
@@ -105,7 +103,7 @@ def main() -> None:
         log.write(id=ident, end={"hang": True})
         os._exit(HUNG)
 
-    wanted = set(json.loads(Path(todo).read_text()))
+    wanted = set(todo)
     names = {
         "hvd": hvd, "torch": torch, "tf": tf, "np": np, "time": time, "os": os, "r": rank, "n": size, "sets": sets, "t": inputs,
         "attempt": attempt, "chain": classes_of, "enc": encode,
@@ -136,7 +134,3 @@ def main() -> None:
         if isinstance(result["after"], list) and result["after"] and isinstance(result["after"][0], str):
             os._exit(DEAD)
     hvd.shutdown()
-
-
-if __name__ == "__main__":
-    main()

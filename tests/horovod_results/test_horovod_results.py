@@ -6,29 +6,25 @@ A case that differs must be covered by tests/horovod_results/deliberate.yaml, wh
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from world import load
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.slow
 
-
-def load(name: str, path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-table = load("table", HERE / "table.py")
-compare = load("compare", HERE / "compare.py")
+table = load(HERE / "table.py", "table")
+compare = load(HERE / "compare.py", "compare")
 COVERED: dict[str, set[str]] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_rank_is_left() -> Iterator[None]:
+    yield
+    compare.end_ranks()
 
 
 @pytest.mark.timeout(600)
@@ -80,5 +76,5 @@ def test_a_wrong_value_is_seen() -> None:
 
 
 def test_the_page_prints_the_list() -> None:
-    maker = load("make_differences", HERE.parent.parent / "docs" / "make_differences.py")
+    maker = load(HERE.parent.parent / "docs" / "make_differences.py", "make_differences")
     assert maker.PAGE.read_text() == maker.page(), "run `make docs`"

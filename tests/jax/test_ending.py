@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import re
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import worker_pool
 
 pytest.importorskip("jax")
 
@@ -38,13 +40,16 @@ def train(steps=60, read=None, x=None):
 """
 
 
-@pytest.fixture
-def two(launch: Any) -> Callable[..., Any]:
-    def run(body: str, check: bool = True) -> Any:
-        command = [sys.executable, "-m", "horoclone.launch", "-np", "2", sys.executable, "-c", BEGIN + body]
-        return launch(command, timeout_s=90, check=check)
+def script(body: str) -> None:
+    exec(BEGIN + body, {"__name__": "__main__"})
 
-    return run
+
+@pytest.fixture
+def two() -> Iterator[Callable[..., Any]]:
+    """two(program=...) starts two ranks, each a program that ends as programs do."""
+    (warm, _) = worker_pool.warm_processes("jax", {**os.environ, "OMP_NUM_THREADS": "1"})
+    for start in worker_pool.teams_of(warm):
+        yield functools.partial(start, script, 2)
 
 
 @pytest.mark.parametrize(
@@ -67,14 +72,15 @@ train(read=0)
     ids=lambda pair: pair[0].replace(" ", "_"),
 )
 def test_only_one_rank_reads_a_result(two: Any, body: tuple[str, str]) -> None:
-    done = two(body[1])
-    assert "got 1.0" in done.stdout, done.output
-    assert "Aborted" not in done.output and "shut down" not in done.output, done.output
+    team = two(body=body[1])
+    assert team.wait(90) == [0, 0], team.outputs()
+    assert "got 1.0" in team.output(0), team.outputs()
+    assert "Aborted" not in team.outputs() and "shut down" not in team.outputs(), team.outputs()
 
 
 def test_what_was_dispatched_before_shutdown_is_there_after_it(two: Any) -> None:
-    done = two(
-        """
+    team = two(
+        body="""
 for turn in range(3):
     x = jnp.zeros((100, 100))
     for _ in range(30): x = step(x * 0)
@@ -85,31 +91,33 @@ for turn in range(3):
 print("well", flush=True)
 """
     )
-    assert done.stdout.count("well") == 2, done.output
+    assert team.wait(90) == [0, 0], team.outputs()
+    assert team.outputs().count("well") == 2, team.outputs()
 
 
-@pytest.mark.parametrize("end", ["raise ValueError('bad batch 17')", "sys.exit(3)"])
-def test_an_end_with_work_in_flight_ends_both_ranks(two: Any, end: str) -> None:
-    done = two(
-        f"train(40)\nif me == 1:\n    {end}\ntrain(40)\nprint('went on', float(step(jnp.zeros((9, 9)))[0, 0]))\n",
-        False,
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [("raise ValueError('bad batch 17')", 1, "bad batch 17"), ("sys.exit(3)", 3, "rank 1")],
+    ids=["raise", "exit"],
+)
+def test_an_end_with_work_in_flight_ends_both_ranks(two: Any, end: str, code: int, said: str) -> None:
+    team = two(
+        body=f"train(40)\nif me == 1:\n    {end}\ntrain(40)\nprint('went on', float(step(jnp.zeros((9, 9)))[0, 0]))\n"
     )
-    assert done.returncode != 0 and done.seconds < 40 and "went on" not in done.stdout, done.output
-    assert "rank 1" in done.output and ("exit code 3" in done.output or "bad batch 17" in done.output), (
-        done.output
-    )
+    assert team.wait(40) == [1, code], team.outputs()
+    assert "went on" not in team.outputs(), team.outputs()
+    assert "rank 1" in team.output(0) and said in team.output(0), team.outputs()
 
 
 def test_programs_that_the_other_rank_does_not_run_end_with_the_reason(two: Any) -> None:
-    done = two(
-        "import horoclone.jax.finishing as f; f.IN_VAIN_S = 2.0\n(step if me else other)(jnp.zeros((9, 9)))\n",
-        False,
+    team = two(
+        body="import horoclone.jax.finishing as f; f.IN_VAIN_S = 2.0\n(step if me else other)(jnp.zeros((9, 9)))\n"
     )
-    assert done.seconds < 40, done.output
-    assert "do all ranks call the same programs" in done.output, done.output
+    team.wait(40)
+    assert "do all ranks call the same programs" in team.outputs(), team.outputs()
 
 
 def test_a_rank_that_has_dispatched_less_tells_the_other_that_it_has_gone(two: Any) -> None:
-    done = two("train(20 + 20 * me, read=1)", False)
-    assert done.returncode != 0 and done.seconds < 40, done.output
-    assert re.search(r"rank 0 .* has shut down", done.output), done.output
+    team = two(body="train(20 + 20 * me, read=1)")
+    assert team.wait(40)[1] != 0, team.outputs()
+    assert re.search(r"rank 0 .* has shut down", team.output(1)), team.outputs()

@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import world
+from worker_pool import warm_processes
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
@@ -32,33 +34,25 @@ TARGET = "horoclone_on_fake"
 
 
 @pytest.fixture(scope="module")
-def on_fake(fakes: Path) -> Iterator[Any]:
+def on_fake(fakes: Path, on_fakes: dict[str, str]) -> Iterator[Any]:
     """on_fake(body, size=2, **more): runs the body on ranks whose programs use the handlers for GPUs."""
     shim = fakes / "xla_on_fake.so"
     source = HERE / "xla_on_fake.cc"
     if not shim.exists() or shim.stat().st_mtime < source.stat().st_mtime:
         command = [
-            "g++",
-            "-std=c++20",
-            "-O1",
-            "-fPIC",
-            "-shared",
-            "-fvisibility=hidden",
-            f"-I{ROOT / 'csrc'}",
-        ]
+            "g++", "-std=c++20", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", f"-I{ROOT / 'csrc'}"
+        ]  # fmt: skip
         built = shim.with_suffix(f".{os.getpid()}")
         subprocess.run([*command, str(source), "-o", str(built), "-ldl"], check=True, timeout=300)
         built.rename(shim)
     env = {
-        "HOROCLONE_CUDA_LIBRARY": str(fakes / "libcuda.so.1"),
-        "HOROCLONE_NCCL_LIBRARY": str(fakes / "libnccl.so.2"),
-        "HOROCLONE_NVRTC_LIBRARY": str(fakes / "libnvrtc.so.13"),
-        "HOROCLONE_KERNEL_CACHE": "off",
+        **on_fakes,
         "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
         "HC_FAKE_DELAY_US": "50",
         "HC_TEST_XLA_ON_FAKE": str(shim),
     }
-    pool = sys.modules["world"].Worlds(env)
+    whole = {**os.environ, "OMP_NUM_THREADS": "1"}
+    pool = world.Worlds(env, lambda folder: warm_processes(folder, whole))
 
     def run(body: Any, size: int = 2, **more: Any) -> list[Any]:
         return pool.run(size, body, **more)
@@ -150,7 +144,7 @@ def shared() -> None:
 def of_another_file(path: str, name: str) -> None:
     """A test of programs on the CPU, whose calls go to the handlers for GPUs here."""
     start()
-    module = sys.modules["world"].load(path, f"{Path(path).stem}_on_fake")
+    module = world.load(path, f"{Path(path).stem}_on_fake")
     getattr(module, name).body()
 
 

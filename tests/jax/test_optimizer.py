@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import io
-import json
 import os
 import re
-import runpy
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from world import ranks
+from world import operations, printed_by, ranks
 
 jax = pytest.importorskip("jax")
 optax = pytest.importorskip("optax")
 import jax.numpy as jnp  # noqa: E402
 
 import horoclone.jax as hvd  # noqa: E402
-from horoclone import runtime  # noqa: E402
 
 
 def data(rank: int, step: int) -> tuple[Any, Any]:
@@ -59,11 +53,6 @@ def trained(tx: Any, steps: int, batch: Any) -> dict[str, Any]:
 def of_all_ranks(step: int) -> tuple[Any, Any]:
     parts = [data(r, step) for r in range(hvd.size())]
     return np.concatenate([x for x, _ in parts]), np.concatenate([y for _, y in parts])
-
-
-def operations() -> int:
-    """How many collectives this rank has completed."""
-    return int(json.loads(runtime.native().counters())["operations"])
 
 
 def close(a: Any, b: Any, rtol: float) -> None:
@@ -141,24 +130,18 @@ def test_inside_a_chain_and_with_extra_arguments() -> None:
         hvd.DistributedOptimizer(optax.sgd(1), op=hvd.Sum, gradient_predivide_factor=2.0)
 
 
-EXAMPLE = str(Path(__file__).resolve().parents[2] / "examples" / "jax_optax_digits.py")
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "jax_optax_digits.py"
 
 
 def said_by_the_example(size: int) -> tuple[float, float]:
     """Loss and accuracy that it prints on rank 0, zeros elsewhere. It ends otherwise when the ranks differ."""
-    said, before = io.StringIO(), sys.argv
-    sys.argv = [EXAMPLE]
-    try:
-        with contextlib.redirect_stdout(said):
-            runpy.run_path(EXAMPLE, run_name="__main__")
-    finally:
-        sys.argv = before
+    said = printed_by(EXAMPLE)
     if hvd.rank() != 0:
-        assert said.getvalue() == ""
+        assert said == ""
         return 0.0, 0.0
-    assert f"{size} ranks, identical parameters" in said.getvalue()
-    found = re.search(r"test loss ([\d.]+), accuracy ([\d.]+)%", said.getvalue())
-    assert found is not None, said.getvalue()
+    assert f"{size} ranks, identical parameters" in said
+    found = re.search(r"test loss ([\d.]+), accuracy ([\d.]+)%", said)
+    assert found is not None, said
     return float(found.group(1)), float(found.group(2))
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from worker_pool import warm_processes
 from world import Worlds
 
 QUIET = {
@@ -38,7 +40,11 @@ def worlds_of() -> Iterator[Callable[[str], Worlds]]:
 
     def of(backend: str) -> Worlds:
         if backend not in pools:
-            pools[backend] = Worlds({**QUIET, **PROCESS[backend]})
+            env = {**QUIET, **PROCESS[backend]}
+            whole = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+            pools[backend] = Worlds(
+                env, lambda _: warm_processes(f"keras on {backend}", whole, ["horoclone.keras"])
+            )
         return pools[backend]
 
     yield of
@@ -53,7 +59,7 @@ def on(worlds_of: Callable[[str], Worlds]) -> Callable[..., list[Any]]:
     def run(
         backend: str, body: Callable[..., Any], size: int = 2, limit_s: float = 180.0, **kwargs: Any
     ) -> list[Any]:
-        """limit_s: the first body of a world imports Keras, which takes long on a busy machine."""
+        """limit_s: the first bodies compile much, which takes long on a busy machine."""
         __tracebackhide__ = True
         for package in NEEDS[backend]:
             if importlib.util.find_spec(package) is None:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+from world import load
 
 BACKENDS = ["tensorflow", "jax", "torch", "legacy"]
 On = Callable[..., list[Any]]
-
-
-def the_keras() -> Any:
-    from horoclone.keras.flavor import keras
-
-    return keras
+the_keras = load(Path(__file__).with_name("training.py"), "keras_training").the_keras
 
 
 def network(optimizer: Any = None, seed: int = 0, width: int = 4) -> Any:
@@ -415,22 +412,50 @@ def says_that_nothing_was_sent() -> None:
 # --- tests -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("body", [starts_alike, builds_the_optimizer_before_the_first_step, keeps_local_variables,
-                                  says_which_variable_differs, says_that_the_rates_differ,
-                                  takes_rates_that_a_callback_makes_equal, averages_metrics, warms_up, follows_a_schedule,
-                                  works_on_values], ids=lambda body: body.__name__)  # fmt: skip
+def of_kerases(*short: str) -> list[Any]:
+    """Every backend; those that run the same lines as another one in the long run only."""
+    return [one if one in short else pytest.param(one, marks=pytest.mark.long(4)) for one in BACKENDS]
+
+
+# Each backend has its own variables; the rest is a matter of the Keras, and of JAX, whose step holds the state itself.
+WHERE = {
+    starts_alike: of_kerases(*BACKENDS),
+    works_on_values: of_kerases(*BACKENDS),
+    builds_the_optimizer_before_the_first_step: of_kerases("jax", "legacy"),
+    keeps_local_variables: of_kerases("torch", "legacy"),
+    says_which_variable_differs: of_kerases("torch", "legacy"),
+    says_that_the_rates_differ: of_kerases("torch", "legacy"),
+    takes_rates_that_a_callback_makes_equal: of_kerases("jax", "legacy"),
+    averages_metrics: of_kerases("torch", "legacy"),
+    warms_up: of_kerases("jax", "legacy"),
+    follows_a_schedule: of_kerases("jax", "legacy"),
+}
+
+
+@pytest.mark.parametrize(
+    ("body", "backend"),
+    [
+        pytest.param(body, *getattr(one, "values", [one]), marks=getattr(one, "marks", ()))
+        for body, backends in WHERE.items()
+        for one in backends
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_callbacks(on: On, backend: str, body: Any) -> None:
     on(backend, body)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("correction", [True, False])
-def test_momentum_is_rescaled_with_the_rate(on: On, backend: str, correction: bool) -> None:
-    on(backend, corrects_momentum, correction=correction)
+def test_momentum_is_rescaled_with_the_rate(on: On, backend: str) -> None:
+    on(backend, corrects_momentum, correction=True)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", of_kerases("torch"))
+def test_momentum_stays_where_that_is_wanted(on: On, backend: str) -> None:
+    on(backend, corrects_momentum, correction=False)
+
+
+@pytest.mark.parametrize("backend", of_kerases("torch", "legacy"))
 def test_the_best_model_is_written_by_rank_0(on: On, backend: str, tmp_path: Any) -> None:
     on(backend, writes_the_best_on_one_rank, folder=str(tmp_path))
 
@@ -451,7 +476,7 @@ def test_values_are_arrays_in_a_session(on: On) -> None:
     on("legacy", gives_arrays_in_a_session)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", of_kerases("torch", "legacy"))
 def test_what_replaces_on_batch_end(on: On, backend: str) -> None:
     on(backend, registers_local_variables_late)
     on(backend, says_that_nothing_was_sent)

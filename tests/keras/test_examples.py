@@ -5,31 +5,16 @@ Every rank first runs the example as a world of its own, then all run it togethe
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import re
-import runpy
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from world import printed_by
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-
-
-def output_of(script: str, *arguments: str) -> str:
-    """What a script prints on this rank."""
-    said, before = io.StringIO(), sys.argv
-    sys.argv = [script, *arguments]
-    try:
-        with contextlib.redirect_stdout(said):
-            runpy.run_path(script, run_name="__main__")
-    finally:
-        sys.argv = before
-    return said.getvalue()
 
 
 def comes_out_as_alone(script: str, folder: str, options: list[str], whole: list[str]) -> None:
@@ -42,10 +27,10 @@ def comes_out_as_alone(script: str, folder: str, options: list[str], whole: list
     horovods.write_text(Path(script).read_text().replace("import horoclone.", "import horovod."))
     assert re.search(r"^import horovod\.\S*keras as hvd$", horovods.read_text(), re.MULTILINE)
     hvd.init([int(os.environ["HOROCLONE_RANK"])])
-    alone = output_of(script, *options, *whole)
+    alone = printed_by(script, *options, *whole)
     hvd.shutdown()
     hvd.init()
-    together = output_of(str(horovods), *options)
+    together = printed_by(horovods, *options)
     if hvd.rank() != 0:
         assert together == "", "only rank 0 shows progress and results"
         return

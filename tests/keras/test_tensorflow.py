@@ -6,95 +6,21 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from world import load, operations
 
-BATCH, STEPS = 6, 4
-TOLERANCE = 2e-5  # absolute and relative: float32 sums in another order, over eight steps
+training = load(Path(__file__).with_name("training.py"), "keras_training")
+STEPS, compiled, fit, network = training.STEPS, training.compiled, training.fit, training.network
+optimizer_named, same_everywhere = training.optimizer_named, training.same_everywhere
+shard, the_keras, trains_as_one = training.shard, training.the_keras, training.trains_as_one
 On = Callable[..., list[Any]]
 
 
-def the_keras() -> Any:
-    from horoclone.keras.flavor import keras
-
-    return keras
-
-
-def optimizer_named(which: str) -> Any:
-    keras = the_keras()
-    optimizers = keras.optimizers
-    return {
-        "sgd": lambda: optimizers.SGD(0.1, momentum=0.9),
-        "adam": lambda: optimizers.Adam(0.01, epsilon=1e-3),
-        "clipped": lambda: optimizers.SGD(0.5, global_clipnorm=0.1),
-        "scaled": lambda: keras.mixed_precision.LossScaleOptimizer(optimizers.SGD(0.1), initial_scale=1024.0),
-        "legacy sgd": lambda: optimizers.legacy.SGD(0.1, momentum=0.9),
-        "legacy adam": lambda: optimizers.legacy.Adam(0.01, epsilon=1e-3),
-        "legacy clipped": lambda: optimizers.legacy.SGD(0.5, global_clipnorm=0.1),
-        "legacy scaled": lambda: keras.mixed_precision.LossScaleOptimizer(
-            optimizers.legacy.SGD(0.1), initial_scale=1024.0
-        ),
-    }[which]()
-
-
-def network(seed: int, optimizer: Any, embedding: bool = False, **options: Any) -> Any:
-    keras = the_keras()
-    keras.utils.set_random_seed(seed)
-    first = [keras.layers.Embedding(11, 4), keras.layers.Flatten()] if embedding else []
-    model = keras.Sequential([
-        keras.layers.Input((5,)), *first, keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(3),
-    ])  # fmt: skip
-    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), **options)
-    return model
-
-
-def shard(rank: int, steps: int, embedding: bool) -> tuple[Any, Any]:
-    chance = np.random.default_rng(100 + rank)
-    count = BATCH * steps
-    x = chance.integers(0, 11, (count, 5)) if embedding else chance.normal(size=(count, 5)).astype(np.float32)
-    return x, chance.integers(0, 3, count)
-
-
-def everybody(size: int, steps: int, embedding: bool) -> tuple[Any, Any]:
-    """The shards as one data set whose batch k consists of everybody's batches k."""
-    parts = [shard(rank, steps, embedding) for rank in range(size)]
-    xs, ys = (np.stack([p[i].reshape(steps, BATCH, *p[i].shape[1:]) for p in parts], axis=1) for i in (0, 1))
-    return xs.reshape(-1, 5), ys.reshape(-1)
-
-
-def fit(model: Any, data: tuple[Any, Any], batch: int = BATCH, callbacks: Any = ()) -> None:
-    model.fit(*data, batch_size=batch, epochs=2, shuffle=False, verbose=0, callbacks=list(callbacks))
-
-
-def same_everywhere(model: Any) -> bool:
-    import horoclone.keras as hvd
-
-    return len({tuple(w.tobytes() for w in ws) for ws in hvd.allgather_object(model.get_weights())}) == 1
-
-
 # --- what the ranks run ----------------------------------------------------------------------------------------------
-
-
-def trains_as_one(which: str, embedding: bool = False, passes: int = 1, **options: Any) -> None:
-    """fit on shards, from a start that differs between the ranks, equals fit on everything."""
-    import horoclone.keras as hvd
-
-    optimizer = hvd.DistributedOptimizer(
-        optimizer_named(which), backward_passes_per_step=passes, average_aggregated_gradients=True, **options
-    )
-    model = network(hvd.rank(), optimizer, embedding)
-    reference = network(0, optimizer_named(which), embedding)
-    fit(
-        model,
-        shard(hvd.rank(), STEPS, embedding),
-        callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)],
-    )
-    fit(reference, everybody(hvd.size(), STEPS, embedding), batch=BATCH * hvd.size() * passes)
-    assert same_everywhere(model)
-    for ours, theirs in zip(model.get_weights(), reference.get_weights(), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def skips_together(legacy: bool, outer: bool) -> None:
@@ -136,15 +62,9 @@ def reduces_only_once() -> None:
 
 def sends_few_groups() -> None:
     """In a function groups of about 8 MiB, which travel while others are computed; eagerly, or as the user says, one."""
-    import json
-
     import tensorflow as tf
 
     import horoclone.tensorflow.keras as hvd
-    from horoclone import runtime
-
-    def operations() -> int:
-        return int(json.loads(runtime.native().counters())["operations"])
 
     for groups, expected in ((None, 3), (1, 1)):
         variables = [tf.Variable(tf.zeros((1 << 20,))) for _ in range(5)]  # 4 MiB each
@@ -198,8 +118,8 @@ def saves_a_plain_optimizer(path: str, which: str) -> None:
     import horoclone.keras as hvd
 
     start = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
-    model = network(0, hvd.DistributedOptimizer(optimizer_named(which)))
-    fit(model, shard(hvd.rank(), STEPS, False), callbacks=start)
+    model = compiled(network(), hvd.DistributedOptimizer(optimizer_named(which)))
+    fit(model, shard(hvd.rank()), callbacks=start)
     if hvd.rank() == 0:
         model.save(path)
     hvd.allgather_object(None)
@@ -207,7 +127,7 @@ def saves_a_plain_optimizer(path: str, which: str) -> None:
     loaded = hvd.load_model(path)
     assert int(loaded.optimizer.iterations) == 2 * STEPS
     for other in (model, loaded):
-        fit(other, shard(hvd.rank(), STEPS, False), callbacks=start)
+        fit(other, shard(hvd.rank()), callbacks=start)
     assert same_everywhere(loaded)
     for ours, theirs in zip(loaded.get_weights(), model.get_weights(), strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -240,10 +160,10 @@ def loads_what_the_user_wrote(path: str) -> None:
     def own_loss(truth: Any, guess: Any) -> Any:
         return keras.losses.sparse_categorical_crossentropy(truth, guess, from_logits=True)
 
-    model = network(0, hvd.DistributedOptimizer(Halving(0.1, momentum=0.9)))
+    model = compiled(network(), hvd.DistributedOptimizer(Halving(0.1, momentum=0.9)))
     model.compile(model.optimizer, own_loss)
     start = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
-    fit(model, shard(hvd.rank(), STEPS, False), callbacks=start)
+    fit(model, shard(hvd.rank()), callbacks=start)
     path = f"{path}{hvd.rank()}.keras"
     model.save(path)
     with pytest.raises((TypeError, ValueError), match="Halving|own_loss"):
@@ -257,7 +177,7 @@ def loads_what_the_user_wrote(path: str) -> None:
     by_keras = keras.models.load_model(path, custom_objects={"Halving": Halving, **kinds})
     assert type(by_keras.optimizer)._horoclone_base is Halving  # reduces, as horoclone is loaded
     assert loaded_alone(path, own=True) == "<class '__main__.Halving'>"
-    fit(loaded, shard(hvd.rank(), STEPS, False), callbacks=start)
+    fit(loaded, shard(hvd.rank()), callbacks=start)
     assert same_everywhere(loaded) and int(loaded.optimizer.iterations) == 4 * STEPS  # two epochs, twice
 
 
@@ -265,22 +185,22 @@ def refuses_xla() -> None:
     """With the callback and without it, before anything has been communicated; the next model trains."""
     import horoclone.tensorflow.keras as hvd
 
-    data = shard(hvd.rank(), 1, False)
+    data = shard(hvd.rank(), 1)
     for callbacks in ([hvd.callbacks.BroadcastGlobalVariablesCallback(0)], []):
-        model = network(0, hvd.DistributedOptimizer(optimizer_named("sgd")), jit_compile=True)
+        model = compiled(network(), hvd.DistributedOptimizer(optimizer_named("sgd")), jit_compile=True)
         with pytest.raises(Exception, match=r"model\.compile\(.*jit_compile=False"):
             fit(model, data, callbacks=callbacks)
-    fit(network(0, hvd.DistributedOptimizer(optimizer_named("sgd"))), data)
+    fit(compiled(network(), hvd.DistributedOptimizer(optimizer_named("sgd"))), data)
 
 
 def switches_automatic_xla_off() -> None:
     """Keras chooses XLA by itself where it sees a GPU."""
     import horoclone.tensorflow.keras as hvd
 
-    model = network(hvd.rank(), hvd.DistributedOptimizer(optimizer_named("sgd")))
+    model = compiled(network(hvd.rank()), hvd.DistributedOptimizer(optimizer_named("sgd")))
     model.jit_compile = True  # as compile() does with "auto" beside a GPU
     with pytest.warns(UserWarning, match="jit_compile"):
-        fit(model, shard(hvd.rank(), 1, False), callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+        fit(model, shard(hvd.rank(), 1), callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
     assert not model.jit_compile and same_everywhere(model)
 
 
@@ -309,12 +229,6 @@ def has_horovods_names() -> None:
 
 
 # --- tests -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("which", ["sgd", "adam", "clipped", "scaled", "legacy sgd", "legacy adam", "legacy clipped",
-                                   "legacy scaled"])  # fmt: skip
-def test_tf_keras_on_shards_equals_tf_keras_on_everything(on: On, which: str) -> None:
-    on("legacy", trains_as_one, which=which)
 
 
 @pytest.mark.parametrize("which", ["sgd", "legacy sgd"])

@@ -7,15 +7,14 @@ for torch.cuda is the torch binding's (tests/torch/test_gpu_fake.py).
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from world import load
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("keras")
@@ -33,14 +32,6 @@ def warm() -> Iterator[Any]:
     made = worker_pool.WorkerPool(env, "torch", "keras", "horoclone.keras")
     yield made
     made.close()
-
-
-def stand_in() -> Any:
-    spec = importlib.util.spec_from_file_location("gpu_stand_in", STAND_IN)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules["gpu_stand_in"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def trained(fake: Any, **options: Any) -> tuple[list[Any], dict[str, list[float]]]:
@@ -79,7 +70,7 @@ def checked(weights: list[Any], history: dict[str, list[float]], reference: Any)
 
 
 def trains_on_the_fake() -> None:
-    fake = stand_in().begin()
+    fake = load(STAND_IN, "gpu_stand_in").begin()
     import horoclone.keras as hvd
     from horoclone.keras import on_torch
     from horoclone.torch.operations import gpu
@@ -126,14 +117,8 @@ def run(warm: Any, body: Any, env: dict[str, str]) -> None:
 
 
 @pytest.mark.long(15)
-def test_fake_keras_on_torch_trains_on_gpus_as_on_the_host(warm: Any, fakes: Path) -> None:
-    libraries = {
-        "HOROCLONE_CUDA_LIBRARY": str(fakes / "libcuda.so.1"),
-        "HOROCLONE_NCCL_LIBRARY": str(fakes / "libnccl.so.2"),
-        "HOROCLONE_NVRTC_LIBRARY": str(fakes / "libnvrtc.so.13"),
-        "HOROCLONE_KERNEL_CACHE": "off",
-    }
-    run(warm, trains_on_the_fake, libraries)
+def test_fake_keras_on_torch_trains_on_gpus_as_on_the_host(warm: Any, on_fakes: dict[str, str]) -> None:
+    run(warm, trains_on_the_fake, on_fakes)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: torch.cuda.is_available() is False")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shutil
 import subprocess
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from world import load
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -112,11 +112,7 @@ def test_actionlint_finds_nothing_in_the_workflows() -> None:
 
 @pytest.fixture(scope="module")
 def release_notes() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("release_notes", ROOT / ".github" / "release_notes.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(ROOT / ".github" / "release_notes.py", "release_notes")
 
 
 def test_a_release_needs_its_tag_its_version_and_its_changes(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import secrets
 import subprocess
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ps_cluster import SILENCE_S, Cluster
+from world import load
 
 from horoclone.ps import Servers, Sum, Table
 from horoclone.runtime import native_module
@@ -31,15 +31,11 @@ ROWS = 500
 def benchmarks_hosts() -> Any:
     """The module of the benchmarks for namespaces and what runs in them."""
     path = Path(__file__).resolve().parents[2] / "benchmarks" / "hosts.py"
-    spec = importlib.util.spec_from_file_location("benchmarks_hosts", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.parent))  # for what it imports
     try:
-        spec.loader.exec_module(module)
+        return load(path, "benchmarks_hosts")
     finally:
         sys.path.remove(str(path.parent))
-    return module
 
 
 namespaces = benchmarks_hosts()

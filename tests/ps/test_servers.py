@@ -117,14 +117,17 @@ def test_four_workers_in_rounds_are_one_process(cluster: Cluster) -> None:
 def test_nobody_is_further_ahead_than_staleness_allows(cluster: Cluster) -> None:
     done = [0, 0]
     leads = []
+    two_ahead = threading.Event()
 
     def work(rank: int, mine: Servers) -> None:
         table = Table(mine, "slow", 2, ps.Sum(), staleness=2)
         for step in range(15):
             table.pull([1])
             leads.append(done[rank] - min(done))
+            if leads[-1] == 2:
+                two_ahead.set()
             if rank == 1:
-                time.sleep(0.02)
+                assert two_ahead.wait(60), "the other may be two steps ahead"
             table.push([1], np.ones((1, 2)))
             done[rank] = step + 1
 

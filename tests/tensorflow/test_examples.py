@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import re
 import runpy
@@ -12,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from world import ranks
+from world import printed_by, ranks
 
 pytest.importorskip("tensorflow")
 pytest.importorskip("sklearn")
@@ -62,25 +60,13 @@ def test_digits_in_the_style_of_tensorflow_1(launch: Any, tmp_path: Path) -> Non
     assert abs(accuracy - expected_accuracy) <= 1.0 and accuracy >= 95.0
 
 
-def output_of(name: str, *arguments: str) -> str:
-    """What an example prints on this rank."""
-    said, before = io.StringIO(), sys.argv
-    sys.argv = [name, *arguments]
-    try:
-        with contextlib.redirect_stdout(said):
-            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-    finally:
-        sys.argv = before
-    return said.getvalue()
-
-
 @ranks(2, init=False, limit_s=120)
 def test_two_ranks_train_as_one_process_with_the_whole_batch() -> None:
     """The losses agree to 2 %, the accuracies to one image in a hundred, after eight epochs of float32 rounding."""
     import horoclone.tensorflow as hvd
 
     def curve(size: int) -> tuple[list[float], list[float]]:
-        text = output_of("tensorflow2_digits.py", "--epochs", "8")
+        text = printed_by(EXAMPLES / "tensorflow2_digits.py", "--epochs", "8")
         if hvd.rank() == 0:
             assert f"{size} ranks, identical parameters" in text
         losses = [float(x) for x in re.findall(r"loss ([\d.]+), test", text)]

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from typing import Any
 
 import numpy as np
 import pytest
-from world import ranks
+from world import operations, ranks
 
 tf = pytest.importorskip("tensorflow")
 
 import horoclone.tensorflow as hvd  # noqa: E402
 from horoclone import runtime  # noqa: E402
-
-
-def operations() -> int:
-    """How many operations this rank has submitted."""
-    return int(json.loads(runtime.native().counters())["operations"])
 
 
 @ranks(2)

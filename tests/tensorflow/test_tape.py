@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
 import pytest
-from world import ranks
+from world import operations, ranks
 
 tf = pytest.importorskip("tensorflow")
 
 import horoclone.tensorflow as hvd  # noqa: E402
-from horoclone import runtime  # noqa: E402
 
 
 def variables() -> list[Any]:
@@ -272,8 +270,3 @@ def test_a_gradient_list_is_few_operations() -> None:
     before = operations()
     large()
     assert operations() - before == 3  # 8 + 8 + 4 MiB, so that they overlap with the backward pass
-
-
-def operations() -> int:
-    """How many operations this rank has submitted."""
-    return int(json.loads(runtime.native().counters())["operations"])
