@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from world import differences
 
 NAMES = [
     "init", "shutdown", "is_initialized", "size", "rank", "local_size", "local_rank", "cross_size", "cross_rank",
@@ -48,19 +48,6 @@ def tables(hvd: Any) -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-def not_as(theirs: Any, ours: Any) -> str | None:
-    """How `ours` cannot be called as `theirs`; None when it can."""
-    mine = list(inspect.signature(ours).parameters.values())
-    wanted = list(inspect.signature(theirs).parameters.values())
-    for have, want in zip(mine, wanted, strict=False):
-        if (have.name, have.default) != (want.name, want.default):
-            return f"{have} stands where {want} should"
-    if len(mine) < len(wanted):
-        return f"{wanted[len(mine)]} is missing"
-    required = [p.name for p in mine[len(wanted) :] if p.default is p.empty and p.kind != p.VAR_KEYWORD]
-    return f"{required} must be given" if required else None
-
-
 def takes_what_horovods_takes() -> None:
     import importlib
 
@@ -73,7 +60,7 @@ def takes_what_horovods_takes() -> None:
         for where in ("horovod.keras", "horovod.tensorflow.keras") if owner == "callbacks" else (owner,):
             holder = importlib.import_module(f"{where}.callbacks" if owner == "callbacks" else where)
             for name, theirs in table.items():
-                if reason := not_as(theirs, getattr(holder, name)):
+                if reason := differences(getattr(holder, name), theirs):
                     wrong[f"{holder.__name__}.{name}"] = reason
             if owner != "callbacks":
                 assert not [name for name in NAMES if not hasattr(holder, name)]

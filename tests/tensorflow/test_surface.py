@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 import pytest
+from world import differences
 
 tf = pytest.importorskip("tensorflow")
 
@@ -75,20 +76,6 @@ FACTS = [
     "gpu_available", "check_extension", "check_num_rank_power_of_2", "handle_average_backwards_compatibility",
     "refs_to_vars", "split_list", "vars_to_refs",
 ]  # fmt: skip
-
-
-def differences(ours: Any, theirs: Any) -> list[str]:
-    """Where `ours` does not take what `theirs` takes, in the same places; a default may be added."""
-    mine = [p for p in inspect.signature(ours).parameters.values() if p.name != "self"]
-    wanted = list(inspect.signature(theirs).parameters.values())
-    found = []
-    for place, want in enumerate(wanted):
-        if place >= len(mine) or mine[place].name != want.name:
-            found.append(f"argument {place} should be {want.name}")
-        elif want.default is not want.empty and mine[place].default != want.default:
-            found.append(f"{want.name} should be {want.default!r} by default")
-    added = [p.name for p in mine[len(wanted) :] if p.default is p.empty and p.kind != p.VAR_KEYWORD]
-    return found + [f"{name} is required" for name in added]
 
 
 def check(owner: Any, table: dict[str, Any]) -> None:
