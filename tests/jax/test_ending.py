@@ -40,8 +40,8 @@ def train(steps=60, read=None, x=None):
 """
 
 
-def script(body: str) -> None:
-    exec(BEGIN + body, {"__name__": "__main__"})
+def script(program: str) -> None:
+    exec(BEGIN + program, {"__name__": "__main__"})
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ train(read=0)
     ids=lambda pair: pair[0].replace(" ", "_"),
 )
 def test_only_one_rank_reads_a_result(two: Any, body: tuple[str, str]) -> None:
-    team = two(body=body[1])
+    team = two(program=body[1])
     assert team.wait(90) == [0, 0], team.outputs()
     assert "got 1.0" in team.output(0), team.outputs()
     assert "Aborted" not in team.outputs() and "shut down" not in team.outputs(), team.outputs()
@@ -80,7 +80,7 @@ def test_only_one_rank_reads_a_result(two: Any, body: tuple[str, str]) -> None:
 
 def test_what_was_dispatched_before_shutdown_is_there_after_it(two: Any) -> None:
     team = two(
-        body="""
+        program="""
 for turn in range(3):
     x = jnp.zeros((100, 100))
     for _ in range(30): x = step(x * 0)
@@ -102,7 +102,7 @@ print("well", flush=True)
 )
 def test_an_end_with_work_in_flight_ends_both_ranks(two: Any, end: str, code: int, said: str) -> None:
     team = two(
-        body=f"train(40)\nif me == 1:\n    {end}\ntrain(40)\nprint('went on', float(step(jnp.zeros((9, 9)))[0, 0]))\n"
+        program=f"train(40)\nif me == 1:\n    {end}\ntrain(40)\nprint('went on', float(step(jnp.zeros((9, 9)))[0, 0]))\n"
     )
     assert team.wait(40) == [1, code], team.outputs()
     assert "went on" not in team.outputs(), team.outputs()
@@ -111,13 +111,13 @@ def test_an_end_with_work_in_flight_ends_both_ranks(two: Any, end: str, code: in
 
 def test_programs_that_the_other_rank_does_not_run_end_with_the_reason(two: Any) -> None:
     team = two(
-        body="import horoclone.jax.finishing as f; f.IN_VAIN_S = 2.0\n(step if me else other)(jnp.zeros((9, 9)))\n"
+        program="import horoclone.jax.finishing as f; f.IN_VAIN_S = 2.0\n(step if me else other)(jnp.zeros((9, 9)))\n"
     )
     team.wait(40)
     assert "do all ranks call the same programs" in team.outputs(), team.outputs()
 
 
 def test_a_rank_that_has_dispatched_less_tells_the_other_that_it_has_gone(two: Any) -> None:
-    team = two(body="train(20 + 20 * me, read=1)")
+    team = two(program="train(20 + 20 * me, read=1)")
     assert team.wait(40)[1] != 0, team.outputs()
     assert re.search(r"rank 0 .* has shut down", team.output(1)), team.outputs()
