@@ -25,7 +25,7 @@ def _error(call: Any, *kinds: type[BaseException]) -> str:
     return str(caught.value)
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_a_tree_has_the_mean_that_numpy_has_to_an_ulp() -> None:
     with jax.enable_x64(True):
         for compiled in False, True:
@@ -47,7 +47,7 @@ def test_a_tree_has_the_mean_that_numpy_has_to_an_ulp() -> None:
                         assert np.all(off <= np.spacing(np.maximum(np.abs(like), 1.0)))
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_narrow_dtypes_do_not_round_the_weights() -> None:
     weights = (1000003.0, 999.0, 17.0)[: hvd.size()]
     wanted = sum(w * (r + 1) for r, w in enumerate(weights)) / sum(weights)
@@ -61,7 +61,7 @@ def test_narrow_dtypes_do_not_round_the_weights() -> None:
     assert close.dtype == jnp.float32 and np.allclose(close, wanted, rtol=2**-7)
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_wrong_weights_are_named_on_every_rank_and_the_runtime_goes_on() -> None:
     x = jnp.ones(3)
     program = jax.jit(lambda x, w: hvd.allreduce(x, name="loss", weight=w))
@@ -115,7 +115,7 @@ def _loss(p: Any, x: Any, y: Any) -> Any:
     return ((jnp.tanh(x @ p["a"]) @ p["b"] - y) ** 2).mean()  # NaN of no samples
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_training_is_that_of_one_process_on_the_whole_batch() -> None:
     with jax.enable_x64(True):
         keys = jax.random.split(jax.random.key(3), 2)

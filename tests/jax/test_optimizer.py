@@ -146,7 +146,7 @@ def said_by_the_example(size: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("how", ["jit", "eager"])
-@ranks(2, env={"HOROCLONE_DEADLOCK_TIME_SECONDS": "2"})
+@ranks(2, env={"HOROCLONE_DEADLOCK_TIME_SECONDS": "0.5"})
 def test_gradients_of_different_parameters_never_meet(how: str) -> None:
     """Each rank lacks another one; they are alike in shape and number."""
     tx, p = hvd.DistributedOptimizer(optax.sgd(1.0)), {"a": jnp.zeros(2), "b": jnp.zeros(2)}
@@ -159,7 +159,7 @@ def test_gradients_of_different_parameters_never_meet(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["jit", "eager"])
-@ranks(2, env={"HOROCLONE_DEADLOCK_TIME_SECONDS": "2"})
+@ranks(2, env={"HOROCLONE_DEADLOCK_TIME_SECONDS": "0.5"})
 def test_gradients_of_optimizers_of_one_form_never_meet(how: str) -> None:
     """Ranks begin with different ones; the names of calls say so, given or not."""
     p = {"a": jnp.zeros(2)}

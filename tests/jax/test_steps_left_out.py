@@ -96,8 +96,19 @@ def expected(bad: Callable[[int], bool], size: int, passes: int = 1) -> list[flo
     return seen
 
 
-@pytest.mark.parametrize("around", sorted(AROUND))
-@pytest.mark.parametrize("how", ["jit", "eager", "scan"])
+# Eagerly and in a scan each way of leaving a step out is met once; the wrappers differ in nothing that these two see.
+ALONE = [
+    pytest.param(
+        around,
+        how,
+        marks=() if how == "jit" or around in ("apply_if_finite", "cond") else pytest.mark.long(3),
+    )
+    for how in ("jit", "eager", "scan")
+    for around in sorted(AROUND)
+]
+
+
+@pytest.mark.parametrize(("around", "how"), ALONE)
 @ranks(2)
 def test_one_rank_alone(around: str, how: str) -> None:
     with pytest.raises((RuntimeError, ValueError)) as caught:
@@ -172,7 +183,7 @@ def test_two_optimizers_of_one_form_in_one_program_are_no_steps_of_one_another()
 
 
 @pytest.mark.parametrize("how", ["jit", "eager"])
-@ranks(2, env={"HOROCLONE_DEADLOCK_TIME_SECONDS": "2"})
+@ranks(2, env={"HOROCLONE_DEADLOCK_TIME_SECONDS": "0.5"})
 def test_a_step_left_out_by_python_is_said_at_the_next_other_call(how: str) -> None:
     """The rank's next step is taken for the one that it has left out: nothing in it tells them apart. The call of
     another kind that comes after the steps, or the end, does."""

@@ -383,4 +383,4 @@ def test_every_program_gives_what_numpy_gives(on: On, backend: str, kind: str, c
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 @pytest.mark.parametrize("backend, kind", BACKENDS)
 def test_some_of_the_variables(on: On, backend: str, kind: str, body: Any) -> None:
-    on(backend, body, kind=kind, env={"HOROCLONE_DEADLOCK_TIME_SECONDS": "2"})
+    on(backend, body, kind=kind, env={"HOROCLONE_DEADLOCK_TIME_SECONDS": "0.5"})

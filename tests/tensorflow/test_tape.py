@@ -227,7 +227,7 @@ def test_sync_batch_normalization_is_that_of_the_whole_batch() -> None:
 
 
 @pytest.mark.parametrize("graph", [False, True])
-@ranks(2, env={"HOROCLONE_DEADLOCK_TIME_SECONDS": "2"})
+@ranks(2, env={"HOROCLONE_DEADLOCK_TIME_SECONDS": "0.5"})
 def test_gradients_of_different_sources_never_meet(graph: bool) -> None:
     """Each rank lacks another one; they are alike in shape and number."""
     sources = [tf.Variable([1.0, 1.0]), tf.Variable([1.0, 1.0])]
