@@ -8,7 +8,7 @@
 namespace hc {
 namespace {
 
-using Kind = Liveness::Action::Kind;
+using ActionKind = Liveness::Action::Kind;
 
 // Two ranks; this one is 0 and waits for 1 from the beginning on.
 struct Watcher {
@@ -23,10 +23,10 @@ struct Watcher {
   void tick() {
     for (const Liveness::Action& action : liveness.tick(at(now_s), {false, true})) {
       CHECK(action.rank == 1);
-      pings += action.kind == Kind::kPing;
-      warnings += action.kind == Kind::kWarn;
-      asked_others += action.kind == Kind::kAskOthers;
-      if (action.kind == Kind::kLost && lost_s == 0) lost_s = action.silent_s;
+      pings += action.kind == ActionKind::kPing;
+      warnings += action.kind == ActionKind::kWarn;
+      asked_others += action.kind == ActionKind::kAskOthers;
+      if (action.kind == ActionKind::kLost && lost_s == 0) lost_s = action.silent_s;
     }
   }
   // For so long, with ticks as the engine has them. each() may hear something.
@@ -123,8 +123,8 @@ TEST_CASE("a limit below the wait before the first question still leaves time to
   Liveness liveness{2, {5, 1, 2}};
   CHECK(liveness.tick(Watcher::at(100), {false, true}).size() == 1);
   for (const Liveness::Action& action : liveness.tick(Watcher::at(100.9), {false, true}))
-    CHECK(action.kind != Kind::kLost);
-  CHECK(liveness.tick(Watcher::at(101.1), {false, true})[0].kind == Kind::kLost);
+    CHECK(action.kind != ActionKind::kLost);
+  CHECK(liveness.tick(Watcher::at(101.1), {false, true})[0].kind == ActionKind::kLost);
 }
 
 TEST_CASE("of many ranks each is asked again more rarely") {
@@ -134,7 +134,7 @@ TEST_CASE("of many ranks each is asked again more rarely") {
   for (int n = 0; n < 160; ++n) {
     for (int rank = 0; rank < 1000; ++rank) liveness.heard(rank);
     for (const Liveness::Action& action : liveness.tick(Watcher::at(100 + n / 16.0), waits))
-      pings += action.kind == Kind::kPing;
+      pings += action.kind == ActionKind::kPing;
   }
   CHECK(pings <= 10 * 400 + 1000);
 }
