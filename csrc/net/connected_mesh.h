@@ -96,7 +96,8 @@ class ConnectedMesh final : public Mesh {
   void number_nodes(const std::vector<Endpoint>& endpoints);
   void find_who_shares(const std::vector<Endpoint>& endpoints);
   Status prepare_rings();
-  Status make_channels(const std::vector<Endpoint>& endpoints, std::vector<PeerLinks> links, uint64_t generation);
+  Status make_channels(const std::vector<Endpoint>& endpoints, std::vector<PeerLinks> links,
+                       const MeshMembers& members);
   Status keep_links(const MeshMembers& members, const std::vector<Endpoint>& endpoints,
                     const std::vector<std::string>& reached_at);
   Status make_shared_channel(int rank, PeerLinks links);

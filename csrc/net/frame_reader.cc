@@ -13,7 +13,7 @@ constexpr size_t kSpareBytes = 64u << 10;  // larger frames are not kept for reu
 
 }  // namespace
 
-FrameReader::FrameReader(bool has_sums) : has_sums_(has_sums), buffer_(kFrameBufferBytes) {}
+FrameReader::FrameReader(const std::optional<SipKey>& key) : signer_(key), buffer_(kFrameBufferBytes) {}
 
 bool FrameReader::full() const { return ready_bytes_ > kMaxReadyBytes; }
 
@@ -54,7 +54,7 @@ Status FrameReader::took(size_t bytes) {
 // The header is complete: find memory for what follows.
 Status FrameReader::begin_frame() {
   header_have_ = 0;
-  if (header_.guard != header_.guard_of())
+  if (!signer_.is_next(header_))
     return error(Code::kInternal, "sent a damaged control header (", header_.bytes, " bytes announced)");
   frame_bytes_ = header_.bytes;
   if (frame_bytes_ == 0 || frame_bytes_ > kMaxControlBytes) {
@@ -71,9 +71,10 @@ Status FrameReader::begin_frame() {
 }
 
 Status FrameReader::end_frame() {
-  if (has_sums_ && sum_of(frame_.data(), frame_.size()) != header_.sum) {
+  if (!signer_.accept(header_, frame_)) {
     return error(Code::kInternal, "sent a control frame that was changed on its way: its ", frame_.size(),
-                 " bytes have another checksum. A network card, a switch or a proxy between the two hosts is faulty");
+                 " bytes have another signature. A network card, a switch or a proxy between the two hosts is faulty, "
+                 "or somebody there is in the stream");
   }
   ready_bytes_ += frame_.size();
   ready_.push_back(std::move(frame_));

@@ -11,14 +11,15 @@
 #include <deque>
 #include <vector>
 
-#include "net/segment.h"
+#include "base/status.h"
+#include "net/frame_signer.h"
 
 namespace hc {
 
 class FrameReader {
  public:
-  // has_sums: the headers have the sums of their frames.
-  explicit FrameReader(bool has_sums);
+  // key: with which the frames are signed, if they are.
+  explicit FrameReader(const std::optional<SipKey>& key);
 
   // Where the next bytes go.
   iovec place();
@@ -39,7 +40,7 @@ class FrameReader {
   Status begin_frame();
   Status end_frame();
 
-  const bool has_sums_;
+  FrameSigner signer_;
   std::vector<uint8_t> buffer_;
   std::vector<uint8_t> frame_;
   size_t frame_have_ = 0;

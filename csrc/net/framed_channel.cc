@@ -8,7 +8,8 @@ namespace {
 
 constexpr size_t kControlOutBytes = 16u << 10;  // more memory than this is given back once it is empty
 constexpr size_t kPassBytes = 8u << 20;    // one progress() reads about this much, so that every channel gets its turn
-constexpr size_t kSendBatch = 8;           // transfers in one write
+constexpr size_t kSendBatch = 8;           // transfers in one write,
+constexpr size_t kSendBytes = 256u << 10;  // while they have less than this: they have just been read for their sums
 constexpr double kLonelyEndS = 1.0;        // the data line ended and the control line did not: then it is a loss
 constexpr size_t kSmallBytes = 32u << 10;  // a transfer that is copied at once rather than waited for
 constexpr size_t kCopiedBytes = 128u << 10;    // of small transfers, at one time
@@ -21,13 +22,14 @@ constexpr size_t kControlLooseBytes = 64u << 10;  // kept before it is asked wha
 
 }  // namespace
 
-FramedChannel::FramedChannel(int rank, std::string peer, Traffic* traffic, bool has_sums)
+FramedChannel::FramedChannel(int rank, std::string peer, Traffic* traffic, const std::optional<FrameKeys>& keys)
     : rank_(rank),
       peer_(std::move(peer)),
-      has_sums_(has_sums),
+      has_sums_(keys.has_value()),
       traffic_(traffic),
-      frames_in_(has_sums),
-      inbox_(has_sums) {}
+      frames_out_(keys ? std::optional(keys->out) : std::nullopt),
+      frames_in_(keys ? std::optional(keys->in) : std::nullopt),
+      inbox_(keys.has_value()) {}
 
 void FramedChannel::fail(Code code, const std::string& reason) {
   if (!failed_.is_ok()) return;
@@ -187,7 +189,7 @@ Status FramedChannel::send(std::span<const uint8_t> frame) {
     return error(Code::kInternal, "a control frame of ", frame.size(), " bytes; allowed are 1 to ", kMaxControlBytes);
   }
   if (!failed_.is_ok()) return goodbye_ || held_back() ? Status::ok() : failed_;
-  ControlHeader header(frame.size(), has_sums_ ? sum_of(frame.data(), frame.size()) : 0);
+  ControlHeader header = frames_out_.sign(frame);
   const auto* start = reinterpret_cast<const uint8_t*>(&header);
   size_t moved = 0;
   if (control_out_.empty() && !is_down(Line::kControl)) {
@@ -393,8 +395,8 @@ bool FramedChannel::flush_control() {
 
 // The first transfers that are not written as parts: header, payload, header, payload ... from where the first stands.
 size_t FramedChannel::gather(std::span<iovec> parts) {
-  size_t n = 0, skip = send_moved_;
-  for (size_t i = written_; i < sends_.size() && n + 2 <= parts.size(); ++i) {
+  size_t n = 0, skip = send_moved_, bytes = 0;
+  for (size_t i = written_; i < sends_.size() && n + 2 <= parts.size() && (bytes < kSendBytes || !has_sums_); ++i) {
     Outgoing& one = sends_[i];
     if (one.header.guard == 0) {  // as late as this, so that the kernel finds the bytes in the caches
       const Transfer& t = *one.transfer;
@@ -405,6 +407,7 @@ size_t FramedChannel::gather(std::span<iovec> parts) {
     }
     size_t payload_skip = skip > sizeof(SegmentHeader) ? skip - sizeof(SegmentHeader) : 0;
     if (one.header.bytes > payload_skip) parts[n++] = {one.payload(payload_skip), one.header.bytes - payload_skip};
+    bytes += one.header.bytes - payload_skip;
     skip = 0;
   }
   return n;

@@ -18,6 +18,7 @@
 #include "base/clock.h"
 #include "net/channel.h"
 #include "net/frame_reader.h"
+#include "net/frame_signer.h"
 #include "net/inbox.h"
 #include "net/socket.h"
 #include "net/traffic.h"
@@ -28,9 +29,9 @@ enum class Line : uint8_t { kControl, kData };
 
 class FramedChannel : public Channel {
  public:
-  // peer: "rank 3 (node-b, 10.0.0.2:41233)", for errors. traffic outlives the channel. has_sums: what lies between the
-  // ranks may change bytes, so that each frame and segment has its sum.
-  FramedChannel(int rank, std::string peer, Traffic* traffic, bool has_sums);
+  // peer: "rank 3 (node-b, 10.0.0.2:41233)", for errors. traffic outlives the channel. keys: what lies between the
+  // ranks may change bytes, so that each frame is signed with them and each segment has its sum.
+  FramedChannel(int rank, std::string peer, Traffic* traffic, const std::optional<FrameKeys>& keys);
 
   Status send(std::span<const uint8_t> frame) final;
   bool receive(std::vector<uint8_t>* frame) final;
@@ -147,6 +148,7 @@ class FramedChannel : public Channel {
   std::string reason_;
   TimePoint hold_until_{};
 
+  FrameSigner frames_out_;
   FrameReader frames_in_;
   bool control_over_ = false;
   TimePoint control_ended_at_{};  // or the last data after that

@@ -25,6 +25,7 @@ std::span<const iovec> Inbox::places() {
 Status Inbox::took(size_t bytes) {
   if (active_) {
     size_t payload = std::min(bytes, current_.bytes - got_);
+    if (has_sums_) hash_.add((into_ ? into_->data : aside_->data.get()) + got_, payload);
     got_ += payload;
     bytes -= payload;
     if (into_) into_->moved = got_;
@@ -36,7 +37,7 @@ Status Inbox::took(size_t bytes) {
 }
 
 Status Inbox::end_segment() {
-  if (has_sums_) HC_TRY(check_payload(current_, into_ ? into_->data : aside_->data.get()));
+  if (has_sums_) HC_TRY(check_sum(current_, sum_from(hash_.finish())));
   if (into_) into_->done = true;
   into_ = nullptr;
   active_ = false;
@@ -51,8 +52,8 @@ Status check_match(const SegmentHeader& header, const Transfer& transfer) {
                transfer.bytes, " bytes at offset ", transfer.tag.offset, " were due");
 }
 
-Status check_payload(const SegmentHeader& header, const std::byte* payload) {
-  if (sum_of(payload, header.bytes) == header.sum) return Status::ok();
+Status check_sum(const SegmentHeader& header, uint32_t sum) {
+  if (sum == header.sum) return Status::ok();
   return error(Code::kInternal, "sent data that was changed on its way: the ", header.bytes, " bytes at offset ",
                header.tag.offset, " of batch ", header.tag.batch, " of process set ", header.tag.process_set,
                " have another checksum. A network card, a switch or a proxy between the two hosts is faulty");
@@ -80,6 +81,7 @@ Status Inbox::begin_segment() {
   current_ = header_;
   header_bytes_ = 0;
   got_ = 0;
+  hash_ = {};
   active_ = true;
   return current_.bytes == 0 ? end_segment() : Status::ok();
 }

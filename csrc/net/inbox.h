@@ -17,11 +17,11 @@
 
 namespace hc {
 
-// check_header: what arrived is a header at all. check_match: it is the segment that `transfer` expects. check_payload:
-// its bytes are those that were sent.
+// check_header: what arrived is a header at all. check_match: it is the segment that `transfer` expects. check_sum: its
+// bytes, which have this sum, are those that were sent.
 Status check_header(const SegmentHeader& header);
 Status check_match(const SegmentHeader& header, const Transfer& transfer);
-Status check_payload(const SegmentHeader& header, const std::byte* payload);
+Status check_sum(const SegmentHeader& header, uint32_t sum);
 
 class Inbox {
  public:
@@ -68,6 +68,7 @@ class Inbox {
   bool active_ = false;  // a segment's bytes are arriving:
   SegmentHeader current_;
   size_t got_ = 0;
+  MemoryHash hash_;                  // of these bytes, taken while they are in the caches
   Transfer* into_ = nullptr;         // a posted receive,
   std::list<Kept>::iterator aside_;  // or kept aside
   iovec places_[2] = {};

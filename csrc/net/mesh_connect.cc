@@ -162,7 +162,7 @@ Status ConnectedMesh::connect(const MeshMembers& members) {
     if (!api.is_ok()) return api.status();
     mpi_ = api.take();
   }
-  HC_TRY(make_channels(endpoints, links.take(), members.generation));
+  HC_TRY(make_channels(endpoints, links.take(), members));
   if (!tcp_peers_.empty()) HC_TRY(keep_links(members, endpoints, reached_at));
   listeners_ = {};  // without TCP nobody else is expected: from here on there is no port to attack
   connected_ = true;
@@ -170,7 +170,7 @@ Status ConnectedMesh::connect(const MeshMembers& members) {
 }
 
 Status ConnectedMesh::make_channels(const std::vector<Endpoint>& endpoints, std::vector<PeerLinks> links,
-                                    uint64_t generation) {
+                                    const MeshMembers& members) {
   peers_.resize(size_);
   if (local_size_ > options_.few_local_ranks && arena_) shared_peers_.heed(arena_->block()->news, local_size_);
   for (int r = 0; r < size_; ++r) {
@@ -186,13 +186,15 @@ Status ConnectedMesh::make_channels(const std::vector<Endpoint>& endpoints, std:
       continue;
     }
     const std::string name = text_of("rank ", r, " (", e.host_name, ", ", links[r].address, ")");
-    auto tcp = std::make_unique<TcpChannel>(
-        r, name, &traffic_,
-        TcpChannel::Sockets{std::move(links[r].control), std::move(links[r].data), epoll_.get(),
-                            static_cast<uint64_t>(r) + 1, !own_endpoint_.identity.same_network(host)});
+    std::optional<FrameKeys> keys;
+    if (!own_endpoint_.identity.same_network(host))
+      keys = frame_keys(members.secret, members.endpoints[rank_], members.endpoints[r]);
+    auto tcp = std::make_unique<TcpChannel>(r, name, &traffic_,
+                                            TcpChannel::Sockets{std::move(links[r].control), std::move(links[r].data),
+                                                                epoll_.get(), static_cast<uint64_t>(r) + 1, keys});
     peer.tcp = tcp.get();
     peer.channel = std::move(tcp);
-    if (mpi_) peer.mpi = std::make_unique<MpiChannel>(r, peer.channel.get(), mpi_, &traffic_, generation);
+    if (mpi_) peer.mpi = std::make_unique<MpiChannel>(r, peer.channel.get(), mpi_, &traffic_, members.generation);
     tcp_peers_.push_back(r);
   }
   all_shared_ = tcp_peers_.empty();

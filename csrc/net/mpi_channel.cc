@@ -111,7 +111,7 @@ Status MpiChannel::take(const Notice& notice) {
   traffic_->segments_received.add(1);
   traffic_->bytes_received.add(sizeof(SegmentHeader) + header.bytes);
   const bool rides = header.bytes <= kInlineBytes;
-  if (rides) HC_TRY(check_payload(header, notice.data));
+  if (rides) HC_TRY(check_sum(header, sum_of(notice.data, header.bytes)));
   const uint32_t number = rides ? 0 : received_number_++;
   auto match =
       std::find_if(posted_.begin(), posted_.end(), [&](const Transfer* t) { return t->tag.same_stream(header.tag); });
@@ -146,7 +146,7 @@ bool MpiChannel::finish_arriving() {
   bool any = false;
   while (failed_.is_ok() && !arriving_.empty() && is_over(&arriving_.front().request)) {
     Transfer* transfer = arriving_.front().transfer;
-    if (Status status = check_payload(arriving_.front().header, transfer->data); !status.is_ok()) {
+    if (Status status = check_sum(arriving_.front().header, sum_of(transfer->data, transfer->bytes)); !status.is_ok()) {
       fail(status);
       return true;
     }

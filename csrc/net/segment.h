@@ -1,6 +1,5 @@
-// What precedes every data segment and every control frame on its way, and finds bytes that changed there. The
-// networks' own sums miss what a device changes behind them: TCP's has 16 bits, and a network card or a switch may
-// compute it anew.
+// What precedes every data segment on its way, and finds bytes that changed there. The networks' own sums miss what a
+// device changes behind them: TCP's has 16 bits, and a network card or a switch may compute it anew.
 //
 // The sums are the tree's 64-bit hash, folded to 32: as fast as memory is read, and one changed segment of 4 billion
 // would pass. They are no signature: who wants to change bytes can compute them.
@@ -14,10 +13,8 @@
 
 namespace hc {
 
-inline uint32_t sum_of(const void* data, size_t bytes) {
-  const uint64_t hash = hash_of_bytes(data, bytes);
-  return static_cast<uint32_t>(hash ^ hash >> 32);
-}
+constexpr uint32_t sum_from(uint64_t hash) { return static_cast<uint32_t>(hash ^ hash >> 32); }
+inline uint32_t sum_of(const void* data, size_t bytes) { return sum_from(hash_of_bytes(data, bytes)); }
 
 struct SegmentHeader {
   Tag tag;
@@ -39,22 +36,5 @@ struct SegmentHeader {
   }
 };
 static_assert(sizeof(SegmentHeader) == 32 && sizeof(Tag) == 16);
-
-struct ControlHeader {
-  uint32_t bytes = 0;
-  uint32_t sum = 0;  // of the frame; 0 in shared memory
-  uint64_t guard = 0;
-
-  ControlHeader() = default;
-  ControlHeader(size_t its_bytes, uint32_t its_sum) : bytes(static_cast<uint32_t>(its_bytes)), sum(its_sum) {
-    guard = guard_of();
-  }
-  uint64_t guard_of() const {
-    uint64_t hash = 0x454d4152;
-    mix(&hash, uint64_t{sum} << 32 | bytes);
-    return hash;
-  }
-};
-static_assert(sizeof(ControlHeader) == 16);
 
 }  // namespace hc

@@ -123,7 +123,7 @@ IoResult RingReader::read(std::span<const iovec> parts, const Knocker& peer) {
 }
 
 ShmChannel::ShmChannel(int rank, std::string peer, Traffic* traffic, Ends ends)
-    : FramedChannel(rank, std::move(peer), traffic, false),
+    : FramedChannel(rank, std::move(peer), traffic, std::nullopt),
       ends_(std::move(ends)),
       peer_side_(ends_.doorbell, ends_.to_look_at ? &ends_.peer->block()->news[ends_.own_local_rank / 64] : nullptr,
                  uint64_t{1} << ends_.own_local_rank % 64),

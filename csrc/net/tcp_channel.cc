@@ -20,7 +20,7 @@ constexpr double kStuckRoundTrips = 3;
 }  // namespace
 
 TcpChannel::TcpChannel(int rank, std::string peer, Traffic* traffic, Sockets sockets)
-    : FramedChannel(rank, std::move(peer), traffic, sockets.crosses),
+    : FramedChannel(rank, std::move(peer), traffic, sockets.keys),
       fd_{std::move(sockets.control), std::move(sockets.data)},
       epoll_(sockets.epoll),
       token_(sockets.token) {

@@ -26,9 +26,10 @@ class TcpChannel final : public FramedChannel {
  public:
   struct Sockets {
     Fd control, data;
-    int epoll = -1;       // -1: not registered anywhere
-    uint64_t token = 0;   // epoll_event::data of both
-    bool crosses = true;  // a network; false: both ends are in one kernel's, which changes nothing
+    int epoll = -1;      // -1: not registered anywhere
+    uint64_t token = 0;  // epoll_event::data of both
+    // None: both ends are in one kernel's network, which changes nothing.
+    std::optional<FrameKeys> keys = FrameKeys{};
   };
   TcpChannel(int rank, std::string peer, Traffic* traffic, Sockets sockets);
   ~TcpChannel() override { close(); }

@@ -1,6 +1,7 @@
 #include "server/connection.h"
 
 #include <poll.h>
+#include <sys/socket.h>
 
 #include <algorithm>
 #include <cstring>
@@ -8,13 +9,23 @@
 
 #include "base/clock.h"
 #include "net/dialer.h"
+#include "net/segment.h"
 
 namespace hc {
 namespace {
 
 constexpr int kDialPollMs = 10;
 
+bool is_unix_socket(const Fd& fd) {
+  int domain = AF_UNSPEC;
+  socklen_t bytes = sizeof(domain);
+  return ::getsockopt(fd.get(), SOL_SOCKET, SO_DOMAIN, &domain, &bytes) == 0 && domain == AF_UNIX;
+}
+
 }  // namespace
+
+Connection::Connection(Fd fd, std::string peer)
+    : fd_(std::move(fd)), peer_(std::move(peer)), has_sums_(!is_unix_socket(fd_)) {}
 
 Result<std::unique_ptr<Connection>> Connection::dial(const Credentials& credentials, int32_t from, const Target& target,
                                                      double timeout_s) {
@@ -82,6 +93,9 @@ Status Connection::send(const FrameHeader& header, std::span<const uint8_t> firs
   MutexLock lock(sending_);
   FrameHeader head = header;
   head.bytes = first.size() + second.size();
+  head.first_bytes = first.size();
+  if (has_sums_) head.sums[0] = sum_of(first.data(), first.size()), head.sums[1] = sum_of(second.data(), second.size());
+  head.guard = head.guard_of();
   iovec parts[3] = {{&head, sizeof(head)},
                     {const_cast<uint8_t*>(first.data()), first.size()},
                     {const_cast<uint8_t*>(second.data()), second.size()}};
@@ -130,9 +144,17 @@ Status Connection::fill(void* to, size_t bytes, double silence_s) {
 Status Connection::receive(FrameHeader* header, Buffer* payload, double silence_s) {
   HC_TRY(wait(POLLIN, silence_s));  // an end counts as something to read
   HC_TRY(fill(header, sizeof(*header), kWithinFrameS));
-  if (header->magic != kFrameMagic || header->verb >= Verb::kVerbs || header->bytes > kMaxPayload)
-    return error(Code::kInternal, peer_, " sent what is no frame");
-  return fill(payload->sized(header->bytes), header->bytes, kWithinFrameS);
+  if (header->magic != kFrameMagic || header->verb >= Verb::kVerbs || header->bytes > kMaxPayload ||
+      header->first_bytes > header->bytes || header->guard != header->guard_of())
+    return error(Code::kPeerLost, peer_, " sent what is no frame");
+  HC_TRY(fill(payload->sized(header->bytes), header->bytes, kWithinFrameS));
+  if (!has_sums_) return Status::ok();
+  const size_t first = header->first_bytes, second = header->bytes - first;
+  if (sum_of(payload->data(), first) == header->sums[0] && sum_of(payload->data() + first, second) == header->sums[1])
+    return Status::ok();
+  return error(Code::kPeerLost, peer_, " sent ", header->bytes,
+               " bytes that were changed on their way. A network card, a switch or a proxy between the two hosts is "
+               "faulty");
 }
 
 void Connection::shut() { ::shutdown(fd_.get(), SHUT_RDWR); }

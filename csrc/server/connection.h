@@ -19,7 +19,7 @@ inline constexpr int32_t kClientIndex = 1 << 24;  // handshake: "ranks" of worke
 
 class Connection {
  public:
-  Connection(Fd fd, std::string peer) : fd_(std::move(fd)), peer_(std::move(peer)) {}
+  Connection(Fd fd, std::string peer);
 
   struct Target {
     Endpoint endpoint;
@@ -36,7 +36,8 @@ class Connection {
   // PeerLost when the other side is gone, Timeout when nothing moved for silence_s.
   Status send(const FrameHeader& header, std::span<const uint8_t> first = {}, std::span<const uint8_t> second = {},
               double silence_s = 10);
-  // silence_s < 0: waits for a frame without limit (until shut()); within a frame kWithinFrameS counts.
+  // silence_s < 0: waits for a frame without limit (until shut()); within a frame kWithinFrameS counts. PeerLost when
+  // the frame was changed on its way: who asked asks again, over another connection.
   Status receive(FrameHeader* header, Buffer* payload, double silence_s);
   // Ends what waits, and everything afterwards.
   void shut();
@@ -50,7 +51,8 @@ class Connection {
 
   Fd fd_;
   const std::string peer_;
-  Mutex sending_;  // signs of life and replies do not mix
+  const bool has_sums_;  // something may lie between the two ends
+  Mutex sending_;        // signs of life and replies do not mix
 };
 
 }  // namespace hc

@@ -15,6 +15,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from horoclone import errors
 from horoclone.bootstrap import wire
@@ -34,10 +35,45 @@ TELL_S = 1.0  # for a word to the server when this rank gives up
 VERDICT_S = 1.0  # for the server to find out who was lost first
 
 Say = Callable[[str], None]
+T = TypeVar("T")
 
 
 class Refused(Exception):
     """The server answered, and does not accept our secret or job id."""
+
+
+class Stream:
+    """A connection on which both sides have proved the secret. socket: for what has frames of its own. Thread: one at a
+    time. OSError where it is of no use."""
+
+    def __init__(self, connection: socket.socket, sends: wire.Sealed, receives: wire.Sealed) -> None:
+        self.socket, self._sends, self._receives = connection, sends, receives
+
+    def send(self, payload: bytes, limit_s: float) -> None:
+        self.socket.settimeout(limit_s)
+        self.socket.sendall(self._sends.frame(payload))
+
+    def receive(self, deadline: float) -> tuple[int, bytes]:
+        """The status and the body of an answer."""
+        (length,) = struct.unpack("<I", wire.receive_exactly(self.socket, 4, deadline))
+        if not 0 < length <= wire.MAX_FRAME_BYTES:
+            raise ConnectionError(f"a frame of {length} bytes")
+        received = wire.receive_exactly(self.socket, length + wire.TAG_BYTES, deadline)
+        payload = received[:length]
+        try:
+            self._receives.check(payload, received[length:])
+        except wire.FrameError as error:
+            raise ConnectionError(str(error)) from error
+        return payload[0], payload[1:]
+
+    def readable(self, wait_s: float) -> bool:
+        """Whether something has come, or the connection has ended."""
+        poller = select.poll()
+        poller.register(self.socket, select.POLLIN)
+        return bool(poller.poll(wait_s * 1000))
+
+    def close(self) -> None:
+        self.socket.close()
 
 
 class Client:
@@ -69,7 +105,7 @@ class Client:
         self.verdict: errors.PeerLost | None = None  # what the server has said last about a lost rank
         # who was lost, as the server said before it ended, the cause first
         self._last_words: list[bytes] = []
-        self._connection: socket.socket | None = None
+        self._connection: Stream | None = None
         self.tried: dict[str, str] = {}  # address -> what happened there last
         self._met = False  # the server has been there once; if nobody listens any more, its process has ended
 
@@ -167,9 +203,8 @@ class Client:
         self._connect(time.monotonic() + TELL_S)
         assert self._connection is not None
         try:
-            self._connection.settimeout(HELLO_S)
             request = bytes([wire.WATCH]) + wire.pack_key(prefix) + wire.pack_members(self._members)
-            self._connection.sendall(wire.frame(request))
+            self._connection.send(request, HELLO_S)
         except OSError as error:
             self._broken(error)
 
@@ -183,7 +218,7 @@ class Client:
 
     def hear(self, wait_s: float) -> bool:
         """PeerLost when the server says within wait_s that a rank is lost. False when the server itself is."""
-        if self._connection is None or not _readable(self._connection, wait_s):
+        if self._connection is None or not self._connection.readable(wait_s):
             return True
         try:
             status, answer = self._receive(time.monotonic() + HELLO_S)
@@ -202,8 +237,7 @@ class Client:
         if self._connection is None:
             return
         try:
-            self._connection.settimeout(HELLO_S)
-            self._connection.sendall(wire.frame(bytes([wire.CONNECTED])))
+            self._connection.send(bytes([wire.CONNECTED]), HELLO_S)
             while self._receive(time.monotonic() + HELLO_S)[0] != wire.OK:
                 pass  # what it had said before
         except OSError:
@@ -219,8 +253,7 @@ class Client:
         """Closes the connection, with a word, so that nobody takes this rank for lost while it only meets elsewhere."""
         if self._connection is not None and self._rank >= 0:
             try:
-                self._connection.settimeout(TELL_S)
-                self._connection.sendall(wire.frame(bytes([wire.LEAVE, process_ends])))
+                self._connection.send(bytes([wire.LEAVE, process_ends]), TELL_S)
             except OSError:
                 pass
         self.close()
@@ -286,7 +319,7 @@ class Client:
             raise errors.HorovodInternalError(f"the rendezvous answered with {count} of {size} ranks")
         blobs = [self._receive(max(deadline, time.monotonic() + HELLO_S))[1] for _ in range(size)]
         try:
-            self._connection.sendall(wire.frame(struct.pack("<BI", wire.TAKEN, rank) + wire.pack_key(prefix)))
+            self._connection.send(struct.pack("<BI", wire.TAKEN, rank) + wire.pack_key(prefix), HELLO_S)
         except OSError as error:
             # we have what we want; whether the server is there shows when it is asked again
             self._broken(error)
@@ -298,8 +331,7 @@ class Client:
             self._connect(deadline)
             assert self._connection is not None
             try:
-                self._connection.settimeout(HELLO_S)
-                self._connection.sendall(wire.frame(payload))
+                self._connection.send(payload, HELLO_S)
                 status, answer = self._receive(time.monotonic() + wait_s + HELLO_S)
                 if status == wire.CLOSED:
                     self._met = False
@@ -317,7 +349,7 @@ class Client:
 
     def _drain(self) -> None:
         """What lies there before anything is asked: the connection's end, that the server moves, or why it ends."""
-        while self._connection is not None and _readable(self._connection, 0.0):
+        while self._connection is not None and self._connection.readable(0.0):
             try:
                 status, answer = self._receive(time.monotonic() + HELLO_S)
                 if status == wire.FAILED:
@@ -333,15 +365,8 @@ class Client:
         self.tried = dict.fromkeys(self.addresses, f"connection lost: {error}")
 
     def _receive(self, deadline: float) -> tuple[int, bytes]:
-        (length,) = struct.unpack("<I", self._exactly(4, deadline))
-        if not 0 < length <= wire.MAX_FRAME_BYTES:
-            raise ConnectionError(f"a frame of {length} bytes")
-        payload = self._exactly(length, deadline)
-        return payload[0], payload[1:]
-
-    def _exactly(self, count: int, deadline: float) -> bytes:
         assert self._connection is not None
-        return wire.receive_exactly(self._connection, count, deadline)
+        return self._connection.receive(deadline)
 
     # --- connecting
 
@@ -393,12 +418,12 @@ class Client:
         )
         return errors.PeerLost(text, rank)
 
-    def _introduce(self, connection: socket.socket) -> None:
+    def _introduce(self, connection: Stream) -> None:
         """The first word on a new connection: whose presence it is."""
         if self._rank >= 0:
-            connection.sendall(wire.frame(struct.pack("<BI", wire.HERE, self._rank)))
+            connection.send(struct.pack("<BI", wire.HERE, self._rank), HELLO_S)
 
-    def _one_round(self, deadline: float) -> socket.socket | None:
+    def _one_round(self, deadline: float) -> Stream | None:
         """Tries every address at once; the first that proves the secret wins.
 
         Nobody is waited for alone: who accepts a connection and says nothing would keep us from the one that answers.
@@ -420,16 +445,17 @@ class Client:
                     return None
                 for descriptor, _ in ready:
                     address, one = waiting[descriptor]
-                    if descriptor not in connected and self._succeeds(address, one, self._look_at):
+                    if descriptor not in connected and self._attempt(address, one, self._look_at):
                         connected.add(descriptor)
                         poller.modify(descriptor, select.POLLIN)
                         deadline = max(deadline, time.monotonic() + HELLO_S)
                         continue
                     del waiting[descriptor]
                     poller.unregister(descriptor)
-                    if descriptor in connected and self._succeeds(address, one, self._handshake):
+                    stream = self._attempt(address, one, self._handshake) if descriptor in connected else None
+                    if stream is not None:
                         self.tried[address] = "connected"
-                        return one
+                        return stream
             return None
         finally:
             for _, one in waiting.values():
@@ -450,19 +476,18 @@ class Client:
             return None
         return one
 
-    def _succeeds(self, address: str, one: socket.socket, step: Callable[[socket.socket], None]) -> bool:
-        """Else the socket is closed, and why is known of its address."""
+    def _attempt(self, address: str, one: socket.socket, step: Callable[[socket.socket], T]) -> T | None:
+        """What the step gives. None: the socket is closed, and why is known of its address."""
         try:
-            step(one)
+            return step(one)
         except (OSError, Refused) as error:
             self.tried[address] = getattr(error, "strerror", None) or str(error)
             one.close()
-            return False
-        return True
+            return None
 
     @staticmethod
-    def _look_at(one: socket.socket) -> None:
-        """Of a connection that is made, or has failed."""
+    def _look_at(one: socket.socket) -> bool:
+        """Of a connection that is made, or has failed. True."""
         failure = one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if failure:
             raise OSError(failure, os.strerror(failure))
@@ -471,29 +496,24 @@ class Client:
                 raise Refused(f"{FOREIGN} {wire.peer_uid(one)}, not to ours")
         else:
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return True
 
-    def _handshake(self, one: socket.socket) -> None:
+    def _handshake(self, one: socket.socket) -> Stream:
         deadline = time.monotonic() + HELLO_S
         greeting = wire.receive_exactly(one, wire.GREETING_BYTES, deadline)
         if not greeting.startswith(wire.GREETING):
             raise ConnectionError("something else than a rendezvous of this version answers there")
         server_nonce = greeting[len(wire.GREETING) :]
         nonce = secrets.token_bytes(wire.NONCE_BYTES)
-        mine = wire.proof(self._secret, b"client", self._job, server_nonce, nonce)
-        one.sendall(wire.HELLO + nonce + mine)
+        both = self._job, server_nonce, nonce
+        one.sendall(wire.HELLO + nonce + wire.proof(self._secret, b"client", *both))
         answer = wire.receive_exactly(one, wire.PROOF_BYTES, deadline)
         if answer == wire.REFUSED:
             raise Refused(f"refused our secret or job id {self._job!r}")
-        if not hmac.compare_digest(
-            answer, wire.proof(self._secret, b"server", self._job, server_nonce, nonce)
-        ):
+        if not hmac.compare_digest(answer, wire.proof(self._secret, b"server", *both)):
             raise Refused("refused by us: it does not know the secret")
-
-
-def _readable(one: socket.socket, wait_s: float) -> bool:
-    poller = select.poll()
-    poller.register(one, select.POLLIN)
-    return bool(poller.poll(wait_s * 1000))
+        sealed = (wire.Sealed(self._secret, role, *both) for role in (b"client", b"server"))
+        return Stream(one, *sealed)
 
 
 def _ranks(answer: bytes) -> str:

@@ -292,10 +292,16 @@ class Server:
             (length,) = struct.unpack_from("<I", connection.received)
             if not 0 < length <= wire.MAX_FRAME_BYTES:
                 raise wire.FrameError("bad length")
-            if len(connection.received) < 4 + length:
+            end = 4 + length
+            if len(connection.received) < end + wire.TAG_BYTES:
                 return
-            payload = bytes(connection.received[4 : 4 + length])
-            del connection.received[: 4 + length]
+            payload, tag = (
+                bytes(connection.received[4:end]),
+                bytes(connection.received[end : end + wire.TAG_BYTES]),
+            )
+            del connection.received[: end + wire.TAG_BYTES]
+            assert connection.receives is not None
+            connection.receives.check(payload, tag)
             self._handle(connection, wire.Reader(payload))
 
     def _check_hello(self, connection: Connection) -> None:
@@ -308,8 +314,10 @@ class Server:
             self._send(connection, wire.REFUSED)
             self._drop(connection)
             return
-        connection.proved = True
-        self._send(connection, wire.proof(self._secret, b"server", self._job, connection.nonce, nonce))
+        both = self._job, connection.nonce, nonce
+        connection.receives = wire.Sealed(self._secret, b"client", *both)
+        connection.sends = wire.Sealed(self._secret, b"server", *both)
+        self._send(connection, wire.proof(self._secret, b"server", *both))
 
     def _handle(self, connection: Connection, reader: wire.Reader) -> None:
         kind = reader.number("B")
@@ -476,14 +484,15 @@ class Server:
         if not missing:
             self._reply(connection, wire.OK, struct.pack("<I", gather.size))
             for rank in range(gather.size):
-                self._send(connection, wire.frame(bytes([wire.OK]) + gather.blobs[rank]))
+                self._reply(connection, wire.OK, gather.blobs[rank])
         elif expired:
             listed = missing[:MAX_LISTED]
             self._reply(connection, wire.NOT_YET, struct.pack(f"<{len(listed) + 1}I", len(missing), *listed))
         return expired or not missing
 
     def _reply(self, connection: Connection, status: int, body: bytes = b"") -> None:
-        self._send(connection, wire.frame(bytes([status]) + body))
+        if connection.sends is not None:
+            self._send(connection, connection.sends.frame(bytes([status]) + body))
 
     def _send(self, connection: Connection, data: bytes) -> None:
         if connection.closing:

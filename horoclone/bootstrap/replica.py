@@ -334,7 +334,7 @@ class _Source(Client):
     def open(self) -> socket.socket:
         self._connect(time.monotonic() + self._timeout_s)
         assert self._connection is not None
-        return self._connection
+        return self._connection.socket
 
 
 class _Stream:

@@ -7,7 +7,7 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from horoclone.bootstrap.wire import Reader
+from horoclone.bootstrap.wire import Reader, Sealed
 
 
 @dataclass(eq=False)
@@ -40,12 +40,17 @@ class Connection:
     socket: socket.socket
     nonce: bytes
     opened_s: float
-    proved: bool = False
+    sends: Sealed | None = None  # both once it has proved the secret
+    receives: Sealed | None = None
     received: bytearray = field(default_factory=bytearray)
     unsent: bytearray = field(default_factory=bytearray)
     waiter: Waiter | None = None
     rank: int = -1  # whose presence this is, as the launcher numbers it
     closing: bool = False
+
+    @property
+    def proved(self) -> bool:
+        return self.receives is not None
 
 
 class Membership(Protocol):

@@ -1,7 +1,8 @@
 """Addresses, the mutual proof of the job secret, and length-checked frames of the rendezvous.
 
 Nothing that a peer sends is interpreted before it has proved the secret; until then only fixed-size blocks are read.
-Frames are [length u32 little-endian][payload]; payloads are made with struct, never with pickle.
+Frames are [length u32 little-endian][payload][tag], the tag as Sealed makes it; payloads are made with struct, never
+with pickle.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ GREETING = b"HCR2"  # server -> client, then its nonce
 HELLO = b"HCC2"  # client -> server, then its nonce and its proof
 NONCE_BYTES = 32
 PROOF_BYTES = 32
+TAG_BYTES = 16
 GREETING_BYTES = len(GREETING) + NONCE_BYTES
 HELLO_BYTES = len(HELLO) + NONCE_BYTES + PROOF_BYTES
 REFUSED = b"\0" * PROOF_BYTES  # instead of the server's proof: your secret or job id is not mine
@@ -238,11 +240,39 @@ def check_value(value: bytes, what: str) -> bytes:
 
 
 def frame(payload: bytes) -> bytes:
+    """Without a tag, for what has another protection."""
     return struct.pack("<I", len(payload)) + payload
 
 
 class FrameError(Exception):
     """The peer broke the protocol; the connection is to be closed."""
+
+
+class Sealed:
+    """The frames of one direction of a proven connection, each with a tag: a digest of its payload and its number,
+    keyed by the secret and the handshake. Nobody on the way can change a frame, put one in, repeat or leave out one.
+
+    role: of the side that sends, as in proof(). Thread: one at a time."""
+
+    def __init__(
+        self, secret: bytes, role: bytes, job: str, server_nonce: bytes, client_nonce: bytes
+    ) -> None:
+        self._key = proof(secret, b"frames of the " + role, job, server_nonce, client_nonce)
+        self._number = 0
+
+    def frame(self, payload: bytes) -> bytes:
+        """The next one, as it travels."""
+        return struct.pack("<I", len(payload)) + payload + self._tag(payload)
+
+    def check(self, payload: bytes, tag: bytes) -> None:
+        """The next one that has come. FrameError where it is not what the other side has sent."""
+        if not hmac.compare_digest(tag, self._tag(payload)):
+            raise FrameError("a frame that was changed on its way")
+
+    def _tag(self, payload: bytes) -> bytes:
+        number, self._number = self._number, self._number + 1
+        message = struct.pack("<Q", number) + payload
+        return hashlib.blake2b(message, key=self._key, digest_size=TAG_BYTES).digest()
 
 
 class Reader:

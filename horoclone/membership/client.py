@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from horoclone import errors, failpoints
 from horoclone.bootstrap import exchange, launchers, service, wire
-from horoclone.bootstrap.client import GONE, HELLO_S, SLICE_S, Client
+from horoclone.bootstrap.client import GONE, HELLO_S, SLICE_S, Client, Stream
 from horoclone.membership.records import (
     GENERATION_KEY,
     ID_BYTES,
@@ -104,14 +104,13 @@ class MembershipClient(Client):
         self._who, self._shows = who, shows
         self.reason = ""  # why form() has to wait
 
-    def _introduce(self, connection: socket.socket) -> None:
+    def _introduce(self, connection: Stream) -> None:
         who = self._who
         name = (
             who.id + who.incarnation + struct.pack("<I", who.slot) + os.fsencode(f"{who.host}\0{who.build}")
         )
-        connection.settimeout(HELLO_S)
-        connection.sendall(wire.frame(bytes([wire.JOIN]) + name))
-        status, body = self._receive(time.monotonic() + HELLO_S)
+        connection.send(bytes([wire.JOIN]) + name, HELLO_S)
+        status, body = connection.receive(time.monotonic() + HELLO_S)
         if status == wire.NOT_COORDINATOR:
             raise NotCoordinator(body)
         if status == wire.REJECTED:
@@ -121,8 +120,8 @@ class MembershipClient(Client):
         if status != wire.OK or len(body) != 4:
             raise ConnectionError(wire.CLOSED_BY_PEER)
         if who.own:
-            connection.sendall(wire.frame(bytes([wire.STANDBY]) + ",".join(who.own).encode()))
-            if self._receive(time.monotonic() + HELLO_S)[0] != wire.OK:
+            connection.send(bytes([wire.STANDBY]) + ",".join(who.own).encode(), HELLO_S)
+            if connection.receive(time.monotonic() + HELLO_S)[0] != wire.OK:
                 raise ConnectionError(wire.CLOSED_BY_PEER)
         if self._shows:
             self._rank = struct.unpack("<I", body)[0]

@@ -65,7 +65,7 @@ class _Knock(Client):
         self._connect(time.monotonic() + self._timeout_s)
         connection, self._connection = self._connection, None
         assert connection is not None
-        return connection
+        return connection.socket
 
 
 class _DriverGone(Exception):

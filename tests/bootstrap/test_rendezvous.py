@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import resource
@@ -294,36 +295,110 @@ def test_garbage_is_dropped_at_once(server, garbage, monkeypatch):
 
 
 def prove(server, one):
+    """Returns what seals the frames that are sent, and what those that come are sealed with."""
     greeting = one.recv(wire.GREETING_BYTES, socket.MSG_WAITALL)
     server_nonce, nonce = greeting[4:], secrets.token_bytes(wire.NONCE_BYTES)
     one.sendall(wire.HELLO + nonce + wire.proof(server.secret, b"client", "job", server_nonce, nonce))
     assert one.recv(wire.PROOF_BYTES, socket.MSG_WAITALL) != wire.REFUSED
-    return nonce
+    return tuple(
+        wire.Sealed(server.secret, role, "job", server_nonce, nonce) for role in (b"client", b"server")
+    )
+
+
+def is_closed(one):
+    try:
+        return one.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.mark.parametrize("length", [0xFFFFFFFF, 0, wire.MAX_FRAME_BYTES + 1])
+def test_a_frame_of_an_impossible_length_closes_the_connection(server, length):
+    one = stranger(server)
+    prove(server, one)
+    one.sendall(struct.pack("<I", length) + b"x")
+    assert is_closed(one)
+    still_works(server)
 
 
 @pytest.mark.parametrize(
-    "frame",
+    "payload",
     [
-        struct.pack("<I", 0xFFFFFFFF) + b"x",
-        struct.pack("<i", -1),
-        struct.pack("<I", 0),
-        struct.pack("<I", wire.MAX_FRAME_BYTES + 1),
-        wire.frame(b"\x63"),
-        wire.frame(struct.pack("<BH", wire.PUT, 60000) + b"k"),
-        wire.frame(struct.pack("<BH", wire.PUT, 2) + b"\xff\xfe"),
-        wire.frame(struct.pack("<BI", wire.GET, 5)),
-        wire.frame(struct.pack("<BI", wire.GATHER, 5)),
+        b"\x63",
+        struct.pack("<BH", wire.PUT, 60000) + b"k",
+        struct.pack("<BH", wire.PUT, 2) + b"\xff\xfe",
+        struct.pack("<BI", wire.GET, 5),
+        struct.pack("<BI", wire.GATHER, 5),
     ],
 )
-def test_a_broken_frame_after_the_handshake_closes_the_connection(server, frame):
+def test_a_broken_frame_after_the_handshake_closes_the_connection(server, payload):
     one = stranger(server)
-    prove(server, one)
-    one.sendall(frame)
-    try:
-        assert one.recv(1) == b""
-    except ConnectionResetError:
-        pass
+    sends, _ = prove(server, one)
+    one.sendall(sends.frame(payload))
+    assert is_closed(one)
     still_works(server)
+
+
+PUT_A = bytes([wire.PUT]) + wire.pack_key("a")
+
+
+@pytest.mark.parametrize(
+    "how", ["changed", "of nobody", "again", "left out", "in another order", "sent back"]
+)
+def test_who_is_between_a_rank_and_the_server_cannot_speak_for_either(tcp, how):
+    one = stranger(tcp)
+    sends, receives = prove(tcp, one)
+    first, second = sends.frame(PUT_A + b"first"), sends.frame(PUT_A + b"second")
+    if how in ("again", "sent back"):
+        one.sendall(first)
+        answer = one.recv(5 + wire.TAG_BYTES, socket.MSG_WAITALL)
+        receives.check(answer[4:5], answer[5:])
+        assert client_of(tcp).get("a", 5) == b"first"
+    forged = {
+        "changed": first.replace(b"first", b"other"),
+        "of nobody": wire.frame(PUT_A + b"other") + bytes(wire.TAG_BYTES),
+        "again": first,
+        "left out": second,
+        "in another order": second + first,
+        "sent back": first if how != "sent back" else answer,
+    }[how]
+    one.sendall(forged)
+    assert is_closed(one)
+    if how in ("again", "sent back"):
+        assert client_of(tcp).get("a", 5) == b"first"
+    else:
+        with pytest.raises(errors.Timeout):
+            client_of(tcp).get("a", 0.1)
+
+
+def test_an_answer_that_was_changed_on_its_way_is_not_believed(tcp):
+    tcp_address = wire.parse_address(tcp.addresses[0])[1]
+    listener = socket.create_server(("127.0.0.1", 0))
+    meddles = [True]
+
+    def carry(source, sink, changes):
+        with contextlib.suppress(OSError):
+            while part := source.recv(65536):
+                if changes and meddles[0] and b"right" in part:
+                    part, meddles[0] = part.replace(b"right", b"wrong"), False
+                sink.sendall(part)
+        for one in (source, sink):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    def between():
+        with contextlib.suppress(OSError):
+            while True:
+                near = listener.accept()[0]
+                far = socket.create_connection(tcp_address)
+                for pair in ((near, far, False), (far, near, True)):
+                    threading.Thread(target=carry, args=pair, daemon=True).start()
+
+    threading.Thread(target=between, daemon=True).start()
+    client_of(tcp).put("a", b"right")
+    client = client_of(tcp, addresses=[wire.format_address(*listener.getsockname())])
+    assert client.get("a", 20) == b"right" and not meddles[0]  # it has asked once more
+    listener.close()
 
 
 def test_lengths_of_strangers_allocate_nothing(tcp):

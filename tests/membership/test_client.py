@@ -222,8 +222,9 @@ def test_a_frame_that_makes_no_sense_ends_the_connection_and_nothing_else(
     client = Client(two.server.addresses, SECRET, "job", 2)
     client._connect(time.monotonic() + 2)
     assert client._connection is not None
-    client._connection.sendall(wire.frame(frame))
-    assert client._connection.recv(1) == b""
+    client._connection.send(frame, 5)
+    with pytest.raises(ConnectionError):
+        client._connection.receive(time.monotonic() + 5)
     client.close()
     assert two.link().form(0, (), 0.01) is None
 
@@ -232,8 +233,9 @@ def test_too_many_commits_end_the_connection(two: Rendezvous) -> None:
     link = two.link()
     link.form(0, (), 0.01)
     assert link._connection is not None
-    link._connection.sendall(wire.frame(struct.pack("<BIQBB3Q", wire.FORM, 10, 0, 1, 3, 1, 2, 3)))
-    assert link._connection.recv(1) == b""
+    link._connection.send(struct.pack("<BIQBB3Q", wire.FORM, 10, 0, 1, 3, 1, 2, 3), 5)
+    with pytest.raises(ConnectionError):
+        link._connection.receive(time.monotonic() + 5)
 
 
 def test_without_its_launcher_an_elastic_process_says_what_it_needs() -> None:

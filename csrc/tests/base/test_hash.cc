@@ -1,6 +1,7 @@
 // Values that must never change: ranks of one job compare them.
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <set>
 #include <string>
 #include <vector>
@@ -35,4 +36,13 @@ TEST_CASE("the hash of memory is the same in every process, and one flipped bit 
   CHECK(lengths.size() == 300);
   CHECK(hash_of_bytes(nullptr, 0) == hash_of_bytes("", 0));
   CHECK(hash_of_bytes("layer1.weight", 13) == 0x25a4f8129147be6cu);
+  std::vector<unsigned char> memory(1000);
+  for (size_t i = 0; i < memory.size(); ++i) memory[i] = static_cast<unsigned char>(i * 7);
+  for (const size_t step : {1, 3, 63, 64, 65, 400, 1000}) {
+    MemoryHash in_parts;
+    for (size_t at = 0; at < memory.size(); at += step) {
+      in_parts.add(memory.data() + at, std::min(step, memory.size() - at));
+    }
+    CHECK(in_parts.finish() == hash_of_bytes(memory.data(), memory.size()));
+  }
 }

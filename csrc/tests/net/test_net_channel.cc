@@ -66,6 +66,14 @@ struct TcpLink final : Link {
   int raw_control, raw_data;  // b's, for bytes that b would never send
 };
 
+// Of a frame that no channel would send, as TcpLink's b would sign it.
+ControlHeader header_of(uint32_t bytes) {
+  ControlHeader header;
+  header.bytes = bytes;
+  header.guard = FrameSigner(SipKey{}).guard_of(header);
+  return header;
+}
+
 struct ShmLink final : Link {
   ShmLink() {
     for (auto& arena : arenas) {
@@ -422,7 +430,7 @@ TEST_CASE("channel: two threads, one for each end, both directions at once") {
 TEST_CASE("channel: lengths that cannot be are refused before anything is allocated") {
   auto link = std::make_unique<TcpLink>();
   SUBCASE("control") {
-    const ControlHeader header(0xffffffffu, 0);
+    const ControlHeader header = header_of(0xffffffffu);
     REQUIRE(::write(link->raw_control, &header, sizeof(header)) == sizeof(header));
     bool moved = false;
     Status status = link->a->progress(&moved);
@@ -430,7 +438,7 @@ TEST_CASE("channel: lengths that cannot be are refused before anything is alloca
     CHECK(status.culprit() == 1);
   }
   SUBCASE("control, nothing") {
-    const ControlHeader header(0, 0);
+    const ControlHeader header = header_of(0);
     REQUIRE(::write(link->raw_control, &header, sizeof(header)) == sizeof(header));
     bool moved = false;
     CHECK_FALSE(link->a->progress(&moved).is_ok());
@@ -454,12 +462,12 @@ namespace {
 
 // What a channel writes, and one that reads what the test writes instead.
 struct HalfLink {
-  HalfLink() {
+  explicit HalfLink(const FrameKeys& keys = {}) {
     int control[2], data[2];
     REQUIRE(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, control) == 0);
     REQUIRE(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, data) == 0);
     channel = std::make_unique<TcpChannel>(1, "rank 1 (b)", &traffic,
-                                           TcpChannel::Sockets{Fd(control[0]), Fd(data[0]), -1, 0});
+                                           TcpChannel::Sockets{Fd(control[0]), Fd(data[0]), -1, 0, keys});
     far[0] = Fd(control[1]);
     far[1] = Fd(data[1]);
   }
@@ -490,6 +498,39 @@ TEST_CASE("channel: what is written and not acknowledged is done when the peer s
     else
       link.channel->lose("has ended");
     CHECK(transfer.done);
+  }
+}
+
+TEST_CASE("channel: who is in the stream cannot speak for a peer") {
+  const auto signed_by = [](const FrameKeys& keys, int number, const std::vector<uint8_t>& frame) {
+    FrameSigner signer(keys.out);
+    for (int i = 0; i < number; ++i) signer.sign(frame);
+    const ControlHeader header = signer.sign(frame);
+    std::string text(reinterpret_cast<const char*>(&header), sizeof header);
+    return text.append(frame.begin(), frame.end());
+  };
+  const FrameKeys ours = frame_keys("a secret of the job", "here", "there");
+  const FrameKeys theirs{ours.in, ours.out}, strangers = frame_keys("another secret", "there", "here");
+  const std::vector<uint8_t> one = frame_of(60, 1), two = frame_of(60, 2);
+  const std::string first = signed_by(theirs, 0, one), second = signed_by(theirs, 1, two);
+  const std::pair<std::string, size_t> cases[] = {
+      {first + second, 2},                // as they were sent
+      {first + first, 1},                 // again
+      {second, 0},                        // one left out
+      {second + first, 0},                // in another order
+      {signed_by(strangers, 0, one), 0},  // of somebody without the secret
+      {signed_by(ours, 0, one), 0},       // sent back
+      {first.substr(0, 16) + second.substr(16), 0},
+  };
+  for (const auto& [bytes, accepted] : cases) {
+    HalfLink to(ours);
+    REQUIRE(::write(to.far[0].get(), bytes.data(), bytes.size()) == static_cast<ssize_t>(bytes.size()));
+    bool moved = false;
+    (void)to.channel->progress(&moved);
+    size_t got = 0;
+    for (std::vector<uint8_t> frame; to.channel->receive(&frame); ++got) CHECK(frame == (got == 0 ? one : two));
+    CHECK(got == accepted);
+    CHECK(to.channel->failure().is_ok() == (accepted == 2));
   }
 }
 
@@ -562,7 +603,7 @@ TEST_CASE("channel: one bit that changes on its way is found before anybody read
 
 TEST_CASE("channel: a frame cut off by the end is named as such") {
   auto link = std::make_unique<TcpLink>();
-  const ControlHeader header(100, 0);
+  const ControlHeader header = header_of(100);
   REQUIRE(::write(link->raw_control, &header, sizeof(header)) == sizeof(header));
   REQUIRE(::write(link->raw_control, "abc", 3) == 3);
   link->end_b();
