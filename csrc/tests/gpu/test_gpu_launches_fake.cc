@@ -69,7 +69,7 @@ void holds(FrameworkOnGpu& gpu, const T* data, size_t count, T value) {
 }  // namespace
 
 TEST_CASE("fake of CUDA and NCCL: buckets that are ready together go into few groups, while NCCL is in progress") {
-  // Long enough for all others of a burst to gather, also under a sanitizer.
+  // Long enough for others of a burst to gather.
   FakeEnvironment slow(Variables{{"HC_FAKE_NCCL_IN_PROGRESS_US", "3000"}});
   std::barrier<> barrier(2);
   World world(2, gpu_settings());
@@ -87,8 +87,9 @@ TEST_CASE("fake of CUDA and NCCL: buckets that are ready together go into few gr
     all_are_here(engine, "end");
   }));
   MESSAGE("burst of ", kBurst, " buckets: ", static_cast<double>(groups) / (2.0 * kSteps), " groups");
-  // One when the first is in, and what has gathered meanwhile; a busy machine may need a few more.
-  CHECK(groups <= 2 * kSteps * 4);
+  // One when the first is in, and what has gathered meanwhile; a busy machine may need a few more. Under a sanitizer a
+  // bucket may take longer than a group is in progress, so that nothing gathers.
+  CHECK(groups <= 2 * kSteps * (kSanitized ? kBurst : 4));
 }
 
 TEST_CASE("fake of CUDA and NCCL: a bucket costs at most 12 calls of the driver, and a steady loop makes no event") {
