@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import secrets
+import signal
+import subprocess
+import sys
 import time
 import zlib
 from importlib.util import find_spec
@@ -245,6 +249,62 @@ def test_a_rank_that_another_one_on_its_host_sees_running_is_waited_for(team):
         time.sleep(LONGER_THAN_A_SILENT_RANK_IS_WAITED_FOR_S)
     wait_for_more(started)
     assert "is not responding for 1 s" in started.output(0)
+
+
+SOAK_S = float(os.environ.get("HC_SOAK_S", "60"))
+BUSY = """
+import time
+while True:
+    memory = bytearray(1 << 30)
+    memory[::4096] = b"x" * (1 << 18)
+    until = time.monotonic() + 1
+    while time.monotonic() < until:
+        pass
+"""
+
+
+def reduce_for(seconds):
+    hvd.init()
+    values, ranks, began = np.arange(50_000, dtype=np.float32), sum(range(hvd.size())), time.monotonic()
+    steps, longest, is_over = 0, 0.0, False
+    while not is_over:
+        step_began = time.monotonic()
+        result = hvd.allreduce(values + hvd.rank(), op=hvd.Sum, name="w")
+        assert (result == hvd.size() * values + ranks).all()
+        over = np.array([time.monotonic() - began > seconds], np.int32)
+        is_over = bool(hvd.allreduce(over, op=hvd.Max, name="over")[0])
+        longest = max(longest, time.monotonic() - step_began)
+        steps += 1
+    say(steps=steps, longest=longest)
+    hvd.shutdown()
+
+
+@pytest.mark.long(90)
+@pytest.mark.timeout(SOAK_S + 240)
+def test_nobody_is_lost_who_lives(worker_pool, opened):
+    """Eight ranks of three hosts and four busy programs that ask for memory share the processors; now and then a rank
+    is stopped for a second. HC_SOAK_S says for how long."""
+    hosts = opened(Switched())
+    places = [hosts.names[host] for host in (0, 0, 0, 1, 1, 1, 2, 2)]
+    team = worker_pool(
+        reduce_for, 8, namespaces=places, addresses=[f"{hosts.addresses[0]}:0"], seconds=SOAK_S
+    )
+    busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(4)]
+    try:
+        chance, stops, until = random.Random(3), 0, time.monotonic() + SOAK_S
+        while time.monotonic() < until:
+            time.sleep(chance.uniform(0.5, 3))
+            rank = chance.randrange(8)
+            team.send(rank, signal.SIGSTOP)
+            time.sleep(1)
+            team.send(rank, signal.SIGCONT)
+            stops += 1
+    finally:
+        for one in busy:
+            one.kill()
+            one.wait(10)
+    assert team.wait(120) == [0] * 8, team.outputs()
+    print(f"{team.said(0, 'steps')[0]}, {stops} stops in {SOAK_S:g} s")
 
 
 @pytest.mark.parametrize("victim", [0, 3])
