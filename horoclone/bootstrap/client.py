@@ -317,7 +317,11 @@ class Client:
         (count,) = struct.unpack("<I", answer)
         if count != size or self._connection is None:
             raise errors.HorovodInternalError(f"the rendezvous answered with {count} of {size} ranks")
-        blobs = [self._receive(max(deadline, time.monotonic() + HELLO_S))[1] for _ in range(size)]
+        blobs: list[bytes] = []
+        while len(blobs) < size:
+            part = wire.Reader(self._receive(max(deadline, time.monotonic() + HELLO_S))[1])
+            while not part.is_empty():
+                blobs.append(part.take(part.number("I")))
         try:
             self._connection.send(struct.pack("<BI", wire.TAKEN, rank) + wire.pack_key(prefix), HELLO_S)
         except OSError as error:

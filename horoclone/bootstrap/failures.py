@@ -27,7 +27,7 @@ class Failure(NamedTuple):
     rank: int
     text: str
     consequence: bool
-    at_s: float  # by the server's clock, when it was known
+    at_s: float  # by the server's clock: since when its connection is gone, or when it was known
 
     def packed(self) -> bytes:
         """As an answer of status wire.FAILED carries it: the rank, then the end of the text."""
@@ -49,13 +49,16 @@ class Failures:
         self._ended: dict[int, Failure] = {}
         self._gone: dict[int, Failure] = {}  # until it comes back
         self._given_up: dict[str, Failure] = {}  # gather -> who was the first to leave it
-        self._news: dict[int, float] = {}  # rank -> when something new was known of it first
+        self._sure: set[int] = set()  # of these it is known that they do not come back
+        self._gone_now: set[int] = set()  # since the last settle()
+        self._news: list[tuple[float, int]] = []  # (since when, rank), not told yet
 
     def came(self, rank: int) -> None:
         """A connection of this rank is there."""
         with self._mutex:
             self._detector.connected(rank, self._clock())
             self._gone.pop(rank, None)
+            self._sure.discard(rank)
 
     def left(self, rank: int, for_good: bool) -> None:
         """It says so itself. for_good: its process ends; else it is only away until the next init."""
@@ -67,14 +70,19 @@ class Failures:
     def broke(self, rank: int) -> None:
         """The connection is gone, and nothing was said."""
         with self._mutex:
-            self._detector.disconnected(rank, self._clock())
+            self._detector.disconnected(rank, self._clock(), is_planned=rank in self._sure)
 
     def _lose(self, rank: int, text: str, since_s: float | None = None) -> None:
         self._gone[rank] = failure = Failure(rank, text, False, self._clock() if since_s is None else since_s)
-        self._news.setdefault(rank, failure.at_s)
+        self._note(rank, failure.at_s)
+
+    def _note(self, rank: int, at_s: float) -> None:
+        self._gone_now.add(rank)
+        self._news.append((at_s, rank))
 
     def _lost_since_s(self, rank: int) -> float:
         """It is sure now. Its connection may have broken before."""
+        self._sure.add(rank)
         since_s = self._detector.lost(rank)
         return self._clock() if since_s is None else since_s
 
@@ -83,14 +91,14 @@ class Failures:
         with self._mutex:
             at_s = self._lost_since_s(rank)
             self._ended.setdefault(rank, Failure(rank, text, False, at_s))
-            self._news.setdefault(rank, at_s)
+            self._note(rank, at_s)
 
     def reported(self, rank: int, text: str, consequence: bool) -> None:
         with self._mutex:
             at_s = self._lost_since_s(rank)
             if len(self._reports) < MAX_FAILURES:
                 self._reports.append(Failure(rank, text, consequence, at_s))
-            self._news.setdefault(rank, at_s)
+            self._note(rank, at_s)
 
     def gave_up(self, rank: int, gather: str, text: str) -> None:
         """It had come to the gather and failed while the ranks connected; it may call init again."""
@@ -98,7 +106,7 @@ class Failures:
             while len(self._given_up) >= MAX_GIVEN_UP:
                 del self._given_up[next(iter(self._given_up))]
             self._given_up.setdefault(gather, Failure(rank, text, False, self._clock()))
-            self._news.setdefault(rank, self._clock())
+            self._note(rank, self._clock())
 
     def reports(self) -> list[Failure]:
         with self._mutex:
@@ -107,25 +115,26 @@ class Failures:
     def next_s(self) -> float:
         """When settle() has something to do, by its clock."""
         with self._mutex:
-            if self._news and min(self._news.values()) <= self._detector.in_doubt_since_s():
+            if self._gone_now or any(at_s <= self._detector.in_doubt_since_s() for at_s, _ in self._news):
                 return 0.0
             return self._detector.next_s()
 
-    def settle(self, now: float) -> set[int]:
-        """The ranks about which something is new since the last call."""
+    def settle(self, now: float) -> tuple[set[int], bool]:
+        """The ranks about which something is new since the last call, and whether anything may be told now that could
+        not be told then."""
         with self._mutex:
             for rank, since_s in self._detector.gone(now).items():
                 self._lose(rank, f"rank {rank} has died or left", since_s)
             until_s = self._detector.in_doubt_since_s()
-            told = {rank for rank, at_s in self._news.items() if at_s <= until_s}
-            for rank in told:
-                del self._news[rank]
-            return told
+            waiting = [one for one in self._news if one[0] > until_s]
+            has_news, self._news = len(waiting) < len(self._news), waiting
+            gone, self._gone_now = self._gone_now, set()
+            return gone, has_news
 
     def culprit(self, ranks: Container[int], gather: str = "") -> Failure | None:
         """Why not all of these ranks can come: the cause, if anything is known. gather: a place to be given up."""
-        known = [one for one in self.causes() if one.rank in ranks]
         with self._mutex:
+            known = [one for one in self._causes() if one.rank in ranks]
             if gather in self._given_up:
                 known.append(self._given_up[gather])
             until_s = self._detector.in_doubt_since_s()
@@ -134,4 +143,7 @@ class Failures:
     def causes(self) -> list[Failure]:
         """Of every rank that will not come, whatever part of them calls init: the earliest first."""
         with self._mutex:
-            return sorted((*self._reports, *self._ended.values(), *self._gone.values()), key=_order)
+            return sorted(self._causes(), key=_order)
+
+    def _causes(self) -> list[Failure]:
+        return [*self._reports, *self._ended.values(), *self._gone.values()]

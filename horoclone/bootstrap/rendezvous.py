@@ -258,9 +258,11 @@ class Server:
                 self._drop(connection)
             elif connection.waiter is not None and now >= connection.waiter.deadline:
                 self._answer(connection, expired=True)
-        if news := self._failures.settle(now):
+        gone, has_news = self._failures.settle(now)
+        if gone:
             for gather in self._gathers.values():
-                gather.forget(news)
+                gather.forget(gone)
+        if has_news:
             for connection in list(self._connections.values()):
                 if connection.waiter is not None and connection.waiter.kind != wire.GET:
                     self._answer(connection)
@@ -483,8 +485,8 @@ class Server:
         missing = gather.missing()
         if not missing:
             self._reply(connection, wire.OK, struct.pack("<I", gather.size))
-            for rank in range(gather.size):
-                self._reply(connection, wire.OK, gather.blobs[rank])
+            for part in gather.packed():
+                self._reply(connection, wire.OK, part)
         elif expired:
             listed = missing[:MAX_LISTED]
             self._reply(connection, wire.NOT_YET, struct.pack(f"<{len(listed) + 1}I", len(missing), *listed))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import socket
+import struct
 from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from horoclone.bootstrap.wire import Reader, Sealed
+from horoclone.bootstrap.wire import MAX_FRAME_BYTES, Reader, Sealed
 
 
 @dataclass(eq=False)
@@ -16,6 +17,21 @@ class Gather:
     members: list[int]  # the launcher's number of each rank
     blobs: dict[int, bytes] = field(default_factory=dict)
     taken: set[int] = field(default_factory=set)
+    _packed: list[bytes] = field(default_factory=list)
+
+    def packed(self) -> list[bytes]:
+        """Of a complete one all blobs in the order of ranks, each behind its length, in parts that fit into a frame.
+        Made once: each rank gets them."""
+        if not self._packed:
+            part = bytearray()
+            for rank in range(self.size):
+                blob = self.blobs[rank]
+                if part and len(part) + 4 + len(blob) > MAX_FRAME_BYTES // 2:
+                    self._packed.append(bytes(part))
+                    part.clear()
+                part += struct.pack("<I", len(blob)) + blob
+            self._packed.append(bytes(part))
+        return self._packed
 
     def missing(self) -> list[int]:
         return [rank for rank in range(self.size) if rank not in self.blobs]

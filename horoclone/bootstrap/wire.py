@@ -23,8 +23,8 @@ from collections.abc import Iterator, Mapping
 
 from horoclone import errors
 
-GREETING = b"HCR2"  # server -> client, then its nonce
-HELLO = b"HCC2"  # client -> server, then its nonce and its proof
+GREETING = b"HCR3"  # server -> client, then its nonce
+HELLO = b"HCC3"  # client -> server, then its nonce and its proof
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 TAG_BYTES = 16
@@ -308,6 +308,9 @@ class Reader:
         if count > MAX_MEMBERS:
             raise FrameError("too many members")
         return list(struct.unpack(f"<{count}I", self.take(4 * count)))
+
+    def is_empty(self) -> bool:
+        return self._at == len(self._payload)
 
     def rest(self) -> bytes:
         return self.take(len(self._payload) - self._at)

@@ -20,6 +20,7 @@ import pytest
 from horoclone import errors
 from horoclone.bootstrap import client as bootstrap_client
 from horoclone.bootstrap import rendezvous, wire
+from horoclone.bootstrap.failures import Failures
 from horoclone.bootstrap.rendezvous import Client, Server
 
 SECRET = b"0123456789abcdef"
@@ -337,6 +338,58 @@ def test_a_broken_frame_after_the_handshake_closes_the_connection(server, payloa
     one.sendall(sends.frame(payload))
     assert is_closed(one)
     still_works(server)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_failures_that_came_after_a_break_wait_until_it_is_decided():
+    clock = Clock()
+    known = Failures(clock)
+    for rank in range(4):
+        known.came(rank)
+    known.broke(1)
+    clock.now += 0.1
+    known.left(0, for_good=True)
+    known.broke(2)
+    clock.now += 0.1
+    known.reported(0, "again", consequence=False)
+    assert known.settle(clock()) == ({0}, False) and known.culprit(range(4)) is None
+    assert known.next_s() == pytest.approx(100.5)
+    known.came(1)  # it was no loss
+    assert known.next_s() == 0.0 and known.settle(clock()) == (set(), True)
+    assert known.culprit(range(4))[:2] == (0, "rank 0 has ended and does not come to this hvd.init()")
+    clock.now = 101
+    assert known.settle(clock()) == ({2}, True)  # and what was reported behind it
+    assert [one.rank for one in known.causes()] == [0, 2, 0] and known.next_s() == float("inf")
+
+
+def test_who_is_known_to_have_ended_is_not_waited_for():
+    clock = Clock()
+    known = Failures(clock)
+    for rank in range(3):
+        known.came(rank)
+    known.broke(2)
+    clock.now += 0.1
+    known.ended(2, "killed")  # the launcher has seen it
+    assert known.settle(clock()) == ({2}, True) and known.culprit({2}).at_s == 100
+    known.ended(1, "killed, too")
+    known.broke(1)  # its end is seen later
+    assert known.settle(clock()) == ({1}, True) and known.culprit({1}).text == "killed, too"
+    known.came(1)  # another process of this number
+    known.broke(1)
+    assert known.settle(clock()) == (set(), False) and known.next_s() < float("inf")
+
+
+def test_a_gather_of_many_ranks_arrives_in_frames_that_hold_many_blobs(tcp):
+    blobs = [bytes([rank]) * (30_000 * (rank % 3)) for rank in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(client_of(tcp).gather, "g", rank, 4, blobs[rank], 20) for rank in range(4)]
+        assert all(call.result(20) == blobs for call in calls)
 
 
 PUT_A = bytes([wire.PUT]) + wire.pack_key("a")
