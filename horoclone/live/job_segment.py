@@ -15,6 +15,7 @@ import json
 import mmap
 import os
 import struct
+import weakref
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -103,13 +104,11 @@ class Reader:
 
     def __init__(self, path: str) -> None:
         """path: of a descriptor in /proc."""
-        self._path = path
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            self.inode = os.fstat(descriptor).st_ino
-            self._memory = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
-        finally:
-            os.close(descriptor)
+        # Kept: the descriptor of that path may be another reader's, and be closed before the segment grows.
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+        self.inode = os.fstat(self._descriptor).st_ino
+        self._memory = self._mapped()
         magic, _, length = _HEAD.unpack_from(self._memory)
         if magic != MAGIC:
             raise ValueError(
@@ -123,25 +122,13 @@ class Reader:
 
     def blocks(self) -> Iterator[memoryview]:
         """The memory of each block that there is by now."""
-        try:
-            size = self._memory.size()  # of the file: it grows
-        except (OSError, ValueError):
-            size = len(self._memory)
-        if size > len(self._memory):
-            self._map_again()
+        if os.fstat(self._descriptor).st_size > len(self._memory):  # it grows
+            self._memory = self._mapped()
         for at in range(BLOCKS_AT, len(self._memory), rank_metrics.BYTES):
             yield memoryview(self._memory)[at : at + rank_metrics.BYTES]
 
-    def _map_again(self) -> None:
-        try:
-            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return  # its process is gone, and nothing more will come
-        try:
-            if os.fstat(descriptor).st_ino == self.inode:
-                self._memory = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
-        finally:
-            os.close(descriptor)
+    def _mapped(self) -> mmap.mmap:
+        return mmap.mmap(self._descriptor, 0, prot=mmap.PROT_READ)
 
     def events(self) -> list[Event]:
         """The oldest first."""

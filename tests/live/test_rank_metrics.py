@@ -356,6 +356,21 @@ def test_a_launchers_book_is_found_by_its_process_and_tells_who_is_lost() -> Non
     assert found.ranks() == [] and found.id not in {one.id for one in job.jobs()}
 
 
+def test_a_reader_sees_later_blocks_though_the_descriptor_it_came_by_is_closed():
+    writer = job_segment.Writer({"id": "x"})
+    another_readers = os.dup(writer.descriptor)
+    reader = job_segment.Reader(f"/proc/self/fd/{another_readers}")
+    os.close(another_readers)
+    assert list(reader.blocks()) == []
+    writer.add_block(b"first")
+    assert [bytes(block[:5]) for block in reader.blocks()] == [b"first"]
+    descriptor = reader._descriptor
+    del reader
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+    writer.close()
+
+
 def test_the_last_events_are_kept_and_long_ones_are_cut() -> None:
     writer = job_segment.Writer({"id": "x"})
     reader = job_segment.Reader(f"/proc/self/fd/{writer.descriptor}")
