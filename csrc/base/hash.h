@@ -22,6 +22,9 @@ constexpr uint64_t hash_of_text(std::string_view text) {
   return hash;
 }
 
+// A hash of 64 bits in 32.
+constexpr uint32_t halved(uint64_t hash) { return static_cast<uint32_t>(hash ^ hash >> 32); }
+
 // Both halves of the product of 64 bits each.
 constexpr uint64_t folded(uint64_t a, uint64_t b) {
   const auto product = static_cast<unsigned __int128>(a) * b;

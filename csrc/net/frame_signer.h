@@ -64,7 +64,7 @@ class FrameSigner {
     } else {
       mix(&hash, header.bytes);
     }
-    return static_cast<uint32_t>(hash ^ hash >> 32);
+    return halved(hash);
   }
 
  private:

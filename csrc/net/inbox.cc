@@ -37,7 +37,7 @@ Status Inbox::took(size_t bytes) {
 }
 
 Status Inbox::end_segment() {
-  if (has_sums_) HC_TRY(check_sum(current_, sum_from(hash_.finish())));
+  if (has_sums_) HC_TRY(check_sum(current_, halved(hash_.finish())));
   if (into_) into_->done = true;
   into_ = nullptr;
   active_ = false;

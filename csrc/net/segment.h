@@ -13,8 +13,7 @@
 
 namespace hc {
 
-constexpr uint32_t sum_from(uint64_t hash) { return static_cast<uint32_t>(hash ^ hash >> 32); }
-inline uint32_t sum_of(const void* data, size_t bytes) { return sum_from(hash_of_bytes(data, bytes)); }
+inline uint32_t sum_of(const void* data, size_t bytes) { return halved(hash_of_bytes(data, bytes)); }
 
 struct SegmentHeader {
   Tag tag;

@@ -9,7 +9,6 @@
 
 #include "base/clock.h"
 #include "net/dialer.h"
-#include "net/segment.h"
 
 namespace hc {
 namespace {
@@ -93,8 +92,12 @@ Status Connection::send(const FrameHeader& header, std::span<const uint8_t> firs
   MutexLock lock(sending_);
   FrameHeader head = header;
   head.bytes = first.size() + second.size();
-  head.first_bytes = first.size();
-  if (has_sums_) head.sums[0] = sum_of(first.data(), first.size()), head.sums[1] = sum_of(second.data(), second.size());
+  if (has_sums_) {
+    MemoryHash hash;
+    hash.add(first.data(), first.size());
+    hash.add(second.data(), second.size());
+    head.sum = hash.finish();
+  }
   head.guard = head.guard_of();
   iovec parts[3] = {{&head, sizeof(head)},
                     {const_cast<uint8_t*>(first.data()), first.size()},
@@ -145,13 +148,10 @@ Status Connection::receive(FrameHeader* header, Buffer* payload, double silence_
   HC_TRY(wait(POLLIN, silence_s));  // an end counts as something to read
   HC_TRY(fill(header, sizeof(*header), kWithinFrameS));
   if (header->magic != kFrameMagic || header->verb >= Verb::kVerbs || header->bytes > kMaxPayload ||
-      header->first_bytes > header->bytes || header->guard != header->guard_of())
+      header->guard != header->guard_of())
     return error(Code::kPeerLost, peer_, " sent what is no frame");
   HC_TRY(fill(payload->sized(header->bytes), header->bytes, kWithinFrameS));
-  if (!has_sums_) return Status::ok();
-  const size_t first = header->first_bytes, second = header->bytes - first;
-  if (sum_of(payload->data(), first) == header->sums[0] && sum_of(payload->data() + first, second) == header->sums[1])
-    return Status::ok();
+  if (!has_sums_ || hash_of_bytes(payload->data(), header->bytes) == header->sum) return Status::ok();
   return error(Code::kPeerLost, peer_, " sent ", header->bytes,
                " bytes that were changed on their way. A network card, a switch or a proxy between the two hosts is "
                "faulty");

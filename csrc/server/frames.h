@@ -54,13 +54,12 @@ struct FrameHeader {
   uint64_t bytes = 0;     // of the payload
   uint64_t limit_ms = 0;  // for how long to wait for others
   // What follows is the connection's: it finds bytes that changed between two hosts.
-  uint64_t first_bytes = 0;   // of the payload's two parts
-  uint32_t sums[2] = {0, 0};  // of each; 0 through a unix socket
-  uint64_t guard = 0;         // over what stands before it
+  uint64_t sum = 0;    // of the payload; 0 through a unix socket
+  uint64_t guard = 0;  // over what stands before it
 
   uint64_t guard_of() const { return hash_of_bytes(this, offsetof(FrameHeader, guard)); }
 };
-static_assert(sizeof(FrameHeader) == 96 && std::is_trivially_copyable_v<FrameHeader>);
+static_assert(sizeof(FrameHeader) == 88 && std::is_trivially_copyable_v<FrameHeader>);
 
 inline constexpr uint32_t kOnlyNew = 1;  // kAssign: leave alone what exists
 inline constexpr uint32_t kAlone = 2;    // kPush: does not count as a step of the worker
