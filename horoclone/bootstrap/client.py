@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from horoclone import errors
-from horoclone.bootstrap import wire
+from horoclone.bootstrap import seal, wire
 
 CONNECT_S = 3.0  # one round over all addresses
 HELLO_S = 5.0
@@ -58,7 +58,7 @@ class Stream:
         (length,) = struct.unpack("<I", wire.receive_exactly(self.socket, 4, deadline))
         if not 0 < length <= wire.MAX_FRAME_BYTES:
             raise ConnectionError(f"a frame of {length} bytes")
-        received = wire.receive_exactly(self.socket, length + wire.TAG_BYTES, deadline)
+        received = wire.receive_exactly(self.socket, length + seal.TAG_BYTES, deadline)
         payload = received[:length]
         try:
             self._receives.check(payload, received[length:])

@@ -51,7 +51,7 @@ class Failures:
         self._given_up: dict[str, Failure] = {}  # gather -> who was the first to leave it
         self._sure: set[int] = set()  # of these it is known that they do not come back
         self._gone_now: set[int] = set()  # since the last settle()
-        self._news: list[tuple[float, int]] = []  # (since when, rank), not told yet
+        self._news: list[float] = []  # since when what is not told yet is so
 
     def came(self, rank: int) -> None:
         """A connection of this rank is there."""
@@ -78,7 +78,7 @@ class Failures:
 
     def _note(self, rank: int, at_s: float) -> None:
         self._gone_now.add(rank)
-        self._news.append((at_s, rank))
+        self._news.append(at_s)
 
     def _lost_since_s(self, rank: int) -> float:
         """It is sure now. Its connection may have broken before."""
@@ -115,7 +115,7 @@ class Failures:
     def next_s(self) -> float:
         """When settle() has something to do, by its clock."""
         with self._mutex:
-            if self._gone_now or any(at_s <= self._detector.in_doubt_since_s() for at_s, _ in self._news):
+            if self._gone_now or any(at_s <= self._detector.in_doubt_since_s() for at_s in self._news):
                 return 0.0
             return self._detector.next_s()
 
@@ -126,7 +126,7 @@ class Failures:
             for rank, since_s in self._detector.gone(now).items():
                 self._lose(rank, f"rank {rank} has died or left", since_s)
             until_s = self._detector.in_doubt_since_s()
-            waiting = [one for one in self._news if one[0] > until_s]
+            waiting = [at_s for at_s in self._news if at_s > until_s]
             has_news, self._news = len(waiting) < len(self._news), waiting
             gone, self._gone_now = self._gone_now, set()
             return gone, has_news

@@ -16,7 +16,7 @@ import struct
 import threading
 import time
 
-from horoclone.bootstrap import wire
+from horoclone.bootstrap import seal, wire
 from horoclone.bootstrap.client import Client
 from horoclone.bootstrap.failures import Failure, Failures
 from horoclone.bootstrap.waiting import Connection, Gather, Membership, Waiter
@@ -294,16 +294,14 @@ class Server:
             (length,) = struct.unpack_from("<I", connection.received)
             if not 0 < length <= wire.MAX_FRAME_BYTES:
                 raise wire.FrameError("bad length")
-            end = 4 + length
-            if len(connection.received) < end + wire.TAG_BYTES:
+            end = 4 + length + seal.TAG_BYTES
+            if len(connection.received) < end:
                 return
-            payload, tag = (
-                bytes(connection.received[4:end]),
-                bytes(connection.received[end : end + wire.TAG_BYTES]),
-            )
-            del connection.received[: end + wire.TAG_BYTES]
+            frame = bytes(connection.received[4:end])
+            del connection.received[:end]
+            payload = frame[:length]
             assert connection.receives is not None
-            connection.receives.check(payload, tag)
+            connection.receives.check(payload, frame[length:])
             self._handle(connection, wire.Reader(payload))
 
     def _check_hello(self, connection: Connection) -> None:

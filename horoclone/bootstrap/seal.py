@@ -1,7 +1,7 @@
-"""Keyed digests of what travels between processes of a job and is unpickled at its end.
+"""Keyed digests of what travels between processes of a job and is unpickled at its end, or decides about the job.
 
 A connection's handshake proves who is at its ends, and nothing protects what comes after it: whoever is on the way
-could put a pickle of their own in its place. Only who knows the job's secret can make a digest. Pure."""
+could put bytes of their own in its place. Only who knows the job's secret can make a digest. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TAG_BYTES = 16
 
 def tag_of(secret: bytes, context: str, parts: Iterable[Any]) -> bytes:
     """Of bytes or buffers. context: for what they are, so that they count for nothing else, and for no other time."""
-    key = hashlib.sha256(b"horoclone pickles\0" + secret).digest()
+    key = hashlib.sha256(b"horoclone digests\0" + secret).digest()
     made = hashlib.blake2b(key=key, digest_size=TAG_BYTES)
     for part in (context.encode(), *parts):
         view = memoryview(part).cast("B")

@@ -22,12 +22,12 @@ import time
 from collections.abc import Iterator, Mapping
 
 from horoclone import errors
+from horoclone.bootstrap import seal
 
 GREETING = b"HCR3"  # server -> client, then its nonce
 HELLO = b"HCC3"  # client -> server, then its nonce and its proof
 NONCE_BYTES = 32
 PROOF_BYTES = 32
-TAG_BYTES = 16
 GREETING_BYTES = len(GREETING) + NONCE_BYTES
 HELLO_BYTES = len(HELLO) + NONCE_BYTES + PROOF_BYTES
 REFUSED = b"\0" * PROOF_BYTES  # instead of the server's proof: your secret or job id is not mine
@@ -271,8 +271,7 @@ class Sealed:
 
     def _tag(self, payload: bytes) -> bytes:
         number, self._number = self._number, self._number + 1
-        message = struct.pack("<Q", number) + payload
-        return hashlib.blake2b(message, key=self._key, digest_size=TAG_BYTES).digest()
+        return seal.tag_of(self._key, f"frame {number}", [payload])
 
 
 class Reader:

@@ -19,7 +19,7 @@ import pytest
 
 from horoclone import errors
 from horoclone.bootstrap import client as bootstrap_client
-from horoclone.bootstrap import rendezvous, wire
+from horoclone.bootstrap import rendezvous, seal, wire
 from horoclone.bootstrap.failures import Failures
 from horoclone.bootstrap.rendezvous import Client, Server
 
@@ -404,12 +404,12 @@ def test_who_is_between_a_rank_and_the_server_cannot_speak_for_either(tcp, how):
     first, second = sends.frame(PUT_A + b"first"), sends.frame(PUT_A + b"second")
     if how in ("again", "sent back"):
         one.sendall(first)
-        answer = one.recv(5 + wire.TAG_BYTES, socket.MSG_WAITALL)
+        answer = one.recv(5 + seal.TAG_BYTES, socket.MSG_WAITALL)
         receives.check(answer[4:5], answer[5:])
         assert client_of(tcp).get("a", 5) == b"first"
     forged = {
         "changed": first.replace(b"first", b"other"),
-        "of nobody": wire.frame(PUT_A + b"other") + bytes(wire.TAG_BYTES),
+        "of nobody": wire.frame(PUT_A + b"other") + bytes(seal.TAG_BYTES),
         "again": first,
         "left out": second,
         "in another order": second + first,

@@ -14,7 +14,8 @@ import time
 
 import numpy as np
 import pytest
-from worker_pool import enter_namespace, say
+from namespaces import enter_namespace
+from worker_pool import say
 
 import horoclone as hvd
 
