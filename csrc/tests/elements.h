@@ -1,70 +1,64 @@
-// One element of any dtype that is reduced, as a float64 and back.
+// The C++ type of any dtype that is reduced; one element of it as a float64 and back.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "base/dtype.h"
 #include "base/half.h"
 
 namespace hc {
 
-inline double load(DType t, const std::byte* p) {
-  auto as = [&](auto value) {
-    std::memcpy(&value, p, sizeof value);
-    return value;
-  };
+// Calls body(T{}) with the C++ type of a dtype.
+template <class Body>
+auto with_element(DType t, Body&& body) {
   switch (t) {
     case DType::kBool:
     case DType::kU8:
-      return as(uint8_t{});
+      return body(uint8_t{});
     case DType::kI8:
-      return as(int8_t{});
+      return body(int8_t{});
     case DType::kU16:
-      return as(uint16_t{});
+      return body(uint16_t{});
     case DType::kI16:
-      return as(int16_t{});
+      return body(int16_t{});
     case DType::kI32:
-      return as(int32_t{});
+      return body(int32_t{});
     case DType::kI64:
-      return static_cast<double>(as(int64_t{}));
+      return body(int64_t{});
     case DType::kF16:
-      return to_float(as(Float16{}));
+      return body(Float16{});
     case DType::kBF16:
-      return to_float(as(BFloat16{}));
+      return body(BFloat16{});
     case DType::kF32:
-      return as(float{});
+      return body(float{});
     case DType::kF64:
-      return as(double{});
+      break;
   }
-  return 0;
+  return body(double{});
+}
+
+inline double load(DType t, const std::byte* p) {
+  return with_element(t, [&]<class T>(T value) -> double {
+    std::memcpy(&value, p, sizeof value);
+    if constexpr (std::is_arithmetic_v<T>)
+      return static_cast<double>(value);
+    else
+      return to_float(value);
+  });
 }
 inline void store(DType t, std::byte* p, double v) {
-  auto put = [&](auto value) { std::memcpy(p, &value, sizeof value); };
-  switch (t) {
-    case DType::kBool:
-    case DType::kU8:
-      return put(static_cast<uint8_t>(v));
-    case DType::kI8:
-      return put(static_cast<int8_t>(v));
-    case DType::kU16:
-      return put(static_cast<uint16_t>(v));
-    case DType::kI16:
-      return put(static_cast<int16_t>(v));
-    case DType::kI32:
-      return put(static_cast<int32_t>(v));
-    case DType::kI64:
-      return put(static_cast<int64_t>(v));
-    case DType::kF16:
-      return put(to_float16(static_cast<float>(v)));
-    case DType::kBF16:
-      return put(to_bfloat16(static_cast<float>(v)));
-    case DType::kF32:
-      return put(static_cast<float>(v));
-    case DType::kF64:
-      return put(v);
-  }
+  with_element(t, [&]<class T>(T value) {
+    if constexpr (std::is_same_v<T, Float16>)
+      value = to_float16(static_cast<float>(v));
+    else if constexpr (std::is_same_v<T, BFloat16>)
+      value = to_bfloat16(static_cast<float>(v));
+    else
+      value = static_cast<T>(v);
+    std::memcpy(p, &value, sizeof value);
+  });
 }
 
 }  // namespace hc

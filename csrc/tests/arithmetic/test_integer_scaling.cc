@@ -8,6 +8,7 @@
 #include <cstring>
 #include <limits>
 
+#include "tests/elements.h"
 #include "tests/locked_checks.h"
 #include "tests/world.h"
 
@@ -26,26 +27,12 @@ constexpr Reduce kOps[] = {Reduce::kAverage, Reduce::kSum, Reduce::kMin, Reduce:
 // Calls body(T{}) with the C++ type of an integer dtype.
 template <class Body>
 auto with(DType dtype, Body&& body) {
-  switch (dtype) {
-    case DType::kU8:
-      return body(uint8_t{});
-    case DType::kI8:
-      return body(int8_t{});
-    case DType::kU16:
-      return body(uint16_t{});
-    case DType::kI16:
-      return body(int16_t{});
-    case DType::kI32:
-      return body(int32_t{});
-    case DType::kI64:
-    case DType::kBool:
-    case DType::kF16:
-    case DType::kBF16:
-    case DType::kF32:
-    case DType::kF64:
-      break;
-  }
-  return body(int64_t{});
+  return with_element(dtype, [&]<class T>(T zero) {
+    if constexpr (std::is_integral_v<T>)
+      return body(zero);
+    else
+      return body(int64_t{});
+  });
 }
 
 // Mostly small, of both signs; now and then so large that sums and products wrap.
