@@ -12,7 +12,7 @@ import logging
 import os
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from horoclone.errors import Mismatch
@@ -138,6 +138,10 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 CHOICE = "HOROCLONE_COMPARE=error makes this an error, repair mends it, off ends the comparison."
+DRIFTED = (
+    " A change of weights, gradients or state that is not the same on all ranks does so (a norm over other threads, "
+    "OMP_NUM_THREADS, another kind of processor), and so does a fault of memory."
+)
 
 
 def tell(action: int, text: str, is_first: bool) -> None:
@@ -146,3 +150,53 @@ def tell(action: int, text: str, is_first: bool) -> None:
         raise Mismatch(text)
     if is_first:
         log.warning("horoclone: %s", text)
+
+
+class Comparison:
+    """Of the values of one optimizer: what is compared when, and what is said. A binding derives one that knows the
+    values."""
+
+    def __init__(self, own: Policy) -> None:
+        self.own = own  # this rank's
+        self.agreed = Policy()
+        self._rotation = Rotation([], 0)
+        self._share: int | None = None  # that this step compares
+        self._differs = False  # some rank has said something else than another one
+        self._steps = 0  # that were made
+        self._when, self._why = "", DRIFTED
+
+    def _begin(self, sizes: Sequence[int]) -> None:
+        """The values are new; sizes: in bytes."""
+        self._share, self._rotation = None, Rotation(sizes, self.agreed.steps)
+
+    def _look(self, received: Sequence[float]) -> None:
+        """At what the reduction has made of the places."""
+        if self._share is not None and differ(received):
+            last = self._steps - self._rotation.every * len(self._rotation.shares)
+            since = f"after step {last}" if last > 0 else "before the first one"
+            self._differs, self._why = True, DRIFTED
+            self._when = f"after step {self._steps}, and not yet {since},"
+
+    def _settle(
+        self,
+        labels: Sequence[str],
+        rows: Sequence[Sequence[int]],
+        ranks: Sequence[int],
+        is_first: bool,
+        mend: Callable[[list[Difference]], str],
+    ) -> None:
+        """Says what differs. rows: as differences() takes them. mend: copies what is right, collectively, and says what
+        it has done."""
+        found, action = differences(rows), self.agreed.action
+        if not found:
+            text = f"{self._when} a comparison of the ranks' values failed, and they are the same: a fault of memory?"
+            tell(action, text, is_first)
+            return
+        text = described(found, labels, ranks, self._when) + self._why
+        text += mend(found) if action == REPAIR else f" {CHOICE}"
+        if action == WARN:
+            self.agreed = Policy()  # it is said once
+        tell(action, text, is_first)
+
+
+MENDED = " They were given the value of the majority, or where there is none that of the first rank."

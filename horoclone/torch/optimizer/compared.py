@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 import torch
 
 from horoclone import comparison
-from horoclone.comparison import OFF, REPAIR, WARN, Difference, Policy, Rotation
+from horoclone.comparison import DRIFTED, MENDED, OFF, Difference, Policy
 from horoclone.objects import broadcast_object
 from horoclone.ops import Sum
 from horoclone.process_sets import ProcessSet
@@ -32,27 +32,17 @@ JOINED = (
     "join. last = hvd.join(); hvd.broadcast_parameters(model.state_dict(), root_rank=last); "
     "hvd.broadcast_optimizer_state(optimizer, root_rank=last)."
 )
-DRIFTED = (
-    " A change of weights, gradients or state that is not the same on all ranks does so (a norm over other threads, "
-    "OMP_NUM_THREADS, another kind of processor), and so does a fault of memory."
-)
 
 
-class Comparison:
+class Comparison(comparison.Comparison):
     """Of one optimizer. state_of: gives what the optimizer has, by parameter."""
 
     def __init__(self, policy: Policy, state_of: Callable[[], MutableMapping[Any, Any]] | None) -> None:
-        self.own = policy  # this rank's
-        self.agreed = Policy()
+        super().__init__(policy)
         self._state_of = state_of
         self._states: list[GradState] = []
-        self._rotation = Rotation([], 0)
-        self._share: int | None = None  # that this step compares
-        self._differs = False  # some rank has said something else than another one
-        self._steps = 0  # that were made
         self._fresh: list[tuple[str, int]] = []  # buckets reduced since the last check, and their hashes
         self._reduced: list[tuple[str, int]] = []  # those of the last check
-        self._when, self._why = "", DRIFTED
         self._joins = joins()  # that there had been when the ranks agreed
 
     # --- the first step -------------------------------------------------------------------------------------------
@@ -76,8 +66,8 @@ class Comparison:
 
     def begin(self, states: Sequence[GradState]) -> None:
         """The order of states and the layout of buckets are new."""
-        self._states, self._share = list(states), None
-        self._rotation = Rotation([state.parameter.nbytes for state in states], self.agreed.steps)
+        self._states = list(states)
+        self._begin([state.parameter.nbytes for state in states])
         self._fresh, self._reduced = [], []
 
     # --- every other step -----------------------------------------------------------------------------------------
@@ -94,11 +84,7 @@ class Comparison:
     def look(self, places: torch.Tensor) -> None:
         """At what the reduction has made of them."""
         if self._share is not None:
-            if comparison.differ(places.tolist()):
-                last = self._steps - self._rotation.every * len(self._rotation.shares)
-                since = f"after step {last}" if last > 0 else "before the first one"
-                self._differs, self._why = True, DRIFTED
-                self._when = f"after step {self._steps}, and not yet {since},"
+            self._look(places.tolist())
             places.zero_()
 
     def note(self, bucket: Bucket) -> None:
@@ -127,24 +113,12 @@ class Comparison:
         table[mine] = torch.tensor([1, *(bits - (1 << 64) if bits >> 63 else bits for bits in own)])
         operations.allreduce_(table, name="horoclone.optimizer.values", op=Sum, process_set=process_set)
         rows = [row[1:] if row[0] else [] for row in table.tolist()]
-        found = comparison.differences(rows)
-        action, is_first = self.agreed.action, mine == 0
-        if not found:
-            text = f"{self._when} a comparison of the ranks' values failed, and they are the same: a fault of memory?"
-            comparison.tell(action, text, is_first)
-            return
-        text = comparison.described(found, labels, ranks, self._when)
-        text += self._why
-        if action == REPAIR:
+
+        def mend(found: list[Difference]) -> str:
             self._repair(found, len(self._reduced), ranks, process_set)
-            text += (
-                " They were given the value of the majority, or where there is none that of the first rank."
-            )
-        else:
-            text += f" {comparison.CHOICE}"
-        if action == WARN:
-            self.agreed = Policy()  # it is said once
-        comparison.tell(action, text, is_first)
+            return MENDED
+
+        self._settle(labels, rows, ranks, mine == 0, mend)
 
     def _repair(
         self, found: Sequence[Difference], buckets: int, ranks: Sequence[int], process_set: ProcessSet
