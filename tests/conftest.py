@@ -98,8 +98,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left]
         config.hook.pytest_deselected(items=left)
     costly = {item.path for item in items if item.get_closest_marker("slow") or item in long}
-    # Several files at a time: the last one had better be a short one. Sorted here, so that no other one comes before them.
-    items.sort(key=lambda item: item.path not in costly)
+
+    def turn(item: pytest.Item) -> int:
+        """Several files at a time: the last one had better be a short one."""
+        folder = item.path.parent.name
+        return AT_ONCE.index(folder) if folder in AT_ONCE else len(AT_ONCE) + (item.path not in costly)
+
+    items.sort(key=turn)  # here, so that no other one comes before them
+
+
+# Folders that one process of pytest-xdist takes as a whole, the longest first: what its warm processes import takes
+# tens of seconds, which each process would spend for itself.
+AT_ONCE = ("keras", "torch", "jax", "tensorflow")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFolderOrFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            folder = Path(nodeid.split("::", 1)[0]).parent
+            return str(folder) if folder.name in AT_ONCE else super()._split_scope(nodeid)
+
+    return ByFolderOrFile(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
