@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from horoclone import errors
-from horoclone.bootstrap import replica, service, wire
+from horoclone.bootstrap import service, wire
 from horoclone.bootstrap.client import HELLO_S, SLICE_S, Client
 from horoclone.membership import client, snapshot
 from horoclone.membership.client import GenerationJob, Identity, MembershipClient
@@ -25,7 +25,7 @@ from horoclone.membership.peer_discovery import PeerDiscovery
 from horoclone.membership.records import Assignment, Evicted, Stop
 from horoclone.membership.states import NO_MEMBER
 from horoclone.membership.timeouts import ASK_AGAIN_S, COORDINATOR_TIMEOUT_S, FED_S, SAY_EVERY_S
-from horoclone.runtime import current
+from horoclone.runtime import current, replica
 from horoclone.runtime.current import say
 from horoclone.runtime.native_module import core
 from horoclone.settings import flag, seconds, setting, with_own_files

@@ -6,16 +6,16 @@ import socket
 import struct
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from horoclone.bootstrap import replica, wire
+from horoclone.bootstrap import wire
 from horoclone.bootstrap.client import Client
 from horoclone.bootstrap.rendezvous import Server
-from horoclone.bootstrap.replica import Feed, Feeder
+from horoclone.runtime import replica
+from horoclone.runtime.replica import Feed, Feeder
 
 SECRET, JOB = b"s" * 32, "job"
 
@@ -156,12 +156,12 @@ def sent(*pieces: bytes) -> Any:
 
 
 def test_what_makes_no_sense_is_refused() -> None:
-    head, crc = struct.pack("<QIQ", 4, 1, 3), zlib.crc32(b"abc")
+    head, crc = struct.pack("<QIQ", 4, 1, 3), replica.sum_with(b"abc", 0)
     tag = replica.Replica(4, [b"abc"], 7, sums=[crc]).tag_with(b"secret", "job/replica")
     part, end = b"\0abc" + struct.pack("<I", crc), struct.pack("<Q", 7) + tag
     feed = replica.Feed(["127.0.0.1:1"], b"secret", "job")
     assert feed._checked(sent(head, part, end)) == (4, [b"abc"], 7, tag, [crc])
-    forged = b"\0abd" + struct.pack("<I", zlib.crc32(b"abd"))
+    forged = b"\0abd" + struct.pack("<I", replica.sum_with(b"abd", 0))
     wrong = struct.pack("<Q", 8) + tag
     for content, tail, other in (
         (forged, end, head),
@@ -186,7 +186,7 @@ def test_what_makes_no_sense_is_refused() -> None:
 
 def test_an_array_that_was_damaged_on_its_way_is_found() -> None:
     parts = [b"pickle", b"array"]
-    sums = [zlib.crc32(one) for one in parts]
+    sums = [replica.sum_with(one, 0) for one in parts]
     tag = replica.Replica(4, parts, 7, sums=sums).tag_with(b"secret", "job/replica")
     head, end = struct.pack("<QIQQ", 4, 2, 6, 5), struct.pack("<IIQ", *sums, 7) + tag
     feed = replica.Feed(["127.0.0.1:1"], b"secret", "job")
@@ -203,13 +203,13 @@ def test_only_what_has_changed_is_sent_again(
     feeder.offer(1, lambda: [b"one", frozen, before])
     first = newest(feed, 1)
     read: list[int] = []
-    fill = replica._Stream._fill
+    take_in = replica._Stream._take_in
 
-    def filled(stream: Any, part: bytearray) -> int:
+    def taken_in(stream: Any, part: bytearray) -> int:
         read.append(len(part))
-        return fill(stream, part)
+        return take_in(stream, part)
 
-    monkeypatch.setattr(replica._Stream, "_fill", filled)
+    monkeypatch.setattr(replica._Stream, "_take_in", taken_in)
     feeder.offer(2, lambda: [b"two", bytearray(frozen), after])
     second = newest(feed, 2)
     assert second.parts[1] is first.parts[1] and bytes(second.parts[2]) == after

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 import horoclone as hvd
-from horoclone.bootstrap.replica import Feeder
 from horoclone.elastic.generation import generation
 from horoclone.elastic.run import run
 from horoclone.elastic.state import ObjectState
 from horoclone.objects import broadcast_object
+from horoclone.runtime.replica import Feeder
 
 how = "replica"
 plain_sync = ObjectState.sync

@@ -18,12 +18,12 @@ pytest.importorskip("horoclone._core", reason="the native module is not built: p
 
 import numpy as np
 
-from horoclone.bootstrap.replica import Replica
 from horoclone.elastic import member, replicas
 from horoclone.elastic.generation import Generation
 from horoclone.elastic.state import ObjectState
 from horoclone.runtime import facts
 from horoclone.runtime.lifecycle import member as process
+from horoclone.runtime.replica import Replica
 
 WORKER = Path(__file__).with_name("promoted.py")
 RUN = [sys.executable, "-m", "horoclone.launch"]

@@ -3,7 +3,7 @@ connection that each of them opens.
 
 Rank 0 writes its addresses into the rendezvous; a spare reads them there, proves the job's secret (wire.py), and
 receives each newest commit: [commit u64][parts u32][bytes u64 of each part], of each part [kept u8] and, where it is
-not as in the commit that was sent before, its bytes; then [crc u32 of each part][digest][tag]. The content is not
+not as in the commit that was sent before, its bytes; then [sum u32 of each part][digest][tag]. The content is not
 interpreted here. A spare keeps the newest commit that arrived completely.
 """
 
@@ -21,17 +21,20 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from horoclone import errors
 from horoclone.bootstrap import seal, wire
 from horoclone.bootstrap.client import HELLO_S, SLICE_S, Client
 from horoclone.connection_limits import BACKLOG, UnauthenticatedConnections
+from horoclone.runtime.native_module import core
 
 KEY = "replica"  # [generation u64][addresses, comma-separated]
 MAX_SPARES = 64  # and as many unauthenticated connections, of which the oldest goes when another comes
 MAX_PARTS = 1 << 20
 DIGEST_BYTES = 8
 STUCK_S = 10.0  # a spare that takes nothing for so long is given up
-CHUNK = 1 << 20
+CHUNK = 1 << 20  # bytes that are sent, and summed while they are in a cache, at once
 SLICE = 1 << 18  # bytes that are compared at once
 PART_OF_TIME = 2  # one part of so many at most goes to packing and sending, the rest is training's alone
 RETRY_S = 0.5
@@ -49,8 +52,8 @@ class Replica(NamedTuple):
     """A commit as it travels: parts[0] is a pickle, the others are memory of arrays. No parts: there is such a commit,
     and it cannot be sent in this way.
 
-    commit 0: none is there yet. digest: a number that who packed it has drawn; 0 is none. sums: CRC-32 of each part;
-    tag: see seal.tag_of().
+    commit 0: none is there yet. digest: a number that who packed it has drawn; 0 is none. sums: of each part, see
+    sum_with(); tag: see seal.tag_of().
     """
 
     commit: int
@@ -65,6 +68,14 @@ class Replica(NamedTuple):
         sizes = [memoryview(part).nbytes for part in self.parts]
         table = struct.pack(f"<{len(sizes)}Q{len(sizes)}I", *sizes, *self.sums)
         return seal.tag_of(secret, context, [*self.parts[:1], table])
+
+
+def sum_with(chunk: Part, before: int) -> int:
+    """The sum of a part up to this chunk of it; before: up to the one before, 0 for the first. All chunks but the last
+    have CHUNK bytes. The core's hash, of which the CRC-32 is taken, is ten times as fast as a CRC-32 of the bytes."""
+    array = np.frombuffer(chunk, np.uint8)
+    hashes: list[int] = core().hash_memory([array.ctypes.data], [array.nbytes])
+    return zlib.crc32(struct.pack("<Q", hashes[0]), before)
 
 
 class Feeder:
@@ -214,13 +225,13 @@ class Feeder:
                 peer.sendall(b"\1")
                 continue
             peer.sendall(b"\0")
-            view, crc = memoryview(part), 0
+            view, total = memoryview(part), 0
             for begin in range(0, len(view), CHUNK):
                 chunk = view[begin : begin + CHUNK]
                 peer.sendall(chunk)
                 if sums[place] < 0:
-                    crc = zlib.crc32(chunk, crc)  # while the other side takes it
-            sums[place] = crc if sums[place] < 0 else sums[place]
+                    total = sum_with(chunk, total)  # while the other side takes it
+            sums[place] = total if sums[place] < 0 else sums[place]
         tag = replica.tag_with(self._secret, self._job)
         peer.sendall(struct.pack(f"<{len(sums)}I", *sums) + struct.pack("<Q", replica.digest) + tag)
 
@@ -362,7 +373,7 @@ class _Stream:
                 if self._exactly(1) == b"\0":
                     old = memory.pop(place, None)
                     part = old if old is not None and len(old) == size else bytearray(size)
-                    sums.append(self._fill(part))
+                    sums.append(self._take_in(part))
                     parts.append(part)
                     continue
                 if before is None or place >= len(before.parts) or len(before.parts[place]) != size:
@@ -379,15 +390,24 @@ class _Stream:
 
     def _exactly(self, count: int) -> bytearray:
         part = bytearray(count)
-        self._fill(part)
+        self._fill(memoryview(part))
         return part
 
-    def _fill(self, part: bytearray) -> int:
-        """Reads as many bytes as there is room for, however long they take; their CRC-32. _Over when is_over()."""
-        view, at, crc = memoryview(part), 0, 0
+    def _take_in(self, part: bytearray) -> int:
+        """Reads a part and returns its sum."""
+        view, total = memoryview(part), 0
+        for begin in range(0, len(view), CHUNK):
+            chunk = view[begin : begin + CHUNK]
+            self._fill(chunk)
+            total = sum_with(chunk, total)
+        return total
+
+    def _fill(self, view: memoryview) -> None:
+        """Reads as many bytes as there is room for, however long they take. _Over when is_over()."""
+        at = 0
         while at < len(view):
             try:
-                got = self._connection.recv_into(view[at : at + CHUNK])
+                got = self._connection.recv_into(view[at:])
             except TimeoutError:
                 if self._is_over():
                     raise _Over from None
@@ -395,9 +415,7 @@ class _Stream:
             if got == 0:
                 raise ConnectionError("the feeder has gone")
             self._hear()
-            crc = zlib.crc32(view[at : at + got], crc)
             at += got
-        return crc
 
 
 class _Over(Exception):
