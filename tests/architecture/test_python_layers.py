@@ -70,7 +70,7 @@ ray: bootstrap errors launch ps runner
 replay:
 requests: arguments ops
 runner: bootstrap common launch
-runtime: bootstrap errors live membership settings
+runtime: bootstrap connection_limits errors live membership settings
 runtime.elastic_sets: membership process_sets
 runtime.exit_hooks: bootstrap errors
 runtime.exported: process_sets runtime.lifecycle
