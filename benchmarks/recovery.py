@@ -14,7 +14,7 @@ phase in which the process really was is read from its file, and recorded with e
 --hosts 2: horoclonerun runs in a network namespace, and half of its workers in another one (root and iproute2).
 The clock is CLOCK_MONOTONIC, which all processes of a machine share. "known": until the first survivor knows;
 "formed": until the next generation of the survivors is up; "step": until all of its ranks did a step.
-"growing" is the pause of the others when the new worker joins.
+"growing" is the pause of the others when the new worker joins; the step that follows is training's own.
 
 torchrun restarts all ranks from a file (--max-restarts, gloo); torchft 0.2.0 leaves a replica out of the next quorum
 (gloo, one replica a rank, its lighthouse with --torchft-heartbeat-ms; it needs a Python that has it).
@@ -170,13 +170,14 @@ def row_of(job: Job, kill: Kill) -> dict[str, Any]:
     return row
 
 
-def pauses_of(job: Job) -> list[float]:
-    """In ms, where somebody came and nobody was lost: from the interrupt to the step of all."""
+def pauses_of(job: Job) -> list[tuple[float, float]]:
+    """In ms, where somebody came and nobody was lost: from the interrupt until all train again, and to the step of all."""
     found = []
     for number in job.complete():
         asked_s = job.times("updated", number - 1)
         if asked_s and not job.times("lost", number - 1):
-            found.append((max(job.times("step", number)) - min(asked_s)) * 1000)
+            began_s, done_s = max(job.times("generation", number)), max(job.times("step", number))
+            found.append(((began_s - min(asked_s)) * 1000, (done_s - min(asked_s)) * 1000))
     return found
 
 
@@ -239,8 +240,12 @@ def print_one(found: dict[str, Any], arguments: argparse.Namespace) -> None:
         values = [row[key] for row in rows if key in row]
         if values:
             print(f"{text:<34}{figures(values)}")
-    if found["growing"]:
-        print(f"{'growing: the pause':<34}{figures(found['growing'])}")
+    for text, values in zip(
+        ("growing: until all train again", "growing: all did a step"),
+        zip(*found["growing"], strict=True),
+        strict=False,
+    ):
+        print(f"{text:<34}{figures(list(values))}")
     for kind in dict.fromkeys(row["kind"] for row in rows):
         values = [row["step"] for row in rows if row["kind"] == kind]
         print(f"{'  step, killed in ' + kind:<34}{figures(values)}")
