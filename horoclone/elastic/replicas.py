@@ -62,6 +62,12 @@ def offer(state: Any) -> None:
     process.offer_replica(number, lambda: [] if content is None else packed(content))
 
 
+def is_provisional() -> bool:
+    """Whether a state that is made now will be replaced before training begins, as a commit of the others has come: the
+    others stand still meanwhile, so it need not begin with a copy of its values."""
+    return process.holds_replica()
+
+
 def synchronise(state: Any) -> None:
     """state.sync(), or less where those who are new hold the commit at which the others are. A collective."""
     if not _all_have_it(state):

@@ -11,6 +11,7 @@ from horoclone import arrays, runtime
 from horoclone.arrays.handles import synchronize
 from horoclone.elastic.alike import check_alike
 from horoclone.elastic.attributes import Named
+from horoclone.elastic.replicas import is_provisional
 from horoclone.elastic.state import ObjectState, root_of_sync
 from horoclone.objects import broadcast_object
 
@@ -20,7 +21,10 @@ class VariablesState(ObjectState):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(bcast_object=broadcast_object, get_rank=runtime.rank, **kwargs)
-        self._save_values()
+        if is_provisional():
+            self._saved_values = self._read(self._variables())
+        else:
+            self._save_values()
         self._slots = {0: self._content()}
 
     def _variables(self) -> Sequence[Any]:

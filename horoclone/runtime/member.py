@@ -235,6 +235,10 @@ class ElasticMember:
         """Of a commit that this process has given to a spare; 0: it has not."""
         return self._feeder.digest(commit) if self._feeder is not None else 0
 
+    def holds_replica(self) -> bool:
+        """Whether this process was given a commit while it waited, which nobody has taken yet."""
+        return self._feed is not None and self._feed.has_commit()
+
     def take_replica(self) -> replica.Replica | None:
         """The newest commit that this process was given while it waited; once."""
         feed, self._feed = self._feed, None

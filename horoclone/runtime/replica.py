@@ -256,6 +256,9 @@ class Feed(Client):
         """Whether a commit is there, or nothing comes."""
         return self._newest is not None or self._is_quiet()
 
+    def has_commit(self) -> bool:
+        return self._newest is not None and bool(self._newest.parts)
+
     def _is_quiet(self) -> bool:
         return time.monotonic() >= self._heard_s + QUIET_S
 

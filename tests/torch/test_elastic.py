@@ -9,6 +9,7 @@ import torch
 from world import ranks
 
 import horoclone.torch as hvd
+from horoclone.elastic import replicas
 from horoclone.elastic import state as elastic_state
 from horoclone.elastic.generation import Generation
 from horoclone.elastic.run import run_fn
@@ -356,6 +357,24 @@ def test_a_commit_that_was_sent_to_a_spare_is_the_same_there() -> None:
     assert alike(everything(*others), everything(model, optimizer))
     other.restore()
     assert other.half.tolist() == [1, 1, 1]
+
+
+def test_a_newcomer_that_has_a_commit_copies_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others stand still while it makes its state."""
+    model = torch.nn.Linear(3, 2)
+
+    def is_copied() -> bool:
+        return ModelStateHandler(model)._saved_model_state["weight"].data_ptr() != model.weight.data_ptr()
+
+    assert is_copied()
+    monkeypatch.setattr(replicas.process, "holds_replica", lambda: True)
+    assert not is_copied()
+    handler = ModelStateHandler(model)
+    handler.restore()
+    handler.save()
+    torch.nn.init.zeros_(model.weight)
+    handler.restore()
+    assert model.weight.any()
 
 
 @ranks(1, 3)

@@ -13,7 +13,7 @@ from horoclone.elastic.alike import check_alike
 from horoclone.elastic.attributes import Named, keep_in_place, parts_of_module
 from horoclone.elastic.member import is_elastic
 from horoclone.elastic.peers import OwnPart
-from horoclone.elastic.replicas import reduce_with
+from horoclone.elastic.replicas import is_provisional, reduce_with
 from horoclone.elastic.state import ObjectState, root_of_sync
 from horoclone.objects import broadcast_object
 from horoclone.runtime import rank
@@ -88,7 +88,10 @@ class ModelStateHandler(StateHandler):
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
-        self.save()
+        if is_provisional():
+            self._saved_model_state = model.state_dict()
+        else:
+            self.save()
 
     def save(self) -> None:
         """Copies the parameters and buffers, each to the device that it is on."""
