@@ -171,7 +171,7 @@ def row_of(job: Job, kill: Kill) -> dict[str, Any]:
 
 
 def pauses_of(job: Job) -> list[tuple[float, float]]:
-    """In ms, where somebody came and nobody was lost: from the interrupt until all train again, and to the step of all."""
+    """In ms, where somebody came and nobody was lost: from the interrupt until all train, and until all did a step."""
     found = []
     for number in job.complete():
         asked_s = job.times("updated", number - 1)
