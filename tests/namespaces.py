@@ -92,3 +92,29 @@ class Hosts:
                 import pytest
 
                 pytest.skip(f"ss -K resets nothing here: {done.stderr}")
+
+
+class Switched:
+    """Up to six namespaces `names`, each behind one cable to a switch."""
+
+    def __init__(self, hosts: int = 3) -> None:
+        tag, third = secrets.token_hex(3), secrets.randbelow(250)
+        self.names = [f"hc-{tag}-{side}" for side in "abcdef"[:hosts]]
+        self.switch = f"hc-{tag}-switch"
+        self.addresses = [f"10.217.{third}.{host}" for host in range(1, hosts + 1)]
+
+    def open(self) -> None:
+        for name in (*self.names, self.switch):
+            ip("netns", "add", name)
+        ip("-n", self.switch, "link", "add", "name", "switch", "type", "bridge")
+        ip("-n", self.switch, "link", "set", "switch", "up")
+        for name, address in zip(self.names, self.addresses, strict=True):
+            peer = ["type", "veth", "peer", "name", name, "netns", self.switch]
+            ip("-n", name, "link", "add", "cable0", *peer)
+            ip("-n", self.switch, "link", "set", name, "master", "switch", "up")
+            ip("-n", name, "addr", "add", f"{address}/29", "dev", "cable0")
+            ip("-n", name, "link", "set", "cable0", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+
+    def close(self) -> None:
+        delete(*self.names, self.switch)

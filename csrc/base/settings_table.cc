@@ -123,6 +123,8 @@ constexpr SettingRow kRows[] = {
      "made. It is said within 5 s. A rank that computes is waited for, and one that polls ten times as long. 0: never."},
     {&Config::stall_stacks, "STALL_STACKS", "", flag(),
      "Stall reports show the Python stack of late ranks, taken with a signal of its own."},
+    {&Config::why, "WHY", "", flag(),
+     "Each rank measures where its time goes between collectives; views and the end of the job say why ranks are late."},
     {&Config::liveness_probe_s, "LIVENESS_PROBE_S", "", seconds(0.001, 1e7),
      "A rank that has waited this long asks the late rank's engine for a sign of life."},
     {&Config::liveness_warn_s, "LIVENESS_WARN_S", "", seconds(0.001, 1e7),

@@ -63,6 +63,7 @@ inline constexpr size_t kMaxFlatBytes = 32 * kKiB;  // a rank's flat buffer in s
   X(double, stall_shutdown_s, 0)              \
   X(double, deadlock_s, 60)                   \
   X(bool, stall_stacks, true)                 \
+  X(bool, why, false)                         \
   X(double, liveness_probe_s, 0.25)           \
   X(double, liveness_warn_s, 5)               \
   X(double, liveness_error_s, 2)              \

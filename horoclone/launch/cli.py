@@ -248,6 +248,8 @@ def launcher_variables(arguments: Any) -> dict[str, str]:
         variables["NCCL_SOCKET_IFNAME"] = arguments.network_interfaces
     if arguments.tcp:
         variables["NCCL_IB_DISABLE"] = "1"
+    if arguments.why:
+        variables["HOROCLONE_WHY"] = "1"
     return variables
 
 

@@ -36,6 +36,7 @@ LAUNCHER_KEYS: dict[str, tuple[type, ...]] = {
     "dashboard": (bool,),
     "dashboard_port": (int, str),
     "metrics_port": (int, str),
+    "why": (bool,),
     "mpi_args": (str,),
     "binding_args": (str,),
 }

@@ -445,6 +445,8 @@ class Job:
             self._owner.close()
         if goodput := self._metrics.goodput():
             say(goodput)
+        for line in self._metrics.why():
+            say(line)
         self._metrics.close()
         for member in self._members.values():
             for stream in list(member.open_streams):

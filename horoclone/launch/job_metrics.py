@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from horoclone.launch import report
 from horoclone.launch.hosts import Placement
-from horoclone.live import rank_metrics
+from horoclone.live import late_ranks, rank_metrics
 from horoclone.live.job_segment import Event, Writer
 from horoclone.live.overview import longest_goodput
 from horoclone.live.processes import ProcessIdentity, own_identity, own_namespace, start_of
@@ -25,7 +25,7 @@ from horoclone.live.rank_metrics import RankMetrics
 LOOK_EVERY_S = 1.0
 _REPEAT_S = 5.0  # a block that does not change is sent so often: the launcher learns that its host lives
 _COPIED = struct.Struct("=q")
-_PACKED_FASTEST = 1  # zlib: 4 KiB, mostly zeros, become some hundred bytes
+_PACKED_FASTEST = 1  # zlib: 8 KiB, mostly zeros, become some hundred bytes
 _HEAD = 256  # bytes of a block in which rank_metrics.states() looks
 
 _segments = itertools.count()  # of this process
@@ -72,7 +72,7 @@ class JobMetrics:
             if at is None:
                 at = self._segment.add_block(initial)
             else:
-                self._segment.write(at, initial.ljust(rank_metrics.BYTES, b"\0"))
+                self._segment.write(at, initial.ljust(rank_metrics.BLOCK_BYTES, b"\0"))
             self._at[key] = at
         except OSError:
             pass
@@ -163,6 +163,17 @@ class JobMetrics:
         lost = ", ".join(f"{what} {seconds:.2f} s" for what, seconds in parts.items() if seconds >= 0.005)
         return f"goodput {found.share:.1%} of {found.whole_seconds:.0f} s" + (f": {lost}" if lost else "")
 
+    def why(self) -> list[str]:
+        """Two lines about each rank that was late in the whole of the job; empty where nobody has measured it."""
+        if self._segment is None:
+            return []
+        found = late_ranks.of_ranks([self._read(at) for at in self._at.values()], recent=False)
+        return [
+            line
+            for one in found
+            for line in (f"rank {one.rank} was late: {one}", f"rank {one.rank}: {one.advice}")
+        ]
+
     # ---- between hosts
 
     def news(self) -> Iterator[tuple[int, bytes]]:
@@ -184,10 +195,10 @@ class JobMetrics:
             return
         try:
             (copied_ns,) = _COPIED.unpack_from(payload)
-            copy = zlib.decompressobj().decompress(payload[_COPIED.size :], rank_metrics.BYTES)
+            copy = zlib.decompressobj().decompress(payload[_COPIED.size :], rank_metrics.BLOCK_BYTES)
         except (struct.error, zlib.error):
             return
-        if len(copy) == rank_metrics.BYTES and copy.startswith(rank_metrics.MAGIC):
+        if len(copy) == rank_metrics.BLOCK_BYTES and copy.startswith(rank_metrics.MAGIC):
             rank_metrics.replace_in_file(self._segment.descriptor, self._at[key], copy)
             at, times = rank_metrics.notes(time.time_ns(), copied_ns, None)
             self._segment.write(self._at[key] + at, times[: rank_metrics.TIMES_BYTES])

@@ -234,6 +234,8 @@ def _add_views(parser: argparse.ArgumentParser) -> None:
         help="the same, there (default: any free port, of 127.0.0.1, which only this machine reaches)")
     add("--metrics-port", metavar="[ADDRESS:]PORT",
         help="serve metrics for Prometheus there (address: 127.0.0.1 unless given; port 0: any free one)")
+    add("--why", action="store_true",
+        help="measure why ranks are late, and say it at the end, in horoclone top and hvd.metrics() (HOROCLONE_WHY=1)")
 # fmt: on
 
 

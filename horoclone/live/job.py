@@ -159,7 +159,7 @@ def _without_launcher() -> list[Job]:
 def _job_in_folder(job: str) -> Job | None:
     def ranks() -> list[RankMetrics]:
         paths = [path for of_job, path in runtime_directory.block_paths(os.environ) if of_job == job]
-        found = _read(filter(None, map(_content, paths)))
+        found = _read(runtime_directory.contents(paths))
         return _newest(found) if any(map(_is_up, found)) else []
 
     now = ranks()
@@ -173,14 +173,6 @@ def _job_in_folder(job: str) -> Job | None:
         _read_ranks=ranks,
         _read_events=lambda: _seen_now(ranks()),
     )
-
-
-def _content(path: str) -> bytes | None:
-    try:
-        with open(path, "rb", buffering=0) as file:
-            return rank_metrics.copy_from_file(file.fileno(), 0)
-    except OSError:
-        return None
 
 
 def _seen_now(ranks: list[RankMetrics]) -> list[Event]:
@@ -197,6 +189,11 @@ def _seen_now(ranks: list[RankMetrics]) -> list[Event]:
 
 
 # ---- both
+
+
+def read_blocks(blocks: Iterable[memoryview | bytes]) -> list[RankMetrics]:
+    """The metrics of the ranks that count, by rank, out of all blocks of one job."""
+    return _newest(_read(blocks))
 
 
 def _read(memories: Iterable[memoryview | bytes], with_other_hosts: bool = True) -> list[RankMetrics]:

@@ -2,7 +2,7 @@
 
     0       magic, whether the job is over, and JSON about it
     4 KiB   the last events, in slots of 512 bytes
-    64 KiB  the metrics of each rank, in blocks of 4 KiB (rank_metrics.py)
+    64 KiB  the metrics of each rank, in blocks of 8 KiB (rank_metrics.py)
 
 The launcher writes all but the blocks of the ranks on its host, which their core writes. The memory has no name: it is
 found among the open files of the launcher, or of ranks that have survived it.
@@ -23,7 +23,7 @@ from typing import Any
 from horoclone.live import rank_metrics
 
 NAME = "horoclone-job"
-MAGIC = b"HCJOBS01"
+MAGIC = b"HCJOBS02"
 BLOCKS_AT = 1 << 16
 _HEAD = struct.Struct("=8sII")  # magic, 1: the job is over, bytes of the JSON that follows
 _EVENTS_AT, _SLOT = 4096, 512
@@ -62,8 +62,8 @@ class Writer:
 
     def add_block(self, initial: bytes) -> int:
         """A new block for a rank; where it begins. OSError where there is no memory for it."""
-        at = BLOCKS_AT + self._blocks * rank_metrics.BYTES
-        os.posix_fallocate(self.descriptor, at, rank_metrics.BYTES)
+        at = BLOCKS_AT + self._blocks * rank_metrics.BLOCK_BYTES
+        os.posix_fallocate(self.descriptor, at, rank_metrics.BLOCK_BYTES)
         self._blocks += 1
         self.write(at, initial)
         return at
@@ -124,8 +124,8 @@ class Reader:
         """The memory of each block that there is by now."""
         if os.fstat(self._descriptor).st_size > len(self._memory):  # it grows
             self._memory = self._mapped()
-        for at in range(BLOCKS_AT, len(self._memory), rank_metrics.BYTES):
-            yield memoryview(self._memory)[at : at + rank_metrics.BYTES]
+        for at in range(BLOCKS_AT, len(self._memory), rank_metrics.BLOCK_BYTES):
+            yield memoryview(self._memory)[at : at + rank_metrics.BLOCK_BYTES]
 
     def _mapped(self) -> mmap.mmap:
         return mmap.mmap(self._descriptor, 0, prot=mmap.PROT_READ)

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
+from horoclone.live import late_ranks
 from horoclone.live.job import Event
 from horoclone.live.rank_metrics import BUCKETS, Goodput, Operation, RankMetrics
 
@@ -34,7 +35,8 @@ class Row:
 
     communication: share of time in which operations were under way, 0 to 1, and overlap: of that, the share for which
     no thread waited; of the last whole step, or where there are no steps of the last seconds. late_s: how long others
-    have waited for it since init(), as the one saw it who waited longest.
+    have waited for it since init(), as the one saw it who waited longest. why, advice: of a rank that is late, where
+    the ranks measure that. is_culprit: it holds others up; the note says what it does.
     """
 
     rank: int
@@ -52,6 +54,9 @@ class Row:
     bytes_per_s: float | None
     late_s: float
     operation: str
+    why: str = ""
+    advice: str = ""
+    is_culprit: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,8 +99,15 @@ class Observer:
         while len(self._before) > 1 and _time_of(self._before[1]) <= now - WINDOW_S:
             self._before.popleft()
         late = late_seconds(ranks)
+        why = {one.rank: one for one in late_ranks.of_ranks(ranks)}
+        culprits = late_ranks.culprits(ranks)
         rows = tuple(
-            _row(metrics, self._earlier(key, metrics), late.get(metrics.rank, 0.0))
+            _with_cause(
+                _row(metrics, self._earlier(key, metrics), late.get(metrics.rank, 0.0)),
+                why.get(metrics.rank),
+                culprits.get(metrics.rank),
+                len(ranks) - 1,
+            )
             for key, metrics in current.items()
         )
         self._before.append(current)
@@ -125,6 +137,15 @@ class Observer:
             if found is not None and found.started == metrics.started and found.now < metrics.now:
                 return found
         return None
+
+
+def _with_cause(row: Row, why: late_ranks.Reason | None, culprit: str | None, others: int) -> Row:
+    if culprit is not None:
+        who = "the other rank" if others == 1 else "the others"
+        return dataclasses.replace(row, is_culprit=True, note=f"holds up {who}: {culprit}")
+    if why is None:
+        return row
+    return dataclasses.replace(row, why=str(why), advice=why.advice)
 
 
 def longest_goodput(ranks: Iterable[RankMetrics]) -> Goodput | None:
@@ -193,7 +214,8 @@ def upper_bounds_s() -> tuple[float | None, ...]:
 
 def _row(metrics: RankMetrics, before: RankMetrics | None, late_s: float) -> Row:
     state = state_of(metrics)
-    moves = state in ("running", "waiting")  # what it does now may be told
+    # what it does now may be told
+    moves = state in ("running", "waiting") and not late_ranks.is_stale(metrics)
     elapsed_s = metrics.now - before.now if before is not None else 0.0
     communication = overlap = None
     if metrics.step_seconds:
@@ -213,10 +235,10 @@ def _row(metrics: RankMetrics, before: RankMetrics | None, late_s: float) -> Row
         step=metrics.step,
         steps_per_s=1 / metrics.step_seconds_smoothed if moves and metrics.step_seconds_smoothed else None,
         step_s=metrics.step_seconds or None,
-        communication=communication if moves or state == "stalled" else None,
+        communication=communication if moves else None,
         overlap=None if overlap is None or not moves else min(1.0, max(0.0, overlap)),
         bytes=metrics.bytes,
-        bytes_per_s=rate if moves or state == "stalled" else None,
+        bytes_per_s=rate if moves else None,
         late_s=late_s,
         operation=_last(metrics),
     )

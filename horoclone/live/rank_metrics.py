@@ -1,4 +1,4 @@
-"""The metrics of one rank: a block of 4 KiB of shared memory that the core writes and anyone may read. Pure.
+"""The metrics of one rank: a block of shared memory that anyone may read; the core writes its first 4 KiB. Pure.
 
 The layout is csrc/engine/rank_metrics/layout.h's; a test compares the two. All numbers are native:
 blocks of other hosts are copies, and hosts of one job have the same byte order.
@@ -13,9 +13,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from horoclone.live import phases
+from horoclone.live.phases import Phases
 from horoclone.live.processes import ProcessIdentity
 
-BYTES = 4096
+BYTES = 4096  # of what the core writes
+BLOCK_BYTES = BYTES + phases.BYTES  # with what phase_sampler.py writes behind it, where it is asked for
 MAGIC = b"HCPAGE03"
 # The kinds of operations in the order of the core's Op.
 KINDS = (
@@ -149,7 +152,9 @@ class RankMetrics:
     (and both waits together) for the last whole step. communication_share and overlap are what a view shows of them.
     stalled_on: what waits, such as "allreduce 'x'", or that nothing is heard; stalled_for: ranks that are late, where
     this rank knows. late: the eight that were waited for longest, in the world's process set; rank 0 knows all.
-    goodput: None where the job is not elastic, or has not begun to train.
+    goodput: None where the job is not elastic, or has not begun to train. is_stopped: by a signal or a debugger;
+    is_silent: busy, and not heard of for 10 s. phases: where its time went, None where HOROCLONE_WHY does not ask for
+    it; phases_age_seconds: since they were written.
     """
 
     rank: int
@@ -180,6 +185,10 @@ class RankMetrics:
     stalled_for: tuple[int, ...]
     late: tuple[Late, ...]
     goodput: Goodput | None = None
+    is_stopped: bool = False
+    is_silent: bool = False
+    phases: Phases | None = None
+    phases_age_seconds: float = 0.0
 
     @property
     def communication_share(self) -> float:
@@ -209,7 +218,7 @@ class Seen:
 
 
 def read(memory: Any, seen: Seen = Seen()) -> RankMetrics:
-    """The metrics in `memory`: an mmap, bytes, or whatever has a buffer of 4096 bytes.
+    """The metrics in `memory`: an mmap, bytes, or whatever has a buffer of 4096 bytes or, with phases, 8192.
 
     It is read until a copy was made while nobody wrote; of a writer that died in the middle of an update, the copy is
     what it left. ValueError when that is no metrics block, or one of another version.
@@ -218,7 +227,7 @@ def read(memory: Any, seen: Seen = Seen()) -> RankMetrics:
 
 
 def consistent_copy(memory: Any) -> bytes:
-    """Its 4096 bytes at one moment. ValueError as in read()."""
+    """Its bytes, of which the core's are of one moment. ValueError as in read()."""
     view = memoryview(memory)
     if view.nbytes < BYTES or bytes(view[:_SEQUENCE_AT]) != MAGIC:
         raise ValueError(
@@ -234,7 +243,7 @@ def consistent_copy(memory: Any) -> bytes:
         after = _SEQUENCE.unpack_from(view, _SEQUENCE_AT)[0]
         if before == inside == after and before % 2 == 0:
             break
-    return _with_calls(copy, calls)
+    return _with_calls(copy, calls) + bytes(view[BYTES:BLOCK_BYTES])
 
 
 def copy_from_file(descriptor: int, at: int) -> bytes:
@@ -247,7 +256,11 @@ def copy_from_file(descriptor: int, at: int) -> bytes:
         after = os.pread(descriptor, _IDENTITY_AT, at)
         if before == after and (len(copy) < BYTES or copy[_SEQUENCE_AT] % 2 == 0):
             break
-    return copy if len(copy) < BYTES else _with_calls(copy, calls)
+    return (
+        copy
+        if len(copy) < BYTES
+        else _with_calls(copy, calls) + os.pread(descriptor, phases.BYTES, at + BYTES)
+    )
 
 
 def _with_calls(copy: bytes, calls: bytes) -> bytes:
@@ -264,6 +277,7 @@ def replace_in_file(descriptor: int, at: int, copy: bytes) -> None:
         copy = _with_calls(copy, bytes(_WORD.size))
     os.pwrite(descriptor, copy[_IDENTITY_AT:_NOTES_AT], at + _IDENTITY_AT)
     os.pwrite(descriptor, _SEQUENCE.pack(sequence + sequence % 2), at + _SEQUENCE_AT)
+    os.pwrite(descriptor, copy[BYTES:BLOCK_BYTES], at + BYTES)
 
 
 def identity_of(copy: bytes) -> ProcessIdentity:
@@ -357,7 +371,8 @@ def _with_recent(copy: bytes) -> bytes:
 
 
 def decode(copy: bytes, now: float, seen: Seen = Seen()) -> RankMetrics:
-    """The metrics in a block of 4096 bytes. now: Unix seconds, when they were copied here."""
+    """The metrics in a copied block. now: Unix seconds, when it was copied here."""
+    measured = phases.unpacked(copy[BYTES:])
     copy = _with_recent(copy)
     (rank, size, local_rank, pid, _, _, generation, started_ns, heartbeat_ns, *rest) = _IDENTITY.unpack_from(
         copy, _IDENTITY_AT
@@ -378,10 +393,11 @@ def decode(copy: bytes, now: float, seen: Seen = Seen()) -> RankMetrics:
     if is_busy:
         moves += max(0, elapsed_ns - moves_since)
     lives = seen.lives and not is_gone
+    is_silent = False
     stalled_on, stalled_for = _stall(copy) if stalled else ("", ())
     if lives and seen.is_stopped:
         stalled_on, stalled_for = "the process is stopped (SIGSTOP, or a debugger)", ()
-    elif lives and is_busy and now - heartbeat > SILENT_AFTER_S:
+    elif is_silent := (lives and is_busy and now - heartbeat > SILENT_AFTER_S):
         silent = f"no sign of life for {now - heartbeat:.0f} s: it is stopped, or its host is"
         stalled_on, stalled_for = silent, ()
     state = _state(said, bool(stalled_on), lives, exit_code if is_gone else None)
@@ -416,6 +432,10 @@ def decode(copy: bytes, now: float, seen: Seen = Seen()) -> RankMetrics:
         stalled_for=stalled_for if state == "stalled" else (),
         late=_late(copy),
         goodput=_goodput(copy, heartbeat if said == _ENDED or not lives else copied, ahead_ns),
+        is_stopped=lives and seen.is_stopped,
+        is_silent=is_silent,
+        phases=measured and printable_phases(measured),
+        phases_age_seconds=max(0.0, now - measured.time - ahead_ns / 1e9) if measured else 0.0,
     )
 
 
@@ -467,6 +487,12 @@ def _last(copy: bytes, elapsed_ns: int) -> LastOperation | None:
     if not done_ns:
         return None
     return LastOperation(KINDS[kind], printable(name[:name_bytes]), moved, max(0, elapsed_ns - done_ns) / 1e9)
+
+
+def printable_phases(measured: Phases) -> Phases:
+    """With the names of files and functions as printable() has them."""
+    lines = {phase: printable(line.encode()) for phase, line in measured.lines.items()}
+    return dataclasses.replace(measured, lines=lines, now_line=printable(measured.now_line.encode()))
 
 
 def _text(raw: bytes) -> str:

@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from horoclone.live import rank_metrics
 from horoclone.live.processes import lives, own_identity
@@ -69,7 +69,7 @@ def _create(directory: str, initial: bytes) -> tuple[int, str] | None:
             continue
         try:
             # a full file system says so here, not by SIGBUS later
-            os.posix_fallocate(descriptor, 0, rank_metrics.BYTES)
+            os.posix_fallocate(descriptor, 0, rank_metrics.BLOCK_BYTES)
             os.pwrite(descriptor, initial, 0)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)  # of a dead process with our number
@@ -120,6 +120,19 @@ def remove(path: str) -> None:
         os.unlink(path)
     with contextlib.suppress(OSError):
         os.rmdir(os.path.dirname(path))
+
+
+def contents(paths: Iterable[str]) -> Iterator[bytes]:
+    """Of those blocks that are still there."""
+    for path in paths:
+        with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
+            yield rank_metrics.copy_from_file(file.fileno(), 0)
+
+
+def blocks_beside(path: str) -> Iterator[bytes]:
+    """The blocks of the job that has this one."""
+    folder = os.path.dirname(path)
+    return contents(os.path.join(folder, name) for name in _names(folder) if name.endswith(_SUFFIX))
 
 
 def block_paths(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -26,11 +26,13 @@ from horoclone.settings import flag, remarks, settings_of, start_timeout_s
 if TYPE_CHECKING:
     from horoclone._core import Runtime
     from horoclone.bootstrap.exchange import Job
+    from horoclone.runtime.phase_sampler import PhaseSampler
 
 # Settings that a binding wishes for, by their whole names; what is set in the environment goes before. Read by init().
 preferred: dict[str, str] = {}
 member = ElasticMember()  # what this process is in an elastic job
 elastic_sets = ElasticProcessSets()
+_phases: PhaseSampler | None = None
 _FORMING_S = 30.0  # for the members of a generation to connect: all of them are in init()
 _MAX_GENERATIONS = 32  # so many may be lost one after the other before one init() gives up
 
@@ -122,11 +124,24 @@ def _begin(runtime: Runtime, wanted: list[ProcessSet]) -> None:
                 elastic_sets.register(runtime, wanted, member.assignment)
         finally:
             attached.publish(runtime.address)  # after the sets: programs of an earlier life look for theirs
+        _watch_phases(runtime)
     except (ValueError, errors.Mismatch):
         raise  # every rank refuses the sets alike, and the world is up: size() and rank() answer, as in Horovod
     except BaseException:
         shutdown()
         raise
+
+
+def _watch_phases(runtime: Runtime) -> None:
+    """Measures where this rank's time goes, where that is asked for; nothing of it is loaded otherwise."""
+    global _phases
+    if flag(os.environ, "WHY"):
+        from horoclone.runtime.phase_sampler import PhaseSampler
+
+        try:
+            _phases = PhaseSampler(runtime, shared_metrics.note_phases)
+        except RuntimeError as error:  # no thread can be started
+            say(f"HOROCLONE_WHY=1: nothing is measured: {error}")
 
 
 def _join_generation(comm: Any, wanted: list[ProcessSet]) -> None:
@@ -250,10 +265,14 @@ def _finish() -> None:
 
 
 def _shutdown(timeout_s: float) -> None:
+    global _phases
     with current.lock:
         runtime, current.runtime = current.runtime, None
         if runtime is None:
             return
+        if _phases is not None:
+            _phases.stop()
+            _phases = None
         elastic_sets.keep()
         sets.clear()
         attached.publish(0)

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from horoclone.live import rank_metrics
+from horoclone.runtime import shared_metrics
 from horoclone.runtime.current import native
+from horoclone.settings import flag
 
 
 def flight_record(path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
@@ -52,6 +54,9 @@ def metrics() -> dict[str, Any]:
     "stalled": what this rank has waited for too long, or "";
     "goodput": of an elastic job, how much of its time was training that counts: {share, whole_seconds, redone_seconds,
     recovering_seconds, joining_seconds, saving_seconds, stalled_seconds} (docs/elastic.md); else None.
+    "why": with HOROCLONE_WHY=1 a list with {rank, cause, share, step_seconds, line, text, advice} for each rank that is
+    late now, the latest first, as far as this rank sees the others' metrics (docs/observing.md#why-a-rank-is-late);
+    else None.
     NotInitialized before init.
     """
     runtime = native()
@@ -65,7 +70,17 @@ def metrics() -> dict[str, Any]:
         for set_id, ranks in last_ready.items()
         if ranks
     }
+    counters["why"] = _why() if flag(os.environ, "WHY") else None
     return counters
+
+
+def _why() -> list[dict[str, Any]]:
+    from horoclone.live import late_ranks
+
+    return [
+        {**dataclasses.asdict(one), "text": str(one), "advice": one.advice}
+        for one in late_ranks.of_ranks(shared_metrics.of_all())
+    ]
 
 
 def _times(now: rank_metrics.RankMetrics) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from horoclone import errors
 from horoclone.live import job_segment, rank_metrics, runtime_directory
+from horoclone.live.job import read_blocks
 from horoclone.live.processes import own_identity
 from horoclone.runtime.native_module import bytes_of
 
@@ -54,6 +55,23 @@ def note_elastic(began_ns: int, lost_ms: Sequence[int]) -> None:
         at, content = rank_metrics.elastic_at(_memory.offset, began_ns, lost_ms)
         with contextlib.suppress(OSError):
             os.pwrite(_memory.descriptor, content, at)
+
+
+def note_phases(content: bytes) -> None:
+    """Shows where the time of this rank goes: what phases.packed() has made. Never raises."""
+    if _memory is not None and _memory.pid == os.getpid():
+        with contextlib.suppress(OSError):
+            os.pwrite(_memory.descriptor, content, _memory.offset + rank_metrics.BYTES)
+
+
+def of_all() -> list[rank_metrics.RankMetrics]:
+    """The metrics of the job's ranks as far as they can be seen from here: with horoclonerun all that the launcher's
+    host has for those on that host, and otherwise those of this host."""
+    if _memory is None or _memory.pid != os.getpid():
+        return []
+    if not _memory.path:
+        return read_blocks(job_segment.Reader(f"/proc/self/fd/{_memory.descriptor}").blocks())
+    return read_blocks(runtime_directory.blocks_beside(_memory.path))
 
 
 def stalled_seconds(runtime: Runtime) -> float:

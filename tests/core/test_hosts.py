@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import secrets
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import worker_pool as worker_pools
-from namespaces import Hosts, delete, inside, ip, set_deaf
+from namespaces import Hosts, Switched, inside, set_deaf
 from worker_pool import held, say
 
 import horoclone as hvd
@@ -197,32 +196,6 @@ def test_who_wants_to_wait_longer_survives_a_break_of_five_seconds(team, hosts):
         heard = started.wait_for(rank, "error", 30)
         assert heard["error"] == "PeerLost" and heard["rank"] // 2 != rank // 2, heard
         assert 14 < heard["at"] - cut < 40, heard
-
-
-class Switched:
-    """Three hosts, each behind one cable to a switch."""
-
-    def __init__(self):
-        tag, third = secrets.token_hex(3), secrets.randbelow(250)
-        self.names = [f"hc-{tag}-{side}" for side in "abc"]
-        self.switch = f"hc-{tag}-switch"
-        self.addresses = [f"10.217.{third}.{host}" for host in (1, 2, 3)]
-
-    def open(self):
-        for name in (*self.names, self.switch):
-            ip("netns", "add", name)
-        ip("-n", self.switch, "link", "add", "name", "switch", "type", "bridge")
-        ip("-n", self.switch, "link", "set", "switch", "up")
-        for name, address in zip(self.names, self.addresses, strict=True):
-            peer = ["type", "veth", "peer", "name", name, "netns", self.switch]
-            ip("-n", name, "link", "add", "cable0", *peer)
-            ip("-n", self.switch, "link", "set", name, "master", "switch", "up")
-            ip("-n", name, "addr", "add", f"{address}/29", "dev", "cable0")
-            ip("-n", name, "link", "set", "cable0", "up")
-            ip("-n", name, "link", "set", "lo", "up")
-
-    def close(self):
-        delete(*self.names, self.switch)
 
 
 def test_a_break_between_two_hosts_of_whom_a_third_hears_both_is_no_loss(worker_pool, opened):

@@ -252,7 +252,7 @@ def test_pages_lie_in_private_folders_and_go_with_their_process(runtime_dir) -> 
     descriptor, path = created
     for place in (runtime_dir / "horoclone", runtime_dir / "horoclone" / "job1"):
         assert stat.S_IMODE(place.stat().st_mode) == 0o700
-    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600 and os.path.getsize(path) == rank_metrics.BYTES
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600 and os.path.getsize(path) == rank_metrics.BLOCK_BYTES
     found = job.find("job1")
     assert [one.rank for one in found.ranks()] == [2] and found.launcher is None
     runtime_directory.remove(path)

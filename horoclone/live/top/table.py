@@ -82,6 +82,10 @@ def rate_text(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
 
 
+def _about_now(row: Row) -> str:
+    return row.note or (f"late: {row.why}" if row.why else row.operation) or "-"
+
+
 COLUMNS = (
     Column("RANK", 5, lambda row: str(row.rank)),
     Column("HOST", 10, lambda row: row.host, right=False),
@@ -95,7 +99,7 @@ COLUMNS = (
     Column("B/S", 6, lambda row: bytes_text(row.bytes_per_s)),
     Column("BYTES", 7, lambda row: bytes_text(row.bytes), from_width=110),
     Column("LATE", 6, lambda row: seconds_text(row.late_s) if row.late_s else "-"),
-    Column("LAST OPERATION", 0, lambda row: row.note or row.operation or "-", right=False),
+    Column("LAST OPERATION", 0, lambda row: _about_now(row), right=False),
 )
 
 
@@ -125,8 +129,9 @@ def rows_text(rows: Sequence[Row], width: int, chosen: int | None = None) -> Tex
         cells = [
             (" " if at else "") + _cell(column, column.text(row), wide) for at, (column, wide) in columns
         ]
-        if row.state == "lost" or state is None:
-            text.append("".join(cells), (_STYLES["lost"] * (row.state == "lost") + mark).strip())
+        if row.state == "lost" or row.is_culprit or state is None:
+            is_red = row.state == "lost" or row.is_culprit
+            text.append("".join(cells), (_STYLES["lost"] * is_red + mark).strip())
             continue
         # few pieces: each costs rich as much as all letters
         text.append("".join(cells[:state]), mark.strip())
@@ -177,6 +182,7 @@ def _about(row: Row, width: int) -> Text:
     words = [
         f"rank {row.rank} on {row.host}: {row.state}",
         row.note,
+        f"late: {row.why}: {row.advice}" if row.why else "",
         f"last {row.operation}" if row.operation else "",
     ]
     text = Text(", ".join(word for word in words if word).replace("\n", " "), "italic", no_wrap=True)
@@ -206,6 +212,11 @@ def ordered(rows: Sequence[Row], order: str) -> list[Row]:
 def once(overview: Overview, title: str, width: int) -> Text:
     """All there is, without regard to any height: for a pipe or a file."""
     parts = [headline(overview, title, width), Text(), rows_text(ordered(overview.rows, "rank"), width)]
+    for row in overview.rows:
+        if row.why:  # the whole of it, which the table cuts
+            parts.append(
+                Text(f"rank {row.rank} is late: {row.why}\nrank {row.rank}: {row.advice}", no_wrap=True)
+            )
     if overview.events:
         parts += [Text(), events_text(overview.events, width, len(overview.events))]
     return _joined(parts)
