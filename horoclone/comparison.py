@@ -11,9 +11,10 @@ from __future__ import annotations
 import logging
 import os
 import struct
+import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from horoclone.errors import Mismatch
 from horoclone.runtime.native_module import core
@@ -24,6 +25,7 @@ ACTIONS = {"warn": WARN, "repair": REPAIR, "error": ERROR, "off": OFF}
 PLACES = 64  # of a check
 SHARES = 10  # that the values are cut into, at most
 SMALL_BYTES = 256 << 10  # that a share has at least
+EVERYTHING = -1  # in place of a share
 
 log = logging.getLogger("horoclone")
 
@@ -81,6 +83,15 @@ class Rotation:
             begun += size
         self._count = 0
 
+    def at(self, number: int) -> int | None:
+        """As next() for steps that are numbered, from 0: none in the first, after which scripts broadcast; everything
+        in the second; then a share at a time."""
+        if number == 1:
+            return EVERYTHING
+        if number == 0 or not self.every or number % self.every:
+            return None
+        return number // self.every % len(self.shares)
+
     def next(self) -> int | None:
         """The share that is compared in the step that comes; None: none is."""
         self._count += 1
@@ -137,6 +148,16 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
 
 
+counted: weakref.WeakSet[Any] = weakref.WeakSet()  # what counts its steps where it does not see a new world
+
+
+def restart() -> None:
+    """Where ranks of an elastic job take their state from one: one that joins counts its steps from here, and so do
+    all."""
+    for one in list(counted):
+        one.restart()
+
+
 CHOICE = "HOROCLONE_COMPARE=error makes this an error, repair mends it, off ends the comparison."
 DRIFTED = (
     " A change of weights, gradients or state that is not the same on all ranks does so (a norm over other threads, "
@@ -156,6 +177,8 @@ class Comparison:
     """Of the values of one optimizer: what is compared when, and what is said. A binding derives one that knows the
     values."""
 
+    _choice = CHOICE
+
     def __init__(self, own: Policy) -> None:
         self.own = own  # this rank's
         self.agreed = Policy()
@@ -171,7 +194,7 @@ class Comparison:
 
     def _look(self, received: Sequence[float]) -> None:
         """At what the reduction has made of the places."""
-        if self._share is not None and differ(received):
+        if self._share is not None and not self._differs and differ(received):
             last = self._steps - self._rotation.every * len(self._rotation.shares)
             since = f"after step {last}" if last > 0 else "before the first one"
             self._differs, self._why = True, DRIFTED
@@ -193,7 +216,7 @@ class Comparison:
             tell(action, text, is_first)
             return
         text = described(found, labels, ranks, self._when) + self._why
-        text += mend(found) if action == REPAIR else f" {CHOICE}"
+        text += mend(found) if action == REPAIR else f" {self._choice}"
         if action == WARN:
             self.agreed = Policy()  # it is said once
         tell(action, text, is_first)

@@ -140,6 +140,13 @@ HC_EXPORT xla::Error* hc_jax_execute(xla::CallFrame* frame) {
   }
 }
 
+// Of the comparison of values: no call of the engine's, and none that waits.
+HC_EXPORT xla::Error* hc_jax_hash(xla::CallFrame* frame) {
+  if (is_metadata_query(frame)) return nullptr;
+  const std::string wrong = hash_arguments(*frame);
+  return wrong.empty() ? nullptr : refuse(frame->api, HC_INTERNAL, wrong);
+}
+
 // The type of what "instantiate" makes, for XLA's registry.
 HC_EXPORT void* hc_jax_call_site_type(void) { return &call_site_type; }
 HC_EXPORT const void* hc_jax_call_site_info(void) { return &call_site_info; }

@@ -3,6 +3,8 @@
 
 #include <cstring>
 
+#include "horoclone_tools.h"
+
 namespace hc::jax {
 namespace {
 
@@ -144,6 +146,27 @@ std::string other_rows(const std::string& name, size_t tensor, int64_t rows, int
          " rows, and the program was compiled for " + std::to_string(compiled_for) +
          ". Under jit every rank gives the same number of rows, and a program serves the number of ranks that it was "
          "traced with (jax.clear_caches() after it has changed); the eager call takes any numbers.";
+}
+
+std::string hash_arguments(const xla::CallFrame& frame) {
+  const int64_t n = frame.arguments.size;
+  if (frame.results.size != 1) return "hashes with another number of results than one";
+  const auto& out = *static_cast<const xla::Buffer*>(frame.results.values[0]);
+  if (out.dtype != DataType::kU32 || out.rank != 2 || out.dims[0] != n || out.dims[1] != 2)
+    return "hashes of " + std::to_string(n) + " arguments into a result of another shape";
+  std::vector<const void*> data;
+  std::vector<int64_t> bytes;
+  for (int64_t i = 0; i < n; ++i) {
+    const auto& in = *static_cast<const xla::Buffer*>(frame.arguments.values[i]);
+    const int32_t dtype = dtype_of(in.dtype);
+    if (dtype < 0) return "no hash of XLA's dtype " + std::to_string(static_cast<int32_t>(in.dtype));
+    data.push_back(in.data);
+    bytes.push_back(static_cast<int64_t>(bytes_of(in, dtype)));
+  }
+  std::vector<uint64_t> hashes(data.size());
+  hc_hash_memory(data.data(), bytes.data(), static_cast<int32_t>(n), hashes.data());
+  if (n > 0) std::memcpy(out.data, hashes.data(), hashes.size() * sizeof hashes[0]);
+  return "";
 }
 
 xla::Error* make_error(const xla::Api* api, xla::ErrorCode code, const std::string& text) {

@@ -38,6 +38,10 @@ std::string read(const xla::CallFrame& frame, const Attributes& attributes, Tens
 // The error of a result with other rows than the program was compiled for.
 std::string other_rows(const std::string& name, size_t tensor, int64_t rows, int64_t compiled_for);
 
+// Puts the hashes of all arguments, as hc_hash_memory makes them, into the one result: two words of 32 bits for
+// each. Text of what is wrong, empty when all is well.
+std::string hash_arguments(const xla::CallFrame& frame);
+
 xla::Error* make_error(const xla::Api* api, xla::ErrorCode code, const std::string& text);
 xla::ErrorCode code_of(hc_code code);
 const char* name_of(hc_code code);  // the Python class that means the same

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from horoclone import arrays, runtime
+from horoclone import arrays, comparison, runtime
 from horoclone.arrays.handles import synchronize
 from horoclone.elastic.alike import check_alike
 from horoclone.elastic.attributes import Named
@@ -57,6 +57,7 @@ class VariablesState(ObjectState):
 
         ValueError, on every rank, when the variables differ in number, shape or dtype.
         """
+        comparison.restart()
         variables, root = self._variables(), root_of_sync()
         values = self._values_of(variables)
         check_alike([(str(value.dtype), value.shape) for value in values], root, "variables")

@@ -6,6 +6,7 @@ Loading needs no running JAX backend; check() does, and is made once before the 
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from horoclone.process_sets import ProcessSet, global_process_set, id_of
 from horoclone.runtime import attached
 
 TARGET = "horoclone_collective"
+HASH_TARGET = "horoclone_hash"
 CALL_SITE = "horoclone_call_site"
 LIBRARY = Path(horoclone.__file__).with_name("libhoroclone_jax.so")
 
@@ -76,6 +78,13 @@ def register(
         jax.ffi.register_ffi_target(target, stages, platform=platform)
     except Exception as error:  # XLA's own classes; the reason is in the text
         raise ImportError(_unfit(f"jaxlib refuses horoclone's handlers ({error})")) from error
+
+
+@functools.cache
+def register_hash() -> None:
+    """Registers the call that hashes memory in programs for the CPU (compared.py)."""
+    handler = jax.ffi.pycapsule(_library.hc_jax_hash)
+    jax.ffi.register_ffi_target(HASH_TARGET, handler, platform="cpu")
 
 
 def _capsule(address: int) -> Any:

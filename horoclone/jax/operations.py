@@ -28,7 +28,7 @@ from horoclone.jax.random_keys import with_keys, without_keys
 from horoclone.jax.weighted import Weights, check_wires
 from horoclone.process_sets import ProcessSet, global_process_set, set_id
 
-_MOVABLE = {
+MOVABLE = {
     *ops.DTYPES, "uint32", "uint64", "complex64", "complex128",
     *(name for name in ops.MOVED if name.startswith("float8")),
 }  # fmt: skip
@@ -96,7 +96,7 @@ def _check(call: str, process_set: ProcessSet, **more: Any) -> None:
 
 
 def _check_dtypes(op: int, paths: list[str], leaves: list[Any]) -> None:
-    accepted = set(ops.DTYPES) if op in (ops.ALLREDUCE, ops.REDUCESCATTER) else _MOVABLE
+    accepted = set(ops.DTYPES) if op in (ops.ALLREDUCE, ops.REDUCESCATTER) else MOVABLE
     for path, leaf in zip(paths, leaves, strict=True):
         if str(leaf.dtype) not in accepted:
             raise ValueError(

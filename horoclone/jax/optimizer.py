@@ -11,12 +11,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from horoclone.comparison import policy
 from horoclone.errors import Unsupported
 from horoclone.gradient_names import Turn
+from horoclone.jax.call import paths_and_leaves
+from horoclone.jax.compared import Values, Watch, takes_tail
 from horoclone.jax.compression import Compression, Compressor
 from horoclone.jax.operations import reduce_gradients
 from horoclone.ops import Average, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
+
+FORGOTTEN = (
+    " Give all ranks the same, before the first step or after it: params, state = hvd.broadcast((params, state), "
+    "root_rank=0)."
+)
 
 
 class DistributedState(NamedTuple):
@@ -24,7 +32,7 @@ class DistributedState(NamedTuple):
 
     inner: Any
     gathered: Any  # like the gradients; None when every pass reduces
-    passes: Any  # int32: how many passes are in `gathered`
+    passes: Any  # int32: how many there have been; the rest of their division by k is in `gathered`
 
 
 def DistributedOptimizer(
@@ -58,7 +66,9 @@ def DistributedOptimizer(
     turn = Turn((name, None if process_set is global_process_set else tuple(process_set.ranks or ())))
     turn.announce()
 
-    def reduced(gradients: Any, weight: Any) -> Any:
+    own_policy, watches = policy(), dict[str, Watch]()
+
+    def reduced(gradients: Any, weight: Any, params: Any, inner: Any, number: Any) -> Any:
         how: dict[str, Any] = {"op": reduce, "weight": weight}
         if weight is not None and (passes > 1 or gradient_predivide_factor != 1.0):
             raise ValueError(
@@ -66,10 +76,21 @@ def DistributedOptimizer(
             )
         if gradient_predivide_factor != 1.0:
             how |= _predivided(gradient_predivide_factor, process_set)
-        if not (own := turn.name()):
-            return reduce_gradients(gradients, name, compression, process_set=process_set, **how)
+        own = turn.name()
         called = None if name is None else f"{name}{own}"  # by the paths in the tree, where it has no name
-        return reduce_gradients({own: gradients}, called, compression, process_set=process_set, **how)[own]
+        leaves, form = jax.tree_util.tree_flatten(gradients)
+        dtype, values = takes_tail(leaves), _values(gradients, params, inner, number)
+        sent = {own: gradients} if own else gradients
+        if dtype is None:
+            received = reduce_gradients(sent, called, compression, process_set=process_set, **how)
+            return received[own] if own else received
+        watch = watches.setdefault(
+            own, Watch(own_policy, f"{name or 'jax.gradients'}{own}", process_set, FORGOTTEN)
+        )
+        sent = (sent, watch.tail(values, dtype))
+        received, tail = reduce_gradients(sent, called, compression, process_set=process_set, **how)
+        found = jax.tree_util.tree_leaves(received[own] if own else received)
+        return form.unflatten(watch.look(tail, values, found))
 
     def init(params: Any) -> DistributedState:
         gathered = None if passes == 1 else jax.tree_util.tree_map(_wide_zeros, params)
@@ -80,15 +101,17 @@ def DistributedOptimizer(
     ) -> Any:
         _require_arrays(updates)
         if passes == 1:
-            changes, inner = wrapped.update(reduced(updates, weight), state.inner, params, **more)
-            return changes, DistributedState(inner, None, state.passes)
+            gradients = reduced(updates, weight, params, state.inner, state.passes)
+            changes, inner = wrapped.update(gradients, state.inner, params, **more)
+            return changes, DistributedState(inner, None, state.passes + 1)
         gathered = _added(state.gathered, updates)
 
         def finish(gathered: Any) -> Any:
             whole = _like(gathered, updates, passes if average_aggregated_gradients else 1)
-            changes, inner = wrapped.update(reduced(whole, weight), state.inner, params, **more)
+            gradients = reduced(whole, weight, params, state.inner, state.passes // passes)
+            changes, inner = wrapped.update(gradients, state.inner, params, **more)
             empty = jax.tree_util.tree_map(jnp.zeros_like, gathered)
-            return changes, DistributedState(inner, empty, jnp.zeros((), jnp.int32))
+            return changes, DistributedState(inner, empty, state.passes + 1)
 
         changes, after = jax.eval_shape(finish, gathered)
 
@@ -97,9 +120,21 @@ def DistributedOptimizer(
             return nothing, DistributedState(_formed(state.inner, after.inner), gathered, state.passes + 1)
 
         # Every rank counts alike, so every rank takes the same branch.
-        return jax.lax.cond(state.passes + 1 >= passes, finish, go_on, gathered)
+        return jax.lax.cond((state.passes + 1) % passes == 0, finish, go_on, gathered)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _values(gradients: Any, params: Any, inner: Any, number: Any) -> Values:
+    """What ranks have alike before a step: parameters, where they are given, and the wrapped transformation's state.
+    Nothing where some parameter has no gradient, as one that is a rank's own has none."""
+    found: list[tuple[str, Any]] = []
+    given = jax.tree_util.tree_leaves(gradients, is_leaf=lambda leaf: leaf is None)
+    if all(leaf is not None for leaf in given):
+        for what, tree in ("parameter", params), ("optimizer's state", inner):
+            paths, leaves, _ = paths_and_leaves(tree)
+            found += [(f"the {what} {path}", leaf) for path, leaf in zip(paths, leaves, strict=True)]
+    return Values.of(number, found)
 
 
 def _predivided(factor: float, process_set: ProcessSet) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import numpy as np
 from horoclone import runtime
 from horoclone.errors import Unsupported
 from horoclone.keras import learning_rate as rates
+from horoclone.keras.compared import native_of, slots_of
 from horoclone.keras.flavor import LEGACY, backend, keras
 from horoclone.keras.values import allgather_object, broadcast_variables
 from horoclone.tracking import Log, MetricsLog
@@ -130,33 +131,16 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             optimizer.build(model.trainable_variables)
 
     def _send(self, model: Any) -> None:
-        local = {id(_native(variable)) for variable in self._local}
-        local |= {id(_native(v)) for v in _slots_of(getattr(model, "optimizer", None), model, local)}
-        variables = [v for v in _state_of(model) if id(_native(v)) not in local]
+        local = {id(native_of(variable)) for variable in self._local}
+        optimizer, own = (
+            getattr(model, "optimizer", None),
+            [v for v in model.trainable_variables if id(native_of(v)) in local],
+        )
+        if optimizer is not None:  # what it keeps for them is as local as they are
+            local |= {id(native_of(slot)) for slots in slots_of(optimizer, own) for slot in slots}
+        variables = [v for v in _state_of(model) if id(native_of(v)) not in local]
         broadcast_variables(variables, self.root_rank)
         self._sent = True
-
-
-def _native(variable: Any) -> Any:
-    value = getattr(variable, "value", variable)
-    return variable if callable(value) else value
-
-
-def _slots_of(optimizer: Any, model: Any, local: set[int]) -> list[Any]:
-    """What the optimizer keeps for local variables, momenta for example; it is as local as they are."""
-    if optimizer is None or not local:
-        return []
-    slots = getattr(optimizer, "_slots", None)
-    trained = list(model.trainable_variables)
-    if slots is not None:  # tf_keras.optimizers.legacy
-        keys = [(variable, getattr(variable, "_unique_id", None)) for variable in trained]
-        mine = [slots.get(key, {}) for variable, key in keys if id(_native(variable)) in local]
-        return [slot for of_one in mine for slot in of_one.values()]
-    lists = [v for key, v in vars(optimizer).items() if key != "_variables" and isinstance(v, (list, tuple))]
-    places = [i for i, variable in enumerate(trained) if id(_native(variable)) in local]
-    return [
-        of_all[i] for of_all in lists if len(of_all) == len(trained) for i in places if of_all[i] is not None
-    ]
 
 
 def _state_of(model: Any) -> list[Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import uuid
+import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ import tf_keras
 from tf_keras.src.mixed_precision import loss_scale_optimizer
 
 from horoclone.errors import Unsupported
+from horoclone.keras.compared import Watch
 from horoclone.keras.copies import Copied, names_of, notice_marks, word_of
 from horoclone.keras.flavor import assign, to_numpy
 from horoclone.keras.reduction import Reduction
@@ -39,6 +41,8 @@ class State:
 
     def __init__(self, reduction: Reduction) -> None:
         self.reduction = reduction
+        self.watch = Watch()
+        self.optimizer: Any = None  # whose state it is, once it reduces
         self.aggregation: GradientAggregation | None = None
         if reduction.passes > 1:
             self.aggregation = GradientAggregation(
@@ -58,7 +62,8 @@ class State:
 
     def reduce(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         self.number(variables)
-        return self.reduction.reduce(grads, variables, _key, self.numbers)
+        watch = None if self.optimizer is None else (self.watch, self.optimizer())
+        return self.reduction.reduce(grads, variables, _key, self.numbers, None, watch)
 
     def number(self, variables: Sequence[Any]) -> None:
         """Gives new ones their numbers, in the order in which they come. It follows from the model; that in which they
@@ -111,6 +116,7 @@ class DistributedMixin(Copied):
     def _allreduce(self, grads: Sequence[Any], vars: Sequence[Any]) -> list[Any]:
         """The gradients to hand to apply_gradients: reduced; with backward_passes_per_step the sums so far."""
         state = self._horoclone
+        state.optimizer = weakref.ref(self)
         if state.aggregation is None:
             result = state.reduce(grads, vars)
         elif state.reduction.all_reduced_before(grads, vars):
@@ -140,6 +146,7 @@ class DistributedMixin(Copied):
     def _reduced(self, pairs: Pairs) -> Pairs:
         """For the step of the wrapped class in which it adds up the gradients of replicas."""
         state = self._horoclone
+        state.optimizer = weakref.ref(self)
         todo = [
             i for i, (_, v) in enumerate(pairs) if not (tf.executing_eagerly() and _key(v) in state.computed)
         ]
@@ -154,6 +161,7 @@ class DistributedMixin(Copied):
         """As the wrapped class; with backward_passes_per_step only every so often."""
         apply = super().apply_gradients
         state, pairs = self._horoclone, list(grads_and_vars)
+        state.optimizer = weakref.ref(self)
         state.number([v for _, v in pairs])
         if state.aggregation is None:
             return apply(pairs, *args, **kwargs)

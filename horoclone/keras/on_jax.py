@@ -13,9 +13,11 @@ import jax
 
 import horoclone.jax as hvd
 from horoclone.jax.call import is_tracing
+from horoclone.jax.compared import Values, Watch, takes_tail
 from horoclone.jax.operations import reduce_gradients
 
 if TYPE_CHECKING:
+    from horoclone.keras.compared import Watched
     from horoclone.keras.reduction import Part, Reduction
 
 
@@ -30,7 +32,11 @@ def scaled(gradient: Any, factor: float) -> Any:
 
 
 def reduce(
-    parts: Sequence[Part], grads: Sequence[Any], variables: Sequence[Any], settings: Reduction
+    parts: Sequence[Part],
+    grads: Sequence[Any],
+    variables: Sequence[Any],
+    settings: Reduction,
+    watched: Watched | None,
 ) -> dict[int, Any]:
     """Place in the list -> reduced gradient; a gradient that is None stays so (it is so on every rank)."""
     alike: dict[tuple[int, float, float], list[Part]] = {}
@@ -49,9 +55,20 @@ def reduce(
         key = members[0].name
         name = key if settings.named or not is_tracing() else None
         compression = members[0].compression or hvd.Compression.none
+        watch, values, dtype = None, None, takes_tail(wires)
+        if watched is not None and not result and dtype is not None:
+            pairs = [(label, variable.value) for label, variable in watched.values()]
+            values = Values.of(watched.number(), pairs)
+            watch = watched.kept.get(watched.name)
+            if watch is None:
+                watch = watched.kept[watched.name] = Watch(watched.own, watched.name, settings.process_set)
+            wires = [*wires, watch.tail(values, dtype)]
         tree = {key: wires}
         reduced = reduce_gradients(
             tree, name, compression, op, settings.process_set, prescale, postscale, members[0].weight
         )
-        result.update(zip(places, reduced[key], strict=True))
+        gradients = list(reduced[key])
+        if watch is not None and values is not None:
+            gradients = watch.look(gradients.pop(), values, gradients)
+        result.update(zip(places, gradients, strict=True))
     return result

@@ -12,10 +12,12 @@ import tensorflow as tf
 
 from horoclone.ops import Sum
 from horoclone.tensorflow import reduced_gradients
+from horoclone.tensorflow.compared import Watch, takes_tail
 from horoclone.tensorflow.gradient_reduction import cut_by_bytes
 from horoclone.tensorflow.reductions import allreduce, grouped_allreduce
 
 if TYPE_CHECKING:
+    from horoclone.keras.compared import Watched
     from horoclone.keras.reduction import Part, Reduction
 
 
@@ -32,10 +34,17 @@ def reduced_before(grads: Sequence[Any], variables: Sequence[Any], op: int) -> l
 
 
 def reduce(
-    parts: Sequence[Part], grads: Sequence[Any], variables: Sequence[Any], settings: Reduction
+    parts: Sequence[Part],
+    grads: Sequence[Any],
+    variables: Sequence[Any],
+    settings: Reduction,
+    watched: Watched | None,
 ) -> dict[int, Any]:
     """Place in the list -> reduced gradient; a gradient that is None stays so (it is so on every rank)."""
     result: dict[int, Any] = {}
+    watch = None if watched is None else watched.kept.get(watched.name)
+    if watched is not None and watch is None:
+        watch = watched.kept[watched.name] = Watch(watched.own, watched.name, settings.process_set)
     for part in parts:
         places = [place for place in part.places if grads[place] is not None]
         sparse = [place for place in places if isinstance(grads[place], tf.IndexedSlices)]
@@ -53,12 +62,20 @@ def reduce(
         for number, group in enumerate(cut_by_bytes(dense, grads) if cut else [dense]):
             if not group:
                 continue
+            wires = [tf.convert_to_tensor(grads[place]) for place in group]
+            values = None
+            if watched is not None and watch is not None and takes_tail(wires, part.op):
+                values = watched.values
+                wires.append(watch.tail(values, wires[0].dtype))
             reduced = grouped_allreduce(
-                [tf.convert_to_tensor(grads[place]) for place in group],
+                wires,
                 name=part.name if number == 0 else f"{part.name}.{number}",
                 prescale_factor=part.prescale,
                 postscale_factor=part.postscale,
                 **options,
             )
+            if values is not None and watch is not None:
+                *reduced, received = reduced
+                reduced, watch = watch.look(received, values, reduced), None
             result.update(zip(group, reduced, strict=True))
     return result

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from horoclone.arrays.compared import NOTHING, Bytes, VariableComparison
 from horoclone.ops import Max
 from horoclone.torch import operations
 
 if TYPE_CHECKING:
+    from horoclone.keras.compared import Watched
     from horoclone.keras.reduction import Part, Reduction
 
 
@@ -35,16 +37,38 @@ def value_of(variable: Any) -> torch.Tensor:
     return value() if callable(value) else value
 
 
+def _read(variable: Any) -> Bytes | None:
+    value = value_of(variable).detach()
+    return value.contiguous().reshape(-1).view(torch.uint8).numpy() if value.device.type == "cpu" else None
+
+
+@torch.no_grad()
+def _write(variable: Any, content: Bytes) -> None:
+    value = value_of(variable)
+    value.copy_(torch.from_numpy(content).view(value.dtype).reshape(value.shape))
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 @torch.no_grad()
 def reduce(
-    parts: Sequence[Part], grads: Sequence[Any], variables: Sequence[Any], settings: Reduction
+    parts: Sequence[Part],
+    grads: Sequence[Any],
+    variables: Sequence[Any],
+    settings: Reduction,
+    watched: Watched | None,
 ) -> dict[int, Any]:
     """Place in the list -> reduced gradient; None where no rank had one. The tensors given stay as they are."""
     if not parts:
         return {}
     places = [place for part in parts for place in part.places]
-    had = torch.tensor([grads[place] is not None for place in places], dtype=torch.uint8)
+    checks, compared = NOTHING, None
+    if watched is not None:
+        compared = watched.kept.get(watched.name)
+        if compared is None:
+            compared = VariableComparison(watched.own, watched.name, settings.process_set, _read, _write)
+            watched.kept[watched.name] = compared
+        checks = compared.fill(watched.values)
+    had = torch.tensor([*(grads[place] is not None for place in places), *checks], dtype=torch.uint8)
     someone = operations.allreduce_async(
         had, name=f"{parts[0].name}.present", op=Max, process_set=settings.process_set
     )
@@ -55,7 +79,10 @@ def reduce(
         if part.compression is not None:
             outputs = [part.compression.decompress(o, c) for o, c in zip(outputs, contexts, strict=True)]
         result.update(zip(part.places, outputs, strict=True))
-    for place, present in zip(places, operations.synchronize(someone).tolist(), strict=True):
+    flags = operations.synchronize(someone).tolist()
+    if compared is not None:
+        compared.look(flags[len(places) :])
+    for place, present in zip(places, flags, strict=False):
         if not present:
             result[place] = None
     return result

@@ -15,6 +15,7 @@ from typing import Any
 
 from horoclone.errors import Unsupported
 from horoclone.keras.aggregation import Aggregation
+from horoclone.keras.compared import Watch
 from horoclone.keras.copies import Copied, names_of, notice_marks, word_of
 from horoclone.keras.flavor import keras
 from horoclone.keras.reduction import Reduction
@@ -41,6 +42,7 @@ class State:
         self.trained: list[Any] | None = None  # the variables that it, or the original, is built for
         self.weight: Any = None  # of this rank in the mean of the next update's gradients
         self.given: list[Any] | None = None  # to build(), where a copy is given fewer than that
+        self.watch = Watch()
 
 
 class DistributedMixin(Copied):
@@ -87,8 +89,9 @@ class DistributedMixin(Copied):
 
     def _reduced(self: Any, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         weight, self._horoclone.weight = self._horoclone.weight, None
-        return self._horoclone.reduction.reduce(
-            grads, variables, self._var_key, self._trainable_variables_indices, weight
+        state = self._horoclone
+        return state.reduction.reduce(
+            grads, variables, self._var_key, self._trainable_variables_indices, weight, (state.watch, self)
         )
 
     def stateless_apply(
@@ -119,7 +122,10 @@ class DistributedMixin(Copied):
         """LossScaleOptimizer does not come by `apply` here, and knows nothing of the sums."""
         state, own = self._horoclone, self._own_variables()
         if state.aggregation is None:
-            reduced = self._reduced(list(grads), self._trainable_variables)
+            known = [*zip(own, optimizer_variables, strict=True)]
+            known += zip(self._trainable_variables, trainable_variables, strict=True)
+            with keras.StatelessScope(state_mapping=known):  # what is compared are the values of this step
+                reduced = self._reduced(list(grads), self._trainable_variables)
             return plain(optimizer_variables, reduced, trainable_variables)
         everything = [*own, *state.aggregation.variables, *self._trainable_variables]
         values = [*optimizer_variables, *trainable_variables]

@@ -16,6 +16,7 @@ from typing import Any
 
 from horoclone.errors import Unsupported
 from horoclone.gradient_names import Turn, named_by
+from horoclone.keras.compared import Watch
 from horoclone.keras.flavor import backend
 from horoclone.ops import Adasum, Average, Max, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
@@ -104,12 +105,14 @@ class Reduction:
         key_of: Callable[[Any], Hashable],
         numbers: Mapping[Hashable, int],
         weight: Any = None,
+        watch: tuple[Watch, Any] | None = None,
     ) -> list[Any]:
         """The gradients to apply: reduced over the ranks, local ones divided by the size, None where there is none.
 
         grads: one per variable, dense or (TensorFlow) IndexedSlices, or None; what a tape has reduced stays as it is.
         numbers: of all the optimizer's variables, the same on every rank. In their order gradients meet, in whichever
-        they are given. weight: how much this rank counts in the mean. Raises the errors of the operation.
+        they are given. weight: how much this rank counts in the mean. watch: compares values, of this optimizer.
+        Raises the errors of the operation.
         """
         if len(grads) != len(variables):
             raise ValueError(f"{len(grads)} gradients were given for {len(variables)} variables")
@@ -119,7 +122,7 @@ class Reduction:
         order = sorted(range(len(known)), key=known.__getitem__)
         if order != list(range(len(known))):
             in_order = self.reduce(
-                [grads[i] for i in order], [variables[i] for i in order], key_of, numbers, weight
+                [grads[i] for i in order], [variables[i] for i in order], key_of, numbers, weight, watch
             )
             as_given = sorted(zip(order, in_order, strict=True), key=itemgetter(0))
             return [gradient for _, gradient in as_given]
@@ -141,7 +144,10 @@ class Reduction:
         parts = self._parts(shared, variables, key_of, named_by([known[i] for i in sent], len(numbers)))
         for part in parts:
             part.weight = weight if part.op != Max else None
-        for i, reduced in mover.reduce(parts, grads, variables, self).items():
+        watched = None
+        if watch is not None and parts:
+            watched = watch[0].watched(parts[0].name, watch[1], [variables[i] for i in sent])
+        for i, reduced in mover.reduce(parts, grads, variables, self, watched).items():
             result[i] = reduced
         return result
 

@@ -14,10 +14,12 @@ from typing import Any
 
 import tensorflow as tf
 
+from horoclone.comparison import policy
 from horoclone.gradient_names import named_by
 from horoclone.ops import Adasum, Average, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set, id_of
 from horoclone.tensorflow import mpi_ops
+from horoclone.tensorflow.compared import Watch, is_variable, native_of, takes_tail
 from horoclone.tensorflow.compression import Compression
 from horoclone.tensorflow.reductions import SPARSE_WEIGHT, grouped_allreduce
 
@@ -52,6 +54,7 @@ class GradientReduction:
     scale_local_gradients: bool = True
     local_sources: set[Hashable] = field(default_factory=set)
     weight: Any = None  # how much this rank counts in the mean
+    compares: bool = True  # the ranks' variables, which are the same when gradients are reduced
 
     def __post_init__(self) -> None:
         resolve_reduce(None, self.op)
@@ -106,13 +109,16 @@ class GradientReduction:
         shared = [i for i in there if keys[i] not in self.local_sources]
         sparse = [i for i in shared if isinstance(result[i], tf.IndexedSlices)]
         which = named_by(shared, len(result))
+        watch, values = self._watch_of([sources[i] for i in shared], f"{name}{which}")
         with tf.name_scope(name):
             self._reduce_sparse(result, sparse, which)
             for number, places in enumerate(
                 self._groups_of([i for i in shared if i not in sparse], result, keys)
             ):
+                wires = [result[i] for i in places]
+                takes = watch is not None and takes_tail(wires, self.op)
                 reduced = grouped_allreduce(
-                    [result[i] for i in places],
+                    [*wires, watch.tail(values, wires[0].dtype)] if takes else wires,
                     device_dense=self.device_dense,
                     compression=self.compression,
                     op=self.op,
@@ -122,9 +128,27 @@ class GradientReduction:
                     weight=self.weight,
                     name=_name("HorovodGroupedAllreduce", f"_{number}", which),
                 )
+                if takes:
+                    *reduced, received = reduced
+                    reduced, watch = watch.look(received, values, reduced), None
                 for i, gradient in zip(places, reduced, strict=True):
                     result[i] = gradient
         return result
+
+    def _watch_of(self, sources: Sequence[Any], name: str) -> tuple[Any, Any]:
+        """What compares these variables, and how it gets at them; nothing where a source is none. The first variable
+        keeps it, as a tape lives for one step."""
+        if not self.compares or not sources or not all(is_variable(source) for source in sources):
+            return None, None
+        kept = vars(native_of(sources[0])).setdefault("_horoclone_watches", {})
+        key = (name, tuple(self.process_set.ranks or ()), *(id(native_of(source)) for source in sources))
+        if key not in kept:
+            kept[key] = Watch(policy(), name, self.process_set)
+
+        def values() -> list[tuple[str, Any]]:
+            return [(f"the weight {getattr(s, 'path', None) or s.name!r}", s) for s in sources]
+
+        return kept[key], values
 
     def _included(self) -> bool:
         """Whether this rank is in the process set. Read when a graph is made, as Horovod does; ValueError for a set

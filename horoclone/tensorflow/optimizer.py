@@ -75,7 +75,7 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):
         self._optimizer = optimizer
         self._reduction = GradientReduction(
             device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor, 0, groups,
-            process_set, scale_local_gradients,
+            process_set, scale_local_gradients, compares=op != Adasum,  # its variables have made their own steps
         )  # fmt: skip
         self._agg_helper: GradientAggregation | None = None
         if backward_passes_per_step > 1:

@@ -29,7 +29,7 @@ MAY_IMPORT = {
 _keras: keras ops process_sets
 anonymous_file:
 arguments:
-arrays: arguments errors handles ops process_sets requests runtime weights
+arrays: arguments comparison errors handles ops process_sets requests runtime weights
 bootstrap: connection_limits errors selection settings
 checkpoint: anonymous_file errors failpoints objects owned runtime
 checkpoint.jax:
@@ -39,7 +39,7 @@ comparison: errors runtime settings
 compression:
 cupy: arrays errors evaluation objects ops process_sets runtime runtime.lifecycle
 data:
-elastic: arrays errors failpoints objects optional owned runtime runtime.lifecycle
+elastic: arrays comparison errors failpoints objects optional owned runtime runtime.lifecycle
 errors:
 evaluation: objects process_sets
 failpoints: errors
@@ -47,9 +47,9 @@ gradient_names: runtime runtime.lifecycle
 handles: arguments errors process_sets
 horoclone: optional
 horovod_alias: stand_ins
-jax: arguments arrays compression elastic errors evaluation gradient_names objects ops optional owned process_sets requests
-    runtime runtime.lifecycle weights
-keras: arguments arrays compression elastic errors evaluation gradient_names jax objects ops optional owned process_sets
+jax: arguments arrays comparison compression elastic errors evaluation gradient_names objects ops optional owned
+    process_sets requests runtime runtime.lifecycle weights
+keras: arguments arrays comparison compression elastic errors evaluation gradient_names jax objects ops optional owned process_sets
     runtime runtime.exported stand_ins tensorflow torch torch.operations tracking
 launch: anonymous_file bootstrap connection_limits errors failpoints live membership optional selection settings simulate
     sockets
@@ -84,8 +84,8 @@ spark: bootstrap connection_limits errors launch runner
 spark.keras: keras
 spark.torch: torch
 stand_ins: errors
-tensorflow: arguments arrays bootstrap common compression elastic errors evaluation gradient_names objects ops optional owned
-    process_sets runtime runtime.exported runtime.lifecycle weights
+tensorflow: arguments arrays bootstrap common comparison compression elastic errors evaluation gradient_names objects ops
+    optional owned process_sets runtime runtime.exported runtime.lifecycle weights
 tensorflow.keras: common keras process_sets runtime runtime.exported
 torch: common errors evaluation ops optional runtime runtime.exported runtime.lifecycle torch.c10d torch.compression
     torch.elastic torch.functions torch.local_sgd torch.mpi_ops torch.operations torch.optimizer

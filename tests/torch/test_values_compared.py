@@ -2,41 +2,20 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from world import ranks
+from world import load, ranks
 
 import horoclone.torch as hvd
 from horoclone.errors import Mismatch
 from horoclone.torch.optimizer.compared import Comparison
 
-
-@contextmanager
-def _told(action: str, steps: int = 1) -> Iterator[list[str]]:
-    """Optimizers made within compare like that; what the first rank is told."""
-    lines: list[str] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    before = {name: os.environ.get(name) for name in ("HOROCLONE_COMPARE", "HOROCLONE_COMPARE_STEPS")}
-    os.environ |= {"HOROCLONE_COMPARE": action, "HOROCLONE_COMPARE_STEPS": str(steps)}
-    handler = Handler()
-    logging.getLogger("horoclone").addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logging.getLogger("horoclone").removeHandler(handler)
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+told = load(Path(__file__).parents[1] / "told.py", "told").told
 
 
 def _model(seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.nn.Sequential:
@@ -74,21 +53,21 @@ def _everywhere_alike(model: torch.nn.Module, optimizer: Any) -> bool:
 
 @ranks(2, 3)
 def test_a_forgotten_broadcast_is_found_at_the_first_step() -> None:
-    with _told("error"):
+    with told("error"):
         model = _model(seed=hvd.rank())
         optimizer = _optimizer(model)
         with pytest.raises(
             Mismatch, match=r"before the first step .* the weight '.*' differs .* hvd\.broadcast_parameters"
         ):
             _step(model, optimizer)
-    with _told("warn") as lines:
+    with told("warn") as lines:
         model = _model(seed=hvd.rank())
         optimizer = _optimizer(model)
         for _ in range(3):
             _step(model, optimizer)
         assert len(lines) == (hvd.rank() == 0), lines
         assert all("hvd.broadcast_parameters" in line and "no majority" in line for line in lines)
-    with _told("warn") as lines:
+    with told("warn") as lines:
         model = _model(seed=hvd.rank())
         optimizer = _optimizer(model)
         hvd.broadcast_parameters(model.state_dict(), 0)
@@ -105,7 +84,7 @@ def flips(rounds: int, seed: int = 0) -> None:
         what = ("weight", "state", "gradient")[number % 3]
         culprit, bit = choice.randrange(hvd.size()), choice.randrange(32)
         torch.manual_seed(number)
-        with _told("repair") as lines:
+        with told("repair") as lines:
             model = _model(number)
             optimizer = _optimizer(model)
             torch.manual_seed(100 * number + hvd.rank())
@@ -155,6 +134,26 @@ def test_a_flipped_bit_is_found_at_the_next_check_and_mended() -> None:
     flips(6)
 
 
+@ranks(2, 3)
+def test_a_flipped_bit_of_a_weight_is_found_where_its_state_is_not_everybody_s() -> None:
+    for options in ({"op": hvd.Adasum}, {"shard_optimizer_state": True}):
+        with told("repair") as lines:
+            model = _model()
+            optimizer = _optimizer(model, torch.optim.SGD, **options)
+            _train(model, optimizer)
+            assert not lines
+            if hvd.rank() == 1:
+                _flip(model[2].bias, 5)
+            _train(model, optimizer, 2)
+            assert len(lines) == (hvd.rank() == 0), (options, lines)
+            assert all("the weight '2.bias'" in line for line in lines)
+            assert _everywhere_alike(model, optimizer), options
+    with told("error"):
+        model = _model(hvd.rank())
+        with pytest.raises(Mismatch, match="before the first step the ranks do not have the same values"):
+            _train(model, _optimizer(model, torch.optim.SGD, op=hvd.Adasum))
+
+
 @pytest.mark.long(60)
 @ranks(2, 3, 4, limit_s=600)
 def test_a_hundred_flipped_bits_are_found_at_the_next_check() -> None:
@@ -187,7 +186,7 @@ class Odd(torch.nn.Module):
 
 @ranks(3)
 def test_what_may_differ_is_no_difference() -> None:
-    with _told("error"):
+    with told("error"):
         _train(model := _model(), _optimizer(model, backward_passes_per_step=1, shard_optimizer_state=True))
         _train(model := _model(), _optimizer(model, shard_optimizer_state="parameters"))
         _train(model := _model(), _optimizer(model, compression=hvd.Compression.fp16))
@@ -234,7 +233,7 @@ def test_what_may_differ_is_no_difference() -> None:
 @ranks(3, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
 def test_a_process_set_compares_inside_of_itself() -> None:
     pair = hvd.add_process_set([0, 2])
-    with _told("repair") as lines:
+    with told("repair") as lines:
         model = _model(seed=hvd.rank())
         if pair.included():
             hvd.broadcast_parameters(model.state_dict(), 2, process_set=pair)
@@ -249,7 +248,7 @@ def test_a_process_set_compares_inside_of_itself() -> None:
 
 @ranks(2)
 def test_a_compressor_s_marks_carry_the_check() -> None:
-    with _told("repair") as lines:
+    with told("repair") as lines:
         model = _model()
         optimizer = _optimizer(model, compression=hvd.Compression.int8)
         _train(model, optimizer)
@@ -262,20 +261,20 @@ def test_a_compressor_s_marks_carry_the_check() -> None:
 
 @ranks(2)
 def test_ranks_with_other_settings_do_as_the_strictest_and_off_is_off_for_all() -> None:
-    with _told(("warn", "error")[hvd.rank()]):
+    with told(("warn", "error")[hvd.rank()]):
         optimizer = _optimizer(model := _model(hvd.rank()))
         with pytest.raises(Mismatch):
             _train(model, optimizer)
-    with _told(("off", "error")[hvd.rank()]) as lines:
+    with told(("off", "error")[hvd.rank()]) as lines:
         optimizer = _optimizer(model := _model(hvd.rank()))
         _train(model, optimizer)
         assert not lines
     with (
-        _told("loud"),
+        told("loud"),
         pytest.raises(ValueError, match="HOROCLONE_COMPARE='loud' must be one of warn, repair"),
     ):
         _optimizer(_model())
-    with _told("warn", -1), pytest.raises(ValueError, match="HOROCLONE_COMPARE_STEPS='-1'"):
+    with told("warn", -1), pytest.raises(ValueError, match="HOROCLONE_COMPARE_STEPS='-1'"):
         _optimizer(_model())
 
 
@@ -292,7 +291,7 @@ def test_a_share_is_compared_at_a_time() -> None:
             first = first or (step if lines else 0)
         return first
 
-    with _told("repair", 100) as lines:
+    with told("repair", 100) as lines:
         model = torch.nn.Linear(1000, 1000)
         hvd.broadcast_parameters(model.state_dict(), 0)
         optimizer = _optimizer(model, torch.optim.SGD)
@@ -301,7 +300,7 @@ def test_a_share_is_compared_at_a_time() -> None:
             _flip(model.weight, 7)
         found = trained(110, optimizer, model, lines)
         assert (0 < found <= 100) is (hvd.rank() == 0), found
-    with _told("repair", 0) as lines:
+    with told("repair", 0) as lines:
         model = _model()
         optimizer = _optimizer(model)
         _train(model, optimizer)
@@ -347,7 +346,7 @@ class _Showing(_Around):
 @ranks(2)
 def test_state_may_have_any_form() -> None:
     for around in (None, _Around, _Showing):
-        with _told("repair") as lines:
+        with told("repair") as lines:
             model = _model()
             plain: Any = _Momentum(model.parameters())
             plain = plain if around is None else around(plain)
@@ -368,7 +367,7 @@ def test_state_may_have_any_form() -> None:
 @ranks(2)
 def test_state_that_one_rank_alone_has_is_repaired_on_the_others() -> None:
     for owner in range(2):
-        with _told("repair") as lines:
+        with told("repair") as lines:
             model = _model()
             plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
             if hvd.rank() == owner:
@@ -383,7 +382,7 @@ def test_state_that_one_rank_alone_has_is_repaired_on_the_others() -> None:
 
 @ranks(2)
 def test_ranks_that_come_back_from_join_are_told_to_take_the_last_ones_weights() -> None:
-    with _told("warn") as lines:
+    with told("warn") as lines:
         model = _model()
         optimizer = _optimizer(model)
         for _ in range(2):

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from horoclone.comparison import PLACES, policy
 from horoclone.errors import HorovodInternalError, Mismatch
 from horoclone.gradient_names import Turn
 from horoclone.ops import Adasum, Max
@@ -25,9 +26,10 @@ from horoclone.torch import operations
 from horoclone.torch.operations.gpu import HOST, memory_beside, place_of
 from horoclone.torch.operations.grouped import grouped_allreduce_async_
 from horoclone.torch.operations.tensors import uncompiled
-from horoclone.torch.optimizer.agreement import agree_on_order, agree_on_parameters
+from horoclone.torch.optimizer.agreement import agree_on_order, agree_on_parameters, by_name
 from horoclone.torch.optimizer.backward_calls import BackwardCalls
 from horoclone.torch.optimizer.buckets import BUCKET_BYTES, GradState, flat_of, form_of, is_dense
+from horoclone.torch.optimizer.compared import Comparison
 from horoclone.torch.optimizer.reducer import TOO_MANY
 from horoclone.torch.optimizer.wrapping import WrappedOptimizer, checked_passes, parameters_of
 
@@ -46,6 +48,8 @@ class Deltas:
         self._parts: list[list[torch.Tensor]] = []  # one operation each, the same ones on every rank
         self._starts: dict[torch.Tensor, torch.Tensor] = {}
         self._forms: list[Any] = []
+        self._places = torch.zeros(0)  # of a check that travels
+        self._comparison = Comparison(policy(), None)  # of the ranks' parameters; their states are their own
         self._was_told = False  # some rank has other parameters now than when the ranks agreed
 
     def is_stale(self, parameters: Sequence[torch.Tensor]) -> bool:
@@ -76,11 +80,13 @@ class Deltas:
             self._known, self._runtime = parameters, native()
         if parameters:
             torch._foreach_copy_([self._starts[p] for p in parameters], parameters)
+            self._comparison.fill(self._places)
 
     def _lay_out(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         states = [GradState(parameter, name) for name, parameter in named]
         try:
-            agreed = agree_on_parameters(states, self._set, self._turn)
+            values = self._comparison.said(states)
+            agreed = agree_on_parameters(states, self._set, self._turn, values=values)
         except ValueError as error:
             if not self._was_told:
                 raise
@@ -88,6 +94,8 @@ class Deltas:
             raise Mismatch(text) from None
         self._forms, self._was_told = [form_of(parameter) for _, parameter in named], False
         assert agreed is not None
+        self._comparison.heard(agreed.same_values, agreed.policy)
+        self._comparison.begin(by_name(states))
         self._layout, runs = agree_on_order(states, self._set, agreed.leads)
         self._parts, filled = [[]], 0
         for state in (state for run in runs for state in run):
@@ -99,6 +107,14 @@ class Deltas:
         self._starts = {
             p: torch.empty_like(p, requires_grad=False) for p in (state.parameter for state in states)
         }
+        if states:
+            self._places = self._beside(PLACES).zero_()
+
+    def _beside(self, count: int) -> torch.Tensor:
+        """Numbers that travel with the first part."""
+        first = self._starts[self._parts[0][0]]
+        on_host = place_of(first) is HOST
+        return torch.empty(count) if on_host else memory_beside(first, (count,), torch.float32)
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -115,6 +131,7 @@ class Deltas:
         if changed:
             self.forget()
             self._lay_out(self._named)
+        self._comparison.settle(self._set)
 
     def _moved(self, part: list[torch.Tensor]) -> list[torch.Tensor]:
         """The parameters of a part, which become what the step has added to them."""
@@ -137,15 +154,15 @@ class Deltas:
         overlaps with the messages of the others."""
         errors: list[Exception] = []
         running: list[tuple[int, list[tuple[torch.Tensor, Any]]]] = []
-        first = self._starts[self._parts[0][0]]
-        mark = torch.empty(1) if place_of(first) is HOST else memory_beside(first, (1,), torch.float32)
-        mark.fill_(float(changed))
+        mark = self._beside(1).fill_(float(changed))
+        if changed:
+            self._places.zero_()
         for index, part in enumerate(parts):
             wires = [self._on_the_wire(p) for p in part]
             flat = [flat_of(wire) for wire, _ in wires]
             try:
                 name = f"deltas.{self._layout}.{index}"
-                tensors = flat if index else [*flat, mark]
+                tensors = flat if index else [*flat, mark, self._places]
                 handle = grouped_allreduce_async_(tensors, name=name, op=Adasum, process_set=self._set)
                 running.append((handle, wires))
             except (HorovodInternalError, ValueError) as error:
@@ -157,7 +174,10 @@ class Deltas:
                 reduced.append([self._compression.decompress(wire, ctx) for wire, ctx in wires])
             except (HorovodInternalError, ValueError) as error:
                 errors.append(error)
-        return reduced, errors, not errors and bool(mark.item())
+        marked = not errors and bool(mark.item())
+        if not errors and not marked:
+            self._comparison.look(self._places)
+        return reduced, errors, marked
 
     def _on_the_wire(self, parameter: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """A tensor without gaps, and what decompress needs. Without compression: the parameter's own memory."""

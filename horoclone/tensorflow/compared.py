@@ -1,0 +1,149 @@
+"""Compares variables of the ranks in the messages of gradients, eagerly and in functions (horoclone/comparison.py).
+
+In a function steps are counted by a variable of its own, which no checkpoint has. Memory is read by the host only where
+a check is due, and written only to repair. In TensorFlow 1's sessions and on GPUs nothing is compared.
+"""
+
+# mypy: disable-error-code="no-any-return"
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from horoclone import comparison
+from horoclone.arrays.compared import NOTHING, Bytes, VariableComparison, bytes_of, hashes_of
+from horoclone.comparison import OFF, PLACES, Policy
+from horoclone.ops import Adasum, Average, Max, Sum
+from horoclone.process_sets import ProcessSet
+
+Values = Callable[[], Sequence[tuple[str, Any]]]
+
+
+class Watch:
+    """Of the variables whose gradients one operation reduces. values: gives them, with what they are called."""
+
+    def __init__(self, own: Policy, name: str, process_set: ProcessSet) -> None:
+        self._comparison = VariableComparison(own, name, process_set, _read, _write)
+        self._count: Any = None  # of steps in functions
+        self._number: Any = None  # of the step that is being traced
+        self._labels: list[str] = []
+        comparison.counted.add(self)
+
+    def restart(self) -> None:
+        """Steps are counted from here again."""
+        self._comparison.restart()
+        if self._count is not None and tf.executing_eagerly():
+            self._count.assign(0)
+
+    def tail(self, values: Values, dtype: Any) -> Any:
+        """What travels behind the gradients: numbers of their dtype."""
+        if tf.executing_eagerly():
+            return tf.constant(self._comparison.fill(values), dtype)
+        self._number = None
+        if not tf.compat.v1.executing_eagerly_outside_functions():
+            return tf.zeros([PLACES], dtype)
+        with tf.init_scope():
+            if self._count is None:
+                self._count = tf.Variable(0, dtype=tf.int64, trainable=False, name="horoclone_steps")
+            pairs = list(values())
+            here = all(_is_here(variable) for _, variable in pairs)
+            self._comparison.lay_out([_nbytes(variable) for _, variable in pairs] if here else [])
+        self._labels = [label for label, _ in pairs]
+        self._number = number = self._count.assign_add(1) - 1
+        if not here or self._comparison.own.action == OFF:
+            return tf.zeros([PLACES], dtype)
+        is_due, every = tf.equal(number, 1), self._comparison.every
+        if every:
+            is_due |= (number % every == 0) & (number > 1)
+
+        def check() -> Any:
+            read = [native_of(variable).read_value() for _, variable in pairs]
+            places = tf.numpy_function(self._check, [number, *read], tf.uint8)
+            places.set_shape([PLACES])
+            return tf.cast(places, dtype)
+
+        return tf.cond(is_due, check, lambda: tf.zeros([PLACES], dtype))
+
+    def _check(self, number: Any, *read: Any) -> Any:
+        share = self._comparison.share(int(number))
+        there = [bytes_of(read[i]) for i in share]
+        return np.array(self._comparison.places(int(number), there) if there else NOTHING, np.uint8)
+
+    def look(self, received: Any, values: Values, reduced: Sequence[Any]) -> list[Any]:
+        """The reduced gradients, which wait for what is to be said and repaired first. received: what has become of the
+        tail."""
+        if tf.executing_eagerly():
+            self._comparison.look(received.numpy().astype(np.float32).tolist())
+            return list(reduced)
+        if self._number is None:
+            return list(reduced)
+        number, labels = self._number, self._labels
+        variables = [native_of(variable) for _, variable in values()]
+        half = PLACES // 2
+        differs = tf.reduce_any((received[:half] != 0) & (received[half:] != 0))
+
+        def settle(number: Any, *read: Any) -> Any:
+            content = [bytes_of(one) for one in read]
+            mended = self._comparison.settle(int(number), labels, hashes_of(content), content)
+            after = [
+                mended[i].view(one.dtype).reshape(one.shape) if i in mended else one
+                for i, one in enumerate(read)
+            ]
+            return [np.array(bool(mended)), *after]
+
+        def said() -> Any:
+            read = [variable.read_value() for variable in variables]
+            is_mended, *after = tf.numpy_function(
+                settle, [number, *read], [tf.bool, *(v.dtype for v in variables)]
+            )
+            is_mended.set_shape([])
+
+            def write() -> Any:
+                for variable, value in zip(variables, after, strict=True):
+                    variable.assign(tf.ensure_shape(value, variable.shape))
+                return True
+
+            return tf.cond(is_mended, write, lambda: False)
+
+        done = tf.cond(differs, said, lambda: False)
+        with tf.control_dependencies([done]):
+            return [tf.identity(gradient) for gradient in reduced]
+
+
+def takes_tail(wires: Sequence[Any], op: int) -> bool:
+    """Whether the places travel with these: of one tensor alone the operation takes no copy, which it should not have
+    to."""
+    return len(wires) > 1 and wires[0].dtype.is_floating and op in (Average, Sum, Max, Adasum)
+
+
+def is_variable(value: Any) -> bool:
+    """Of TensorFlow, or of Keras on it."""
+    return isinstance(native_of(value), tf.Variable)
+
+
+def native_of(variable: Any) -> Any:
+    """The variable of TensorFlow that stands behind one of Keras."""
+    inner = getattr(variable, "value", None)
+    return inner if not isinstance(variable, tf.Variable) and isinstance(inner, tf.Variable) else variable
+
+
+def _is_here(variable: Any) -> bool:
+    native = native_of(variable)
+    return isinstance(native, tf.Variable) and "GPU" not in native.device and native.shape.is_fully_defined()
+
+
+def _nbytes(variable: Any) -> int:
+    native = native_of(variable)
+    return native.shape.num_elements() * native.dtype.size
+
+
+def _read(variable: Any) -> Bytes | None:
+    return bytes_of(native_of(variable).numpy()) if _is_here(variable) else None
+
+
+def _write(variable: Any, content: Bytes) -> None:
+    native = native_of(variable)
+    native.assign(content.view(native.dtype.as_numpy_dtype).reshape(native.shape))

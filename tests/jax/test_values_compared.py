@@ -1,0 +1,122 @@
+"""The ranks' parameters and the optimizer's state are compared, inside and outside of programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from world import load, ranks
+
+jax = pytest.importorskip("jax")
+optax = pytest.importorskip("optax")
+
+import jax.numpy as jnp  # noqa: E402
+
+import horoclone.jax as hvd  # noqa: E402
+
+told = load(Path(__file__).parents[1] / "told.py", "told").told
+
+
+class Training:
+    """A small model, and its step as a program or not."""
+
+    def __init__(self, program: bool, seed: int = 0, passes_params: bool = True, **options: Any) -> None:
+        chance = np.random.default_rng(seed)
+        self.params = {
+            name: jnp.asarray(chance.normal(size=shape), jnp.float32)
+            for name, shape in {"w": (4, 3), "b": (3,), "out": (3, 2)}.items()
+        }
+        tx = hvd.DistributedOptimizer(optax.adam(0.01), **options)
+        self.state = tx.init(self.params)
+
+        def step(params: Any, state: Any, x: Any) -> Any:
+            def loss(p: Any) -> Any:
+                return jnp.mean(jnp.square(jnp.tanh(x @ p["w"] + p["b"]) @ p["out"]))
+
+            changes, state = tx.update(jax.grad(loss)(params), state, params if passes_params else None)
+            return optax.apply_updates(params, changes), state
+
+        self._step = jax.jit(step) if program else step
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            x = jnp.asarray(np.random.normal(size=(5, 4)), jnp.float32)
+            self.params, self.state = self._step(self.params, self.state, x)
+        jax.block_until_ready(self.params)
+
+    def flip(self) -> None:
+        value = np.array(self.params["out"])
+        value.reshape(-1).view(np.uint8)[1] ^= 8
+        self.params["out"] = jnp.asarray(value)
+
+    def flip_state(self) -> None:
+        def flipped(path: Any, leaf: Any) -> Any:
+            if jax.tree_util.keystr(path) != ".inner[0].mu['w']":
+                return leaf
+            value = np.array(leaf)
+            value.reshape(-1).view(np.uint8)[0] ^= 1
+            return jnp.asarray(value)
+
+        self.state = jax.tree_util.tree_map_with_path(flipped, self.state)
+
+
+@ranks(2, limit_s=180)
+def test_a_forgotten_broadcast_is_found_at_the_second_step_and_one_after_the_first_is_none() -> None:
+    for program in (False, True):
+        with told("warn") as lines:
+            training = Training(program, hvd.rank())
+            training.steps(1)
+            assert not lines
+            training.steps(3)
+            assert len(lines) == (hvd.rank() == 0), lines
+            assert all("after step 1 the ranks" in line for line in lines)
+        with told("error"):
+            training = Training(program, hvd.rank())
+            training.steps(1)
+            training.params, training.state = hvd.broadcast((training.params, training.state), 0)
+            training.steps(3)
+            if hvd.rank() == 1:
+                training.flip()
+            with pytest.raises(
+                Exception, match=r"not yet after step 3, the ranks .* the parameter \['out'\]"
+            ):
+                training.steps(1)
+        with told("repair"):
+            training = Training(program)
+            training.steps(3)
+            if hvd.rank() == 1:
+                training.flip()
+            with pytest.raises(Exception, match="cannot be repaired"):
+                training.steps(1)
+
+
+@ranks(3, limit_s=180)
+def test_a_flipped_bit_is_found_at_the_next_check() -> None:
+    for program, options in (
+        (False, {}),
+        (True, {"compression": hvd.Compression.bf16}),
+        (True, {"backward_passes_per_step": 2}),
+    ):
+        with told("warn") as lines:
+            training = Training(program, **options)
+            training.steps(4)
+            assert not lines
+            if hvd.rank() == 1:
+                training.flip()
+            training.steps(2)
+            assert len(lines) == (hvd.rank() == 0), (options, lines)
+            assert all("the parameter ['out']" in line and "rank 1 (against" in line for line in lines)
+
+
+@ranks(2, limit_s=180)
+def test_state_is_compared_also_where_update_is_given_no_parameters() -> None:
+    with told("warn") as lines:
+        training = Training(True, passes_params=False)
+        training.steps(4)
+        if hvd.rank() == 1:
+            training.flip_state()
+        training.steps(1)
+        assert len(lines) == (hvd.rank() == 0), lines
+        assert all("the optimizer's state [0].mu['w']" in line for line in lines), lines

@@ -1,0 +1,140 @@
+"""The ranks' weights and the optimizer's state are compared while Keras trains, on every backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from world import load
+
+training = load(Path(__file__).with_name("training.py"), "keras_training")
+told = load(Path(__file__).parents[1] / "told.py", "told").told
+BACKENDS = ["tensorflow", "jax", "torch", "legacy"]
+
+
+def _model(seed: int, which: str = "adam", **options: Any) -> Any:
+    import horoclone.keras as hvd
+
+    optimizer = hvd.DistributedOptimizer(training.optimizer_named(which), **options)
+    return training.compiled(training.network(seed), optimizer)
+
+
+def _fit(model: Any, batches: int, callbacks: Any = ()) -> None:
+    import horoclone.keras as hvd
+
+    training.fit(model, training.shard(hvd.rank(), batches), epochs=1, callbacks=callbacks)
+
+
+def _flip(variable: Any, bit: int = 3) -> None:
+    from horoclone.keras.flavor import assign, to_numpy
+
+    value = np.array(to_numpy(variable))
+    value.reshape(-1).view(np.uint8)[bit // 8] ^= 1 << bit % 8
+    assign(variable, value)
+
+
+def _slot(model: Any) -> Any:
+    """Some momentum of a weight."""
+    optimizer, shape = model.optimizer, model.trainable_variables[2].shape
+    variables = optimizer.variables
+    found = variables() if callable(variables) else variables
+    return next(v for v in found if tuple(v.shape) == tuple(shape))
+
+
+def finds_a_forgotten_broadcast() -> None:
+    import horoclone.keras as hvd
+
+    with told("warn") as lines:
+        model = _model(seed=hvd.rank())
+        _fit(model, 1)
+        assert not lines
+        _fit(model, 3)
+        assert len(lines) == (hvd.rank() == 0), lines
+        assert all("after step 1" in line and "BroadcastGlobalVariablesCallback" in line for line in lines)
+    with told("error"):
+        with pytest.raises(Exception, match="do not have the same values: the weight '.*' differs between"):
+            _fit(_model(seed=hvd.rank()), 3)
+
+
+def finds_flipped_bits(which: str, kind: str) -> None:
+    import horoclone.keras as hvd
+
+    repairs = training.the_keras().backend.backend() != "jax"
+    with told("repair" if repairs else "warn") as lines:
+        model = _model(0, which)
+        _fit(model, 3)
+        assert not lines, lines
+        culprit = hvd.size() - 1
+        if hvd.rank() == culprit:
+            _flip(model.trainable_variables[2] if kind == "weight" else _slot(model))
+        _fit(model, 1)
+        assert len(lines) == (hvd.rank() == 0), lines
+        wanted = "the weight" if kind == "weight" else "the optimizer's state of"
+        who = "no majority" if hvd.size() == 2 else f"differs on rank {culprit} (against"
+        assert all(wanted in line and who in line for line in lines), lines
+        _fit(model, 2)
+        assert len(lines) == (hvd.rank() == 0), lines
+        assert training.same_everywhere(model) or not repairs
+
+
+def is_silent() -> None:
+    import horoclone.keras as hvd
+
+    with told("error"):
+        begin = hvd.callbacks.BroadcastGlobalVariablesCallback
+        for which in ("sgd", "adam", "scaled", "global_clipnorm"):
+            model = _model(hvd.rank(), which)
+            _fit(model, 4, [begin(0)])
+            assert training.same_everywhere(model)
+        late = begin(0)
+        whole = late.on_batch_end
+        late.on_batch_end = lambda batch, logs=None: whole(batch, logs)
+        _fit(_model(hvd.rank()), 4, [late])
+        for options in (
+            {"backward_passes_per_step": 2},
+            {"compression": hvd.Compression.fp16},
+            {"op": hvd.Sum},
+            {"groups": 2},
+            {"gradient_predivide_factor": 2.0},
+        ):
+            _fit(_model(hvd.rank(), **options), 6, [begin(0)])
+        model = _model(0)
+        _flip(model.layers[-1].trainable_variables[0], hvd.rank())
+        for variable in model.layers[-1].trainable_variables:
+            model.optimizer.register_local_var(variable)
+        _fit(model, 4)
+
+
+def says_which_setting_differs() -> None:
+    import horoclone.keras as hvd
+
+    with told("warn", 1 + hvd.rank()) as lines:
+        _fit(_model(0), 4)
+        assert len(lines) == (hvd.rank() == 0), lines
+        assert all("HOROCLONE_COMPARE_STEPS differs" in line for line in lines)
+    with told("off" if hvd.rank() else "error"):
+        _fit(_model(hvd.rank()), 4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_forgotten_broadcast_is_found_at_the_second_step(on: Callable[..., Any], backend: str) -> None:
+    on(backend, finds_a_forgotten_broadcast)
+
+
+@pytest.mark.parametrize("kind", ["weight", "state"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_flipped_bit_is_found_at_the_next_check(on: Callable[..., Any], backend: str, kind: str) -> None:
+    on(backend, finds_flipped_bits, 3 if kind == "weight" else 2, which="adam", kind=kind)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_may_differ_is_no_difference(on: Callable[..., Any], backend: str) -> None:
+    on(backend, is_silent)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_setting_that_differs_is_named_and_off_is_off_for_all(on: Callable[..., Any], backend: str) -> None:
+    on(backend, says_which_setting_differs)
