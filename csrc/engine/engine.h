@@ -102,8 +102,11 @@ class Engine {
   Status start_timeline(const std::string& path, bool mark_cycles);
   Status stop_timeline();
   // Adds a span `name` to the timeline, from a moment of the monotonic clock on; args: the members of a JSON object.
-  // Does nothing when no timeline is written.
+  // Does nothing when no timeline is written and nobody listens.
   void timeline_span(const std::string& name, double from_s, double seconds, const std::string& args);
+  // The timeline's events, as text, for one listener in this process; see Timeline::heard(). shutdown() ends it.
+  Status listen_to_timeline();
+  std::string heard_of_timeline() { return timeline_.heard(); }
   // Before connect: the rank metrics lies in this file from then on (RankMetrics::share).
   Status share_rank_metrics(int fd, size_t offset, const std::string& program) {
     return context_.rank_metrics.share(fd, offset, program);

@@ -97,6 +97,12 @@ void Engine::timeline_span(const std::string& name, double from_s, double second
   if (timeline_.on()) timeline_.span(name, from, seconds, args);
 }
 
+Status Engine::listen_to_timeline() {
+  HC_TRY(context_.check_connected());
+  timeline_.listen(context_.rank());
+  return Status::ok();
+}
+
 Status Engine::stop_timeline() {
   HC_TRY(context_.check_connected());
   if (context_.config.timeline.empty())

@@ -15,6 +15,12 @@ HC_EXPORT hc_status* hc_timeline_start(hc_runtime* rt, const char* path, int32_t
 HC_EXPORT hc_status* hc_timeline_stop(hc_runtime* rt);
 /* Adds a finished span to the row "recovery"; from_s is a moment of CLOCK_MONOTONIC. args: members of a JSON object. */
 HC_EXPORT void hc_timeline_span(hc_runtime* rt, const char* name, double from_s, double seconds, const char* args);
+/* The same events for a listener in this process, from now on until hc_shutdown: hc_timeline_heard waits for some, and
+ * returns a JSON array a line, [kind, operation, process set, name, sequence, phase, {arguments}, ns of
+ * CLOCK_MONOTONIC, microseconds], of this rank's operations, steps and recoveries; ["dropped", number]; "" after the
+ * end. Thread: one. */
+HC_EXPORT hc_status* hc_timeline_listen(hc_runtime* rt);
+HC_EXPORT const char* hc_timeline_heard(hc_runtime* rt);
 /* Call before hc_connect. Stall reports then show a stack: `signal`, sent to the thread with kernel id `thread`, must
  * make it write its stack into a pipe; `fd` is the pipe's non-blocking reading end, which stays the caller's. */
 HC_EXPORT void hc_watch_stack(hc_runtime* rt, int32_t signal, int32_t fd, int32_t thread, const char* libraries);
@@ -28,6 +34,11 @@ HC_EXPORT const char* hc_describe(hc_runtime* rt); /* state for humans, no JSON:
 #define HC_RANK_METRICS_BYTES 4096
 HC_EXPORT hc_status* hc_rank_metrics_share(hc_runtime* rt, int32_t fd, uint64_t offset, const char* program);
 HC_EXPORT const char* hc_rank_metrics(hc_runtime* rt);
+/* Lines of the log, of all runtimes of the process, go to hc_log_lines() instead of stderr from hc_log_take(1) on until
+ * hc_log_take(0). It waits for lines: [[level, rank or -1, Unix ns, text]]; [] after the end. */
+HC_EXPORT void hc_log_take(int32_t takes);
+HC_EXPORT const char* hc_log_lines(void);
+HC_EXPORT void hc_log_warning(int32_t rank, const char* text); /* a line of the caller's among them */
 HC_EXPORT const char* hc_knobs(void); /* the table of settings: [{name, type, default, help, horovod}] */
 HC_EXPORT const char* hc_build_info(void);
 /* Which algorithm runs for each operation, by size and layout; settings as for hc_runtime_create. */

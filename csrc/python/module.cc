@@ -347,6 +347,15 @@ class Runtime {
   void timeline_span(const std::string& name, double from_s, double seconds, const std::string& args) {
     hc_timeline_span(rt_, name.c_str(), from_s, seconds, args.c_str());
   }
+  void listen_to_timeline() { raise_if(hc_timeline_listen(rt_)); }
+  py::str heard_of_timeline() const {
+    std::string events;
+    {
+      WithoutGil released;
+      events = hc_timeline_heard(rt_);
+    }
+    return hc_python::shown(events);
+  }
   void watch_stack(int signal, int fd, int thread, const std::string& libraries) {
     hc_watch_stack(rt_, signal, fd, thread, libraries.c_str());
   }
@@ -501,6 +510,8 @@ PYBIND11_MODULE(_core, m) {
       .def("after_fork_child", &Runtime::after_fork_child)
       .def("start_timeline", &Runtime::start_timeline, "path"_a, "mark_cycles"_a = false)
       .def("stop_timeline", &Runtime::stop_timeline)
+      .def("listen_to_timeline", &Runtime::listen_to_timeline)
+      .def("heard_of_timeline", &Runtime::heard_of_timeline)
       .def("timeline_span", &Runtime::timeline_span, "name"_a, "from_s"_a, "seconds"_a, "args"_a = "")
       .def("watch_stack", &Runtime::watch_stack, "signal"_a, "fd"_a, "thread"_a, "libraries"_a)
       .def("flight_record", &Runtime::flight_record, "reason"_a = "asked for")
@@ -508,6 +519,17 @@ PYBIND11_MODULE(_core, m) {
       .def("rank_metrics", &Runtime::rank_metrics)
       .def("counters", &Runtime::counters)
       .def("describe", &Runtime::describe);
+  m.def("take_log", [](bool takes) { hc_log_take(takes); }, "takes"_a);
+  m.def(
+      "log_warning", [](int rank, const std::string& text) { hc_log_warning(rank, text.c_str()); }, "rank"_a, "text"_a);
+  m.def("log_lines", [] {
+    std::string lines;
+    {
+      hc_python::WithoutGil released;
+      lines = hc_log_lines();
+    }
+    return hc_python::shown(lines);
+  });
   m.def("knobs", &hc_knobs);
   m.def("fail_at_exit", [] {
     (void)::on_exit(

@@ -5,11 +5,10 @@ Names follow https://prometheus.io/docs/practices/naming/; deploy/grafana has a 
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from operator import attrgetter
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
@@ -24,36 +23,13 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from horoclone import connection_limits
-from horoclone.live import rank_metrics
-from horoclone.live.overview import late_seconds, late_times, state_of, upper_bounds_s
+from horoclone.live import measurements
+from horoclone.live.measurements import Measurement
+from horoclone.live.overview import upper_bounds_s
 from horoclone.live.rank_metrics import RankMetrics
 
 PREFIX = "horoclone_"
 _RANK = ["rank", "host"]
-
-# (name, what it is, how to get it from the metrics of a rank)
-_Row = tuple[str, str, Callable[[RankMetrics], float]]
-GAUGES: tuple[_Row, ...] = (
-    ("rank_up", "1 while the process of the rank runs.", lambda one: float(state_of(one) not in ("lost", "ended"))),
-    ("rank_stalled", "1 while the rank waits for others for longer than the stall check allows.",
-     lambda one: float(state_of(one) == "stalled")),
-    ("generation", "Which generation of the world the rank is in.", attrgetter("generation")),
-    ("start_time_seconds", "When init() began, Unix time.", attrgetter("started")),
-    ("heartbeat_time_seconds",
-     "When the rank last gave a sign of life, Unix time; it gives none while it has nothing to do.",
-     attrgetter("heartbeat")),
-    ("step_duration_seconds", "How long the last whole step took.", attrgetter("step_seconds")),
-    ("step_communication_seconds", "For how long of the last whole step operations were under way.",
-     attrgetter("step_communication_seconds")),
-    ("step_waited_seconds", "For how long of the last whole step a thread of the program waited for operations.",
-     attrgetter("step_waited_seconds")),
-)  # fmt: skip
-COUNTERS: tuple[_Row, ...] = (
-    ("steps", "Steps that have begun.", attrgetter("step")),
-    ("communication_seconds", "Time in which any operation was under way.", attrgetter("communication_seconds")),
-    ("overlapped_seconds", "Of that, time in which no thread of the program waited.",
-     attrgetter("overlapped_seconds")),
-)  # fmt: skip
 
 
 class RanksCollector(Collector):
@@ -77,101 +53,37 @@ class RanksCollector(Collector):
 def families(ranks: Sequence[RankMetrics]) -> Iterator[Metric]:
     """The metrics of these ranks, each with the labels rank and host."""
     info = InfoMetricFamily(f"{PREFIX}rank", "Which process the rank is.", labels=_RANK)
-    state = GaugeMetricFamily(
-        f"{PREFIX}rank_state",
-        "1 for the state in which the rank is, 0 for the others.",
-        labels=[*_RANK, "state"],
-    )
-    for metrics in ranks:
-        ours = _labels(metrics)
-        info.add_metric(
-            ours, {"pid": str(metrics.pid), "local_rank": str(metrics.local_rank), "size": str(metrics.size)}
-        )
-        for name in rank_metrics.STATES:
-            state.add_metric([*ours, name], float(name == state_of(metrics)))
+    for one in ranks:
+        about = {"pid": str(one.pid), "local_rank": str(one.local_rank), "size": str(one.size)}
+        info.add_metric([str(one.rank), one.host], about)
     yield info
-    yield state
-    kind: Any
-    for kind, rows in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
-        for name, text, value in rows:
-            family = kind(PREFIX + name, text, labels=_RANK)
-            for metrics in ranks:
-                family.add_metric(_labels(metrics), value(metrics))
-            yield family
-    yield _waits(ranks)
-    yield from _goodput(ranks)
-    yield from _late(ranks)
-    yield from _operations(ranks)
+    for measurement in measurements.of(ranks):
+        if measurement.name != "elastic" or measurement.points:  # which others have not
+            yield _family(measurement)
 
 
-def _goodput(ranks: Sequence[RankMetrics]) -> Iterator[Metric]:
-    family = _counter(
-        "elastic_seconds",
-        "How the time of an elastic job has gone by, since this rank began to train.",
-        [*_RANK, "part"],
-    )
-    for metrics in ranks:
-        if (goodput := metrics.goodput) is not None:
-            for name, seconds in dataclasses.asdict(goodput).items():
-                family.add_metric([*_labels(metrics), name.removesuffix("_seconds")], seconds)
-    if family.samples:  # of an elastic job
-        yield family
+def name_of(measurement: Measurement) -> str:
+    """Prometheus's name, without its ending `_total`: dots become underscores, and seconds are told."""
+    return PREFIX + measurement.name.replace(".", "_") + ("_seconds" if measurement.unit == "s" else "")
 
 
-def _labels(metrics: RankMetrics) -> list[str]:
-    return [str(metrics.rank), metrics.host]
+def _family(measurement: Measurement) -> Metric:
+    name, labels = name_of(measurement), [*_RANK, *measurement.labels]
+    if measurement.kind == "histogram":
+        return _histogram(measurement, HistogramMetricFamily(name, measurement.text, labels=labels))
+    kind: Any = GaugeMetricFamily if measurement.kind == "gauge" else CounterMetricFamily
+    family: Any = kind(name, measurement.text, labels=labels)
+    for point in measurement.points:
+        family.add_metric([str(point.rank), point.host, *point.labels], point.value)
+    return family  # type: ignore[no-any-return]
 
 
-def _counter(name: str, text: str, labels: list[str]) -> CounterMetricFamily:
-    return CounterMetricFamily(PREFIX + name, text, labels=labels)
-
-
-def _waits(ranks: Sequence[RankMetrics]) -> Metric:
-    text = "Time that threads of the program waited for operations, before (peers) and after (transfer) data moved."
-    waited = _counter("waited_seconds", text, [*_RANK, "reason"])
-    for metrics in ranks:
-        waited.add_metric([*_labels(metrics), "peers"], metrics.waited_for_peers_seconds)
-        waited.add_metric([*_labels(metrics), "transfer"], metrics.waited_for_transfer_seconds)
-    return waited
-
-
-def _late(ranks: Sequence[RankMetrics]) -> Iterator[Metric]:
-    hosts = {metrics.rank: metrics.host for metrics in ranks}
-    times = _counter(
-        "rank_last_to_come", "How often the rank was the last one to come to an operation.", _RANK
-    )
-    text = "How long others have waited for the rank, as one of them saw it."
-    seconds = _counter("rank_awaited_seconds", text, _RANK)
-    for rank, count in late_times(ranks).items():
-        times.add_metric([str(rank), hosts.get(rank, "")], count)
-    for rank, value in late_seconds(ranks).items():
-        seconds.add_metric([str(rank), hosts.get(rank, "")], value)
-    yield times
-    yield seconds
-
-
-def _operations(ranks: Sequence[RankMetrics]) -> Iterator[Metric]:
-    labels = [*_RANK, "operation"]
-    count = _counter("operations", "Operations that have ended.", labels)
-    moved = _counter("operation_bytes", "Bytes of the rank's tensors in operations.", labels)
-    queued = _counter("operation_queued_seconds", "From the submission until data moves, summed.", labels)
-    running = _counter("operation_running_seconds", "From then until the end, summed.", labels)
-    text = "From the submission to the end of an operation."
-    duration = HistogramMetricFamily(f"{PREFIX}operation_duration_seconds", text, labels=labels)
+def _histogram(measurement: Measurement, family: HistogramMetricFamily) -> Metric:
     bounds = ["+Inf" if bound is None else repr(bound) for bound in upper_bounds_s()]
-    for metrics in ranks:
-        for kind, one in metrics.operations.items():
-            ours = [*_labels(metrics), kind]
-            count.add_metric(ours, one.count)
-            moved.add_metric(ours, one.bytes)
-            queued.add_metric(ours, one.queued_seconds)
-            running.add_metric(ours, one.running_seconds)
-            so_far, buckets = 0, []
-            for bound, inside in zip(bounds, one.histogram, strict=True):
-                so_far += inside
-                buckets.append((bound, float(so_far)))
-            duration.add_metric(ours, buckets, one.queued_seconds + one.running_seconds)
-    yield from (count, moved, queued, running, duration)
+    for rank, host, labels, one in measurement.times:
+        buckets = list(zip(bounds, map(float, itertools.accumulate(one.histogram)), strict=True))
+        family.add_metric([str(rank), host, *labels], buckets, one.queued_seconds + one.running_seconds)
+    return family
 
 
 class _Server(connection_limits.BoundedThreads, WSGIServer):

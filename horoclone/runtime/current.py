@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from horoclone import errors
+from horoclone.runtime import logs
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
@@ -121,7 +122,9 @@ def world_ranks_of(comm: Any) -> list[int]:
 
 
 def say(text: str) -> None:
-    """One line for humans on stderr; a closed stderr is no reason to fail."""
+    """One line for humans: on stderr, or in Python's logging as a warning; a closed stderr is no reason to fail."""
+    if logs.told(text, job.rank if job is not None else -1):
+        return
     who = f"rank {job.rank}" if job is not None else f"pid {os.getpid()}"
     try:
         sys.stderr.write(f"horoclone [{who}]: {text}\n")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from horoclone import errors
 from horoclone.bootstrap import exchange
-from horoclone.runtime import current
+from horoclone.runtime import current, logs, telemetry
 from horoclone.runtime.native_module import bytes_of
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ def _at_exit(finish: Callable[[], None], shut_down: Callable[[float], None]) -> 
     job, current.job = current.job, None
     if job is not None:
         _bounded(lambda: job.close(process_ends=True), TELL_DEADLINE_S)
+    telemetry.wait_at_exit()
     if current.exit_hook is not None:
         _bounded(current.exit_hook, EXIT_HOOK_S)
 
@@ -101,6 +102,8 @@ def _after_fork_in_child() -> None:
     if job is not None:
         job.after_fork_in_child()
         _inherited.append(job)
+    telemetry.forget()
+    logs.forget()
     runtime, current.runtime = current.runtime, None
     if runtime is not None:
         current.forked_from = os.getppid()

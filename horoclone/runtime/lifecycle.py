@@ -15,7 +15,17 @@ from horoclone import errors, failpoints, selection
 from horoclone import process_sets as sets
 from horoclone.bootstrap import address_space, exchange, mpi_link
 from horoclone.process_sets import ProcessSet
-from horoclone.runtime import attached, current, exit_hooks, joining_rank, offspring, shared_metrics, stacks
+from horoclone.runtime import (
+    attached,
+    current,
+    exit_hooks,
+    joining_rank,
+    logs,
+    offspring,
+    shared_metrics,
+    stacks,
+    telemetry,
+)
 from horoclone.runtime.current import say
 from horoclone.runtime.elastic_sets import ElasticProcessSets
 from horoclone.runtime.gpu_libraries import with_libraries
@@ -113,6 +123,8 @@ def _begin(runtime: Runtime, wanted: list[ProcessSet]) -> None:
     """The ranks are connected: this is the runtime from now on, unless what they still have to agree on fails."""
     current.runtime = runtime
     offspring.mark(runtime)
+    if current.job is not None:
+        telemetry.begin(runtime, current.job)
     current.dynamic = flag(os.environ, "DYNAMIC_PROCESS_SETS")
     _remark()
     try:
@@ -182,12 +194,14 @@ def _join_generation(comm: Any, wanted: list[ProcessSet]) -> None:
 def _connect(job: Job, deadline: float) -> Runtime:
     """Opens a runtime and connects it with everybody's; on failure nothing of it stays open."""
     began = time.monotonic()
-    settings = with_libraries(member.settings_of_generation({**preferred, **settings_of(os.environ)}))
+    wished = {**preferred, **logs.settings(os.environ), **settings_of(os.environ)}
+    settings = with_libraries(member.settings_of_generation(wished))
     known: dict[str, str] = {}
     if job.rank == 0:  # its choice holds for all
         known = selection.known_ways(os.environ)
         settings = selection.with_remembered(settings, os.environ, job.size)
     settings = address_space.fitted(job.listening(settings), os.environ, job.size)
+    logs.begin(core())
     runtime = new_runtime(settings)
     try:
         stacks.watch_stack(runtime, os.environ)
@@ -280,3 +294,4 @@ def _shutdown(timeout_s: float) -> None:
             runtime.shutdown(timeout_s)
         except errors.HorovodInternalError as error:
             say(f"shutdown: {error}")
+        telemetry.end()

@@ -25,6 +25,7 @@ OPERATION = "an operation, which ends or raises"
 IDLE = "a thread without work: who brings some, or ends it, wakes it"
 # "file function" -> who ends the wait
 PYTHON = {
+    "live/otlp.py _run": "a daemon thread; shutdown() or the exit says that the rank has ended",
     "membership/failover.py ask_all": "each thread answers, whatever it meets; what it asks has a deadline",
     "checkpoint/__init__.py save": SAVE,
     "checkpoint/__init__.py wait": SAVE,
@@ -77,6 +78,7 @@ PYTHON = {
 }
 # "file" -> who ends the wait
 NATIVE = {
+    "base/log.cc": "the end of the process, or a line, ends it; the thread that waits is a daemon",
     "base/mutex.h": "whoever calls this form of wait() is named here",
     "collective/gpu/nccl_comm.cc": IDLE,
     "engine/record/timeline.cc": IDLE,

@@ -43,7 +43,7 @@ METADATA = {
 def check_fields(event):
     """Perfetto drops what breaks these rules, mostly in silence."""
     fields = FIELDS[event["ph"]]
-    optional = {"B": {"args"}, "E": {"args", "name"}, "M": {"tid"}}.get(event["ph"], set())
+    optional = {"B": {"args"}, "E": {"args", "name"}, "M": {"tid"}, "i": {"args"}}.get(event["ph"], set())
     assert set(fields) <= event.keys() <= {"ph", "pid", *fields, *optional}, event
     for key, kind in [("pid", int), *fields.items()]:
         assert isinstance(event[key], kind) and not isinstance(event[key], bool), event

@@ -67,7 +67,7 @@ my_share_of_y = my_share_of_x.sum(1, keepdims=True)
 """
     lines = block_of("keras.md", "BroadcastGlobalVariablesCallback", **{'loss="mse"': "loss=..."})
     logged = block_of(
-        "profiling.md",
+        "observing.md",
         "model.fit(...",
         **{"model.fit(my_share_of_x, my_share_of_y, batch_size=4": "model.fit(..."},
     )
@@ -141,7 +141,7 @@ class Model(pl.LightningModule):
 model = Model()
 data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.rand(64, 4)), 8)
 """
-    block = block_of("profiling.md" if "Metrics" in part else "lightning.md", part)
+    block = block_of("observing.md" if "Metrics" in part else "lightning.md", part)
     rest = "" if "fit" in block else "trainer.fit_loop.max_epochs = 2\ntrainer.fit(model, data)\n"
     after = "import horoclone.torch as hvd\nprint('rank', hvd.rank(), 'of', trainer.world_size)"
     said = run(launch, tmp_path, before, block, rest, after)

@@ -229,10 +229,10 @@ def test_callers_of_profilers_and_trackers(tmp_path: Path) -> None:
     before = Path.cwd()
     os.chdir(tmp_path)  # of this rank's process
     try:
-        run(block_of("profiling.md", "export_chrome_trace"), names)
-        run(block_of("profiling.md", "add_scalar"), names)
+        run(block_of("observing.md", "export_chrome_trace"), names)
+        run(block_of("observing.md", "add_scalar"), names)
         if importlib.util.find_spec("tensorboard"):
-            run(block_of("profiling.md", "MetricsLog"), {**names, "loader": names["loader"] * 25})
+            run(block_of("observing.md", "MetricsLog"), {**names, "loader": names["loader"] * 25})
             assert hvd.rank() or list(Path("runs/first").glob("events*"))
     finally:
         os.chdir(before)

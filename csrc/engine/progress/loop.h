@@ -17,6 +17,7 @@
 #include "engine/iteration.h"
 #include "engine/operation/backend.h"
 #include "engine/point_to_point/messages.h"
+#include "engine/record/timeline.h"
 #include "engine/sets/set_table.h"
 #include "engine/watch/clock_offset.h"
 #include "engine/watch/deadlock_watch.h"
@@ -42,6 +43,7 @@ class Loop {
     WorldSeat& seat;
     PeerWatch& peers;
     ClockOffset& clock;
+    Timeline& timeline;
   };
   explicit Loop(const Parts& parts) : parts_(parts) {}
   // The mesh is connected and the world's set is made.

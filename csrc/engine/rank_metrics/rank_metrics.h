@@ -115,13 +115,16 @@ class RankMetrics {
   }
   // Something that has a name was submitted. What comes again and again tells one step from the next: seen is its own
   // place to note in which step it was seen last (0: never), declared: it is a bucket of an optimizer, which counts for
-  // more than a name.
-  void repeats(uint64_t* seen, bool declared, uint64_t submitted) {
+  // more than a name. True where it begins a step, whose number steps() is then.
+  bool repeats(uint64_t* seen, bool declared, uint64_t submitted) {
     end_loop();
     if (*seen == 0 && seen == named_) named_ = nullptr;  // a new name, where one that was forgotten had its place
-    if (is_step(*seen, seen, declared)) begin_step(seen, declared, submitted);
+    const bool begins = is_step(*seen, seen, declared);
+    if (begins) begin_step(seen, declared, submitted);
     *seen = steps_ + 1;
+    return begins;
   }
+  uint64_t steps() const { return steps_; }  // that have begun
 
   // A thread of the user waits for an operation for as long as this lives. Readers know of it from tell() on: a wait
   // that is over in a moment is only added up.

@@ -12,6 +12,7 @@ namespace hc {
 namespace {
 constexpr size_t kQueueEvents = 1u << 16;              // 12 MB at most; about a second of a busy engine
 constexpr std::chrono::milliseconds kWriteEvery{100};  // what a kill -9 may lose
+constexpr std::chrono::milliseconds kHearEvery{200};
 }  // namespace
 
 Status Timeline::start(const std::string& path, Trace::Origin origin, bool mark_cycles,
@@ -30,27 +31,70 @@ Status Timeline::start(const std::string& path, Trace::Origin origin, bool mark_
     queue_.clear();
     dropped_ = 0;
     stopping_ = false;
+    writes_ = true;
   }
   if (Status made = thread_.start("hc-timeline", [this] { write_until_stopped(); }); !made.is_ok()) {
     ::close(std::exchange(file_, -1));
+    MutexLock lock(mu_);
+    writes_ = false;
     return made;
   }
   mark_cycles_.store(mark_cycles, std::memory_order_relaxed);
-  on_.store(true, std::memory_order_release);
+  MutexLock lock(mu_);
+  on_.store(writes_ || listens_, std::memory_order_release);  // the first write may have failed already
   return Status::ok();
 }
 
 void Timeline::stop() {
   MutexLock running(running_mu_);
   if (!thread_.running()) return;
-  on_.store(false, std::memory_order_release);
   {
     MutexLock lock(mu_);
+    writes_ = false;
+    on_.store(listens_, std::memory_order_release);
     stopping_ = true;
     changed_.notify_one();
   }
   thread_.join();
   ::close(std::exchange(file_, -1));
+}
+
+void Timeline::listen(int rank) {
+  MutexLock lock(mu_);
+  listens_ = true;
+  listener_rank_ = rank;
+  heard_.clear();
+  missed_ = 0;
+  on_.store(true, std::memory_order_release);
+}
+
+void Timeline::stop_listening() {
+  MutexLock lock(mu_);
+  listens_ = false;
+  on_.store(writes_, std::memory_order_release);
+  has_heard_.notify_all();
+}
+
+std::string Timeline::heard() {
+  std::vector<TraceEvent> taken;
+  uint64_t missed = 0;
+  {
+    MutexLock lock(mu_);
+    has_heard_.wait(mu_, [&] {
+      mu_.assume_held();
+      return !listens_ || !heard_.empty();
+    });
+    has_heard_.wait_for(mu_, kHearEvery, [&] {
+      mu_.assume_held();
+      return !listens_ || heard_.size() >= kQueueEvents / 2;
+    });
+    taken.swap(heard_);
+    missed = std::exchange(missed_, 0);
+  }
+  std::string text;
+  for (const TraceEvent& event : taken) text += event_line(event);
+  if (missed) text += text_of("[\"dropped\",", missed, "]\n");
+  return text;
 }
 
 void Timeline::forget() {
@@ -83,6 +127,15 @@ void Timeline::done(const Operation& op, const Status& status) {
 
 void Timeline::push(TraceEvent event) {
   MutexLock lock(mu_);
+  const bool is_others = event.kind == TraceEvent::Kind::kAnnounced && event.rank != listener_rank_;
+  if (listens_ && !is_others && event.kind != TraceEvent::Kind::kCycle && event.kind != TraceEvent::Kind::kAgreed) {
+    if (heard_.size() < kQueueEvents)
+      heard_.push_back(event);
+    else
+      ++missed_;
+    if (heard_.size() == 1 || heard_.size() == kQueueEvents / 2) has_heard_.notify_one();
+  }
+  if (!writes_) return;
   if (queue_.size() >= kQueueEvents) {
     ++dropped_;
     return;
@@ -129,7 +182,11 @@ bool Timeline::write(const std::string& text) {
     const ssize_t n = ::write(file_, from, rest);
     if (n < 0 && errno == EINTR) continue;
     if (n <= 0) {
-      on_.store(false, std::memory_order_relaxed);
+      {
+        MutexLock lock(mu_);
+        writes_ = false;
+        on_.store(listens_, std::memory_order_relaxed);
+      }
       say_(text_of("the timeline ends here: writing to '", path_, "' failed: ", std::strerror(errno)));
       return false;
     }

@@ -1,6 +1,6 @@
-// The timeline: events go into a bounded queue, thread hc-timeline writes them to a file (trace.h has the format).
-// While it is off it costs the engine one relaxed load. The engine never waits for the disk: what does not fit into the
-// queue is dropped and counted, and the file says how many.
+// The timeline: events go into a bounded queue, thread hc-timeline writes them to a file (trace.h has the format); a
+// listener in this process may have them as well, from a queue of its own. While both are off it costs the engine one
+// relaxed load. The engine waits for neither: what does not fit into a queue is dropped and counted.
 //
 // Thread: start, stop from any; the others from any, mostly the thread that makes progress. Owner: the engine.
 #pragma once
@@ -26,6 +26,12 @@ class Timeline {
   Status start(const std::string& path, Trace::Origin origin, bool mark_cycles,
                std::function<void(const std::string&)> say);
   void stop();  // writes what is queued, ends the array, closes; nothing happens when it is off
+  // From now on heard() has what happens, of the operations of `rank` only; until stop_listening().
+  void listen(int rank);
+  void stop_listening();
+  // Waits for events and returns them, as event_line() writes them and, at the end, ["dropped",number] where some did
+  // not fit. "" when nobody listens any more. Thread: one.
+  std::string heard();
   // In a forked child: the thread and the file are the parent's. The child has one thread, and the lock may be held.
   void forget() HC_NO_THREAD_SAFETY_ANALYSIS;
 
@@ -45,6 +51,9 @@ class Timeline {
   void done(const Operation& op, const Status& status);
   void span(const std::string& name, TimePoint from, double seconds, const std::string& args) {
     push({TraceEvent::Kind::kSpan, {Op::kAllreduce, 0, name, 0}, -1, "", false, args, from, seconds});
+  }
+  void step(uint64_t number, TimePoint at) {
+    push({TraceEvent::Kind::kStep, {Op::kAllreduce, 0, "", number}, -1, "", false, {}, at});
   }
   void cycle() { push({TraceEvent::Kind::kCycle, {}, -1, "", false, {}, Clock::now()}); }
 
@@ -67,9 +76,16 @@ class Timeline {
 
   Mutex mu_;
   CondVar changed_;
+  bool writes_ HC_GUARDED_BY(mu_) = false;
   std::vector<TraceEvent> queue_ HC_GUARDED_BY(mu_);
   uint64_t dropped_ HC_GUARDED_BY(mu_) = 0;
   bool stopping_ HC_GUARDED_BY(mu_) = false;
+
+  CondVar has_heard_;
+  bool listens_ HC_GUARDED_BY(mu_) = false;
+  int listener_rank_ HC_GUARDED_BY(mu_) = -1;
+  std::vector<TraceEvent> heard_ HC_GUARDED_BY(mu_);
+  uint64_t missed_ HC_GUARDED_BY(mu_) = 0;
 };
 
 // Records what the coordinator of one process set sees.

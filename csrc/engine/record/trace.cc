@@ -81,6 +81,37 @@ std::string json_text(std::string_view text) {
   return out + "\"";
 }
 
+std::string event_line(const TraceEvent& e) {
+  using Kind = TraceEvent::Kind;
+  const char* kind = "";
+  switch (e.kind) {
+    case Kind::kAnnounced:
+      kind = "announced";
+      break;
+    case Kind::kStarted:
+      kind = "started";
+      break;
+    case Kind::kPhase:
+      kind = "phase";
+      break;
+    case Kind::kDone:
+      kind = "done";
+      break;
+    case Kind::kSpan:
+      kind = "span";
+      break;
+    case Kind::kStep:
+      kind = "step";
+      break;
+    case Kind::kAgreed:
+    case Kind::kCycle:
+      return "";
+  }
+  const int64_t ns = std::chrono::duration_cast<std::chrono::nanoseconds>(e.time.time_since_epoch()).count();
+  return text_of("[\"", kind, "\",\"", name_of(e.key.op), "\",", e.key.process_set, ",", json_text(e.key.name), ",",
+                 e.key.sequence, ",\"", e.phase, "\",{", e.args, "},", ns, ",", number(e.seconds * 1e6), "]\n");
+}
+
 void Trace::metadata(int pid, const char* what, std::string_view args, std::string* out) {
   *out += text_of(",\n{\"name\":\"", what, "\",\"ph\":\"M\",\"pid\":", pid, ",\"args\":{", args, "}}");
 }
@@ -189,6 +220,11 @@ void Trace::add(const TraceEvent& e, std::string* out) {
     add_span(e, out);
     return;
   }
+  if (e.kind == Kind::kStep) {
+    *out += text_of(",\n{\"ph\":\"i\",\"name\":\"STEP\",\"ts\":", number(micros(e.time)), ",\"pid\":", pid_base(),
+                    ",\"tid\":0,\"s\":\"p\",\"args\":{\"step\":", e.key.sequence, "}}");
+    return;
+  }
   const std::string id = id_of(e.key);
   switch (e.kind) {
     case Kind::kAnnounced: {
@@ -218,6 +254,7 @@ void Trace::add(const TraceEvent& e, std::string* out) {
       break;
     case Kind::kCycle:
     case Kind::kSpan:
+    case Kind::kStep:
       break;
   }
 }

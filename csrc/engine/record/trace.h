@@ -31,6 +31,7 @@ struct TraceEvent {
     kDone,       // ends it; `args` are the members of a JSON object
     kCycle,      // one coordinated step
     kSpan,       // key.name from `time` on for `seconds`, which this file is told about afterwards
+    kStep,       // the training step key.sequence begins
   };
   Kind kind = Kind::kCycle;
   TraceKey key;
@@ -43,6 +44,9 @@ struct TraceEvent {
 };
 
 std::string json_text(std::string_view text);  // quoted and escaped
+// For who makes spans of events: [kind, operation, process set, name, sequence, phase, {args}, ns of the monotonic
+// clock, microseconds] and a newline. "" of what is not about operations, steps and recoveries.
+std::string event_line(const TraceEvent& event);
 
 class Trace {
  public:

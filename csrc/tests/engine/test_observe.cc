@@ -12,6 +12,7 @@
 #include <thread>
 
 #include "agreement/straggler_statistics.h"
+#include "base/log_lines.h"
 #include "engine/record/recorder.h"
 #include "engine/record/timeline.h"
 #include "engine/watch/stack_request.h"
@@ -189,6 +190,62 @@ TEST_CASE("timeline: the engine never waits for the disk; what is dropped is cou
   const size_t shown = times(text, "CYCLE_START");
   CHECK(shown < 300000);
   CHECK(text.find(text_of("\"count\":", 300000 - shown, "}")) != std::string::npos);
+}
+
+TEST_CASE("timeline: a listener gets the events of its own rank, with a file or without one") {
+  Timeline timeline;
+  TemporaryFile file;
+  const TraceKey key{Op::kAllreduce, 0, "x\"y", 0};
+  timeline.announced(key, 1, at(1));
+  CHECK_FALSE(timeline.on());
+  timeline.listen(1);
+  for (const bool writes : {false, true}) {
+    if (writes) REQUIRE(timeline.start(file.path, origin(), false, [](const std::string&) {}).is_ok());
+    CHECK(timeline.on());
+    timeline.announced(key, 0, at(1));
+    timeline.announced(key, 1, at(2));
+    timeline.cycle();
+    timeline.step(7, at(3));
+    timeline.span("RECOVERY", at(4), 0.5, "\"generation\":2");
+    CHECK(timeline.heard() ==
+          "[\"announced\",\"allreduce\",0,\"x\\\"y\",0,\"\",{},2000,0.000]\n"
+          "[\"step\",\"allreduce\",0,\"\",7,\"\",{},3000,0.000]\n"
+          "[\"span\",\"allreduce\",0,\"RECOVERY\",0,\"\",{\"generation\":2},4000,500000.000]\n");
+    timeline.stop();
+    CHECK(timeline.on());  // for its listener
+  }
+  CHECK(times(content_of(file.path), "\"step\":7") == 1);
+  for (int i = 0; i < 70000; ++i) timeline.step(1, at(i));
+  CHECK(timeline.heard().ends_with(text_of("[\"dropped\",", 70000 - 65536, "]\n")));
+  timeline.stop_listening();
+  CHECK_FALSE(timeline.on());
+  CHECK(timeline.heard().empty());
+}
+
+TEST_CASE("log: lines that somebody takes do not go to stderr, and none is lost where he is slow or gone") {
+  LogLines lines;
+  std::vector<LogLine> left;
+  const auto line = [](const char* text, int64_t second) {
+    return LogLine{LogLevel::kWarning, 3, second * 1'000'000'000, text};
+  };
+  CHECK_FALSE(lines.give(line("nobody takes it", 1), &left));
+  lines.begin();
+  CHECK(lines.give(line("one", 1), &left));
+  CHECK(lines.give(line("two", 4), &left));
+  CHECK_FALSE(lines.give(line("three", 7), &left));  // the first has waited for too long
+  REQUIRE(left.size() == 2);
+  CHECK(left[1].text == "two");
+  CHECK(lines.give(line("four", 8), &left));
+  lines.end();
+  CHECK_FALSE(lines.give(line("five", 8), &left));
+  const std::vector<LogLine> taken = lines.take();
+  REQUIRE(taken.size() == 1);
+  CHECK(taken[0].text == "four");
+  CHECK(lines.take().empty());
+  lines.begin();
+  std::thread waits([&] { CHECK(lines.take().size() == 1); });
+  CHECK(lines.give(line("six", 9), &left));
+  waits.join();
 }
 
 Recorder::Entry entry_of(const Operation& op, uint64_t call) {

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from horoclone import errors, objects
 from horoclone.anonymous_file import anonymous_file
 from horoclone.bootstrap import exchange, launchers, wire
-from horoclone.runtime import current, lifecycle, native_module, stacks
+from horoclone.runtime import current, lifecycle, logs, native_module, stacks
 from horoclone.settings import setting, settings_of, start_timeout_s, with_own_files
 from horoclone.torch.c10d.lost import Look
 from horoclone.torch.c10d.signed import SignedStore
@@ -64,6 +64,7 @@ def connect(store: Any, rank: int, size: int, timeout_s: float, look: Look = lam
             settings["HOROCLONE_NETWORK_INTERFACES"] = "lo"  # nobody else need reach us
         token = values[0].rpartition(b"\n")[2].decode(errors="replace")
         job = exchange.job_on_this_host(token, rank, size, os.environ, deadline)
+    logs.begin(native_module.core())
     native = native_module.new_runtime(settings)
     try:
         stacks.watch_stack(native, os.environ)
