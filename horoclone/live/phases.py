@@ -33,7 +33,7 @@ class Phases:
 
     Both have FIGURES: seconds of the thread that called init() in each of PHASES, from its stack, looked at 40 times a
     second. waited, transfer: in collectives, in all, and of that while data moved; elapsed: all of it. gc: in garbage
-    collections. faults: blocked with major page faults. throttled: of its cgroup, by the CPU quota. ran: on a
+    collections. faults: off its processor for major page faults. throttled: of its cgroup, by the CPU quota. ran: on a
     processor, outside of collectives; delayed: ready to run there, while others had its cores. stopped: the whole
     process stood still, and stopped_waiting: of that in a collective. link: with sent data unacknowledged, of the
     busiest connection. lines: phase -> the line of the program that was seen in it most often.

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 PERIOD_S = 0.025  # on average: a fixed one could beat with the steps
 PUBLISH_S, RECENT_S, LISTED_S = 1.0, 30.0, 10.0
 _STOOD_STILL_S = 0.15  # longer than a look is ever late on its own account
+_LONGEST_FAULT_S = 0.02
 _LINES = 64  # of each phase, that are counted
 _GENERATOR = 0x20  # CO_GENERATOR
 _LIBRARY, _PROGRAM = "library", "program"
@@ -162,8 +163,7 @@ class PhaseSampler:
             late_myself = own.numbers(1, 1)[0]
             faults = self._status.numbers(9, 1, behind=b") ")[0]
             took_s = now_s - last_s
-            self._add(phase, took_s, (ran - before[0]) / 1e9, (late - before[1]) / 1e9)
-            self._add_faults(phase, took_s, (ran - before[0] + late - before[1]) / 1e9, faults - before[3])
+            self._add(phase, took_s, (ran - before[0]) / 1e9, (late - before[1]) / 1e9, faults - before[3])
             idle_s = took_s - PERIOD_S - (ran - before[0] + late - before[1] + late_myself - before[2]) / 1e9
             if idle_s > _STOOD_STILL_S and faults == before[3]:
                 self._sums["stopped"] += idle_s
@@ -176,17 +176,16 @@ class PhaseSampler:
                 published_s = now_s
                 self._tell(history, now_s)
 
-    def _add(self, phase: str, took_s: float, ran_s: float, late_s: float) -> None:
+    def _add(self, phase: str, took_s: float, ran_s: float, late_s: float, faults: int) -> None:
+        """What passed since the last look. A thread that pages are read in for is off its processor, and then waits to
+        get it back: both are the page's fault, as long as one takes at most 20 ms."""
+        self._sums["faults_major"] += faults
         if phase != WAITING:
+            paging_s = min(max(0.0, took_s - ran_s), _LONGEST_FAULT_S * faults)
             self._sums[phase] += took_s
             self._sums["ran"] += ran_s
-            self._sums["delayed"] += min(took_s, late_s)
-
-    def _add_faults(self, phase: str, took_s: float, awake_s: float, faults: int) -> None:
-        """Where pages were read in, what the thread did neither run nor wait for a processor."""
-        self._sums["faults_major"] += faults
-        if phase != WAITING and faults:
-            self._sums["faults"] += max(0.0, took_s - awake_s)
+            self._sums["faults"] += paging_s
+            self._sums["delayed"] += min(late_s, max(0.0, took_s - paging_s))
 
     def _count_line(self, phase: str, at: Place) -> None:
         if at[0]:
