@@ -8,7 +8,6 @@ import mmap
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -121,9 +120,9 @@ def injected(cause, pids, culprit, hosts):
             for rank, pid in enumerate(pids):
                 for task in os.listdir(f"/proc/{pid}/task"):
                     os.sched_setaffinity(int(task), {0 if rank == culprit else 1})
-            for _ in range(8):
+            for _ in range(24):  # more than three ranks take from one another on the other processor
                 busy = subprocess.Popen(
-                    ["taskset", "-c", "0", sys.executable, "-c", "while True: pass"],
+                    ["taskset", "-c", "0", "sh", "-c", "while :; do :; done"],
                     start_new_session=True,  # Linux shares processors among sessions first
                 )
                 stack.callback(busy.wait)
