@@ -129,7 +129,13 @@ def test_a_collector_gets_metrics_and_spans_of_every_rank(
         "OTEL_EXPORTER_OTLP_PROTOCOL": protocol,
         "OTEL_SERVICE_NAME": service,
     }
-    done = launch([*RUN, "-c", PROGRAM], env=env)
+    program = PROGRAM
+    if protocol == "grpc":  # whose exporter sends nothing more once the interpreter ends
+        program += (
+            "import threading\nhvd.shutdown()\n"
+            "[one.join() for one in threading.enumerate() if one.name == 'hc-otlp']\n"
+        )
+    done = launch([*RUN, "-c", program], env=env)
     assert done.stdout.count("is content") == 2 and "OpenTelemetry" not in done.output, done.output
 
     def spans_of() -> dict[int, list[Any]]:
