@@ -30,6 +30,8 @@ class NamedThread {
   Status start(const std::string& name, std::function<void()> body);
   void join();
   bool running() const { return thread_.joinable(); }
+  // Nobody waits for it; what its body works with, it owns.
+  void detach() { thread_.detach(); }
   // In a forked child the thread does not exist: forget it without joining.
   void forget();
 

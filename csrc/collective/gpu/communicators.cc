@@ -1,7 +1,6 @@
 #include "collective/gpu/communicators.h"
 
 #include <algorithm>
-#include <thread>
 
 namespace hc {
 
@@ -103,14 +102,15 @@ void Communicators::finish() {
 }
 
 void Communicators::abort() {
-  // NCCL forgets memory with the communicator; then its owners may go. The inner ones come first.
-  auto end = [registered = std::exchange(registered_, {}), world = std::shared_ptr<NcclComm>(std::move(world_)),
-              levels = std::shared_ptr<DeviceLevels>(std::move(levels_))] {
-    if (levels) levels->abort();
-    if (world) world->abort();
-  };
-  // The graphs that hold NCCL's work are the framework's: nobody waits for their end.
-  captured_ ? std::thread(std::move(end)).detach() : end();
+  if (levels_) levels_->abort();
+  // NCCL forgets memory with the communicator; then its owners may go.
+  if (world_) world_->abort(std::make_shared<std::vector<Registered>>(std::exchange(registered_, {})));
+  if (captured_) {  // the graphs that hold NCCL's work are the framework's: nobody waits for their end
+    if (levels_) levels_->forget();
+    if (world_) world_->forget();
+  }
+  aborted_world_ = std::move(world_);
+  aborted_levels_ = std::move(levels_);
 }
 
 }  // namespace hc

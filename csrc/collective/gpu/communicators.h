@@ -54,7 +54,7 @@ class Communicators {
 
   // The end in peace: every rank has the data, nobody reads from this one any more.
   void finish();
-  // The end otherwise. NCCL tells the device to stop; it may then wait for the end of all graphs that hold its work.
+  // The end otherwise, which goes on on other threads; the destructor waits for it, some seconds. See NcclComm.
   void abort();
 
  private:
@@ -73,6 +73,8 @@ class Communicators {
   bool sought_ = false;
   std::unique_ptr<NcclComm> world_;
   std::unique_ptr<DeviceLevels> levels_;
+  std::unique_ptr<NcclComm> aborted_world_;
+  std::unique_ptr<DeviceLevels> aborted_levels_;
   bool reduces_by_levels_ = false;
   bool flat_only_ = false;
   bool captured_ = false;

@@ -34,4 +34,9 @@ void DeviceLevels::abort() {
     if (one) one->abort();
 }
 
+void DeviceLevels::forget() {
+  for (NcclComm* one : comms())
+    if (one) one->forget();
+}
+
 }  // namespace hc

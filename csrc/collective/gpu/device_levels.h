@@ -37,6 +37,7 @@ class DeviceLevels {
   // Both of them, in the order of their making; null: not made.
   std::vector<NcclComm*> comms() const { return {inner_.get(), outer_.get()}; }
   void abort();
+  void forget();  // as of NcclComm
 
  private:
   const std::shared_ptr<const NcclApi> nccl_;

@@ -122,7 +122,9 @@ double DeviceLink::oldest_flight_s(TimePoint now) {
 
 Status DeviceLink::check() { return comm_ ? comm_->check() : Status::ok(); }
 
-void DeviceLink::abort() { comm_.reset(); }
+void DeviceLink::abort() {
+  if (comm_) comm_->abort();
+}
 
 // ---- all peers
 

@@ -10,7 +10,8 @@ namespace hc {
 
 namespace {
 
-constexpr double kCallEndsS = 2;  // until a call that NCCL was told to abort has returned
+constexpr double kCallEndsS = 2;   // until a call that NCCL was told to abort has returned
+constexpr double kAbortEndsS = 3;  // until NCCL has aborted, and with it that call
 // Until a call returns by itself: older versions give memory back that it may still look at.
 constexpr double kCallReturnsS = 0.2;
 
@@ -102,10 +103,37 @@ class NcclComm::Caller : public std::enable_shared_from_this<Caller> {
   Status outcome_ HC_GUARDED_BY(mu_);
 };
 
+class NcclComm::Ending {
+ public:
+  void is_over() {
+    MutexLock lock(mu_);
+    over_ = true;
+    changed_.notify_all();
+  }
+  bool has_come(double limit_s) {
+    MutexLock lock(mu_);
+    return changed_.wait_for(mu_, std::chrono::duration<double>(limit_s), [&] {
+      mu_.assume_held();
+      return over_;
+    });
+  }
+
+  NamedThread thread;  // the progress thread's to start, join and detach
+
+ private:
+  Mutex mu_;
+  CondVar changed_;
+  bool over_ HC_GUARDED_BY(mu_) = false;
+};
+
 NcclComm::NcclComm(std::shared_ptr<const NcclApi> nccl, std::shared_ptr<Gpu> gpu)
     : nccl_(std::move(nccl)), gpu_(std::move(gpu)) {}
 
-NcclComm::~NcclComm() { abort(); }
+NcclComm::~NcclComm() {
+  abort();
+  if (!ending_) return;
+  ending_->has_come(kAbortEndsS) ? ending_->thread.join() : ending_->thread.detach();
+}
 
 NcclHandle NcclComm::handle() const {
   if (!caller_) return comm_;
@@ -196,19 +224,37 @@ bool NcclComm::finish(double limit_s) {
   return true;
 }
 
-void NcclComm::abort() {
-  if (comm_) {
-    const Gpu::Current current(*gpu_);
-    (void)nccl_->ncclCommAbort(std::exchange(comm_, nullptr));
-  }
-  if (!caller_) return;
-  (void)caller_->until_idle(kCallReturnsS);
-  if (const NcclHandle comm = caller_->comm.exchange(nullptr)) {
-    const Gpu::Current current(*gpu_);
-    (void)nccl_->ncclCommAbort(comm);
-  }
-  caller_->end();
-  caller_.reset();
+void NcclComm::abort(std::shared_ptr<void> kept) {
+  if (!comm_ && !caller_) return;
+  ending_ = std::make_shared<Ending>();
+  auto end = [nccl = nccl_, gpu = gpu_, comm = std::exchange(comm_, nullptr), caller = std::move(caller_),
+              ending = ending_, kept = std::move(kept)]() mutable {
+    {
+      const Gpu::Current current(*gpu);
+      if (comm) (void)nccl->ncclCommAbort(comm);
+      if (caller) {
+        (void)caller->until_idle(kCallReturnsS);
+        if (const NcclHandle blocking = caller->comm.exchange(nullptr)) (void)nccl->ncclCommAbort(blocking);
+        caller->end();
+        caller.reset();
+      }
+    }
+    kept.reset();
+    ending->is_over();
+  };
+  auto shared = std::make_shared<decltype(end)>(std::move(end));
+  const Status started = ending_->thread.start("hc-nccl-end", [shared] {
+    Gpu::own_this_thread();
+    (*shared)();
+  });
+  if (started.is_ok()) return;
+  (*shared)();
+  ending_.reset();
+}
+
+void NcclComm::forget() {
+  if (ending_) ending_->thread.detach();
+  ending_.reset();
 }
 
 }  // namespace hc

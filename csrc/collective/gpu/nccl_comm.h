@@ -22,7 +22,7 @@ using NcclCall = std::function<Status(const NcclApi&, NcclHandle)>;
 class NcclComm {
  public:
   NcclComm(std::shared_ptr<const NcclApi> nccl, std::shared_ptr<Gpu> gpu);
-  ~NcclComm();  // aborts what was not finished
+  ~NcclComm();  // aborts what was not finished, and waits some seconds for that
   NcclComm(const NcclComm&) = delete;
   NcclComm& operator=(const NcclComm&) = delete;
 
@@ -41,17 +41,21 @@ class NcclComm {
 
   // The end in peace, which takes at most so long; false: it has to be aborted.
   bool finish(double limit_s);
-  // The end otherwise. NCCL tells the device to stop; it may then wait for the end of all graphs that hold its work.
-  void abort();
+  // The end otherwise: begins it, on a thread of its own. NCCL tells the device to stop and waits until it has, which
+  // may take another communicator's abort, or the end of all graphs that hold its work. kept: lives as long.
+  void abort(std::shared_ptr<void> kept = nullptr);
+  void forget();  // the destructor does not wait for what abort() has begun
 
  private:
   class Caller;  // the thread that calls, for communicators that block
+  class Ending;  // whether what abort() has begun is over
   Status run(const std::vector<NcclCall>& calls, bool grouped);
 
   const std::shared_ptr<const NcclApi> nccl_;
   const std::shared_ptr<Gpu> gpu_;
   NcclHandle comm_ = nullptr;       // that does not block
   std::shared_ptr<Caller> caller_;  // null: it does not block
+  std::shared_ptr<Ending> ending_;
 };
 
 }  // namespace hc

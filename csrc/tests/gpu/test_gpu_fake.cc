@@ -483,6 +483,37 @@ TEST_CASE("fake of CUDA and NCCL: when a rank aborts, streams that wait for it g
   }));
 }
 
+// NCCL's abort waits until the device has stopped: of two communicators the one that is aborted first may wait on the
+// device for the other.
+TEST_CASE("fake of CUDA and NCCL: communicators of which one waits for the other are all aborted") {
+  FakeEnvironment slow(Variables{{"HC_FAKE_DELAY_US", "20000"}});
+  World world(3, gpu_settings());
+  CHECK_OK(world.each([](Engine& engine, int rank) {
+    FrameworkOnGpu gpu(rank);
+    const std::vector<float> values(8, 1.0f);
+    int pair = 0;
+    CHECK_OK(engine.add_process_set({0, 1}, &pair));
+    float* data = gpu.tensor(values);
+    const auto begin = [&](const char* name, int set) {
+      int64_t handle = 0;
+      CHECK_OK(submit_gpu(engine, gpu, Op::kAllreduce, name, data, data, {8}, DType::kF32, &handle,
+                          [&](Submission& s) { s.process_set = set; }));
+      CHECK_OK(enqueued(engine, gpu, handle));
+      engine.release(handle);
+    };
+    if (rank < 2) begin("warm pair", pair);
+    begin("warm world", 0);
+    gpu.synchronize();
+    all_are_here(engine, "both are up");
+    for (int i = 0; rank == 1 && i < 50; ++i) gpu.write(data, values);  // a second of work
+    if (rank < 2) begin("of the pair", pair);
+    begin("behind it", 0);
+    if (rank == 1) engine.abort("rank 1 raised ValueError: bad batch");
+    gpu.synchronize();
+    CHECK(reduce_now(engine, gpu, "afterwards", data, 8).code() == Code::kAborted);
+  }));
+}
+
 TEST_CASE("fake of CUDA and NCCL: memory that the device has not is an error that names it") {
   FakeEnvironment failing(Variables{{"HC_FAKE_CUDA_FAIL", "cuMemHostAlloc:1:2"}});
   World world(1, gpu_settings({{"HOROCLONE_GPU_OPERATIONS", "host"}}));
