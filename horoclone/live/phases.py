@@ -31,7 +31,7 @@ _HEAD = struct.Struct("=II")  # CRC-32 and length of the JSON that follows: one 
 class Phases:
     """What one rank has measured since its training began (`total`), and in the last half minute (`recent`).
 
-    Both have FIGURES: seconds of the thread that called init() in each of PHASES, from its stack, looked at 40 times a
+    Both have FIGURES: seconds of the thread that called init() in each of PHASES, from its stack, looked at 16 times a
     second. waited, transfer: in collectives, in all, and of that while data moved; elapsed: all of it. gc: in garbage
     collections. faults: off its processor for major page faults. throttled: of its cgroup, by the CPU quota. ran: on a
     processor, outside of collectives; delayed: ready to run there, while others had its cores. stopped: the whole

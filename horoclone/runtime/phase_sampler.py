@@ -1,6 +1,6 @@
 """Measures where this rank's time goes between its collectives, for live/late_ranks.py (HOROCLONE_WHY=1).
 
-A thread looks at the stack of the thread that called init() 40 times a second, and at what Linux says about it; each
+A thread looks at the stack of the thread that called init() 16 times a second, and at what Linux says about it; each
 look stands for the time since the one before. The training thread itself runs nothing for it, but a callback of the
 garbage collector's. Once a second the figures are written behind the rank's metrics block.
 """
@@ -29,7 +29,7 @@ from horoclone.live.phases import FIGURES, PHASES, WAITING, Phases, packed
 if TYPE_CHECKING:
     from horoclone._core import Runtime
 
-PERIOD_S = 0.025  # on average: a fixed one could beat with the steps
+PERIOD_S = 0.06  # on average: a fixed one could beat with the steps
 PUBLISH_S, RECENT_S, LISTED_S = 1.0, 30.0, 10.0
 _STOOD_STILL_S = 0.15  # longer than a look is ever late on its own account
 _LONGEST_FAULT_S = 0.02
@@ -124,7 +124,7 @@ class PhaseSampler:
         self._thread.start()
 
     def stop(self) -> None:
-        """The runtime is about to end. Waits for the thread, which looks every 25 ms."""
+        """The runtime is about to end. Waits for the thread, which looks every 60 ms."""
         with contextlib.suppress(ValueError):
             gc.callbacks.remove(self._note_collection)
         self._ending.set()
