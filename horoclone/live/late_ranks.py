@@ -208,4 +208,6 @@ def _waits(one: RankMetrics) -> bool:
         return True
     phases = one.phases if one.phases_age_seconds < STALE_S else None
     in_collective = phases is not None and phases.now == WAITING and phases.now_seconds >= STALL_S
-    return in_collective or (one.state == "waiting" and is_stale(one))
+    last = one.last_operation  # looks miss what is short: its steps may go on
+    is_still = last is None or last.age_seconds >= STALL_S
+    return (in_collective and is_still) or (one.state == "waiting" and is_stale(one))
