@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "net/channel.h"
+
 namespace hc {
 namespace {
 
