@@ -21,8 +21,6 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from horoclone import errors
 from horoclone.bootstrap import seal, wire
 from horoclone.bootstrap.client import HELLO_S, SLICE_S, Client
@@ -73,6 +71,8 @@ class Replica(NamedTuple):
 def sum_with(chunk: Part, before: int) -> int:
     """The sum of a part up to this chunk of it; before: up to the one before, 0 for the first. All chunks but the last
     have CHUNK bytes. The core's hash, of which the CRC-32 is taken, is ten times as fast as a CRC-32 of the bytes."""
+    import numpy as np  # not with the runtime, which is imported where nothing is summed
+
     array = np.frombuffer(chunk, np.uint8)
     hashes: list[int] = core().hash_memory([array.ctypes.data], [array.nbytes])
     return zlib.crc32(struct.pack("<Q", hashes[0]), before)
