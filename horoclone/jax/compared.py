@@ -63,7 +63,6 @@ class Watch:
         self._action = own.action
         own = own._replace(action=ERROR) if own.action == REPAIR else own
         self._comparison = _Unrepairable(own, name, process_set, forgotten)
-        self._labels: list[str] = []
         native.register_hash()
 
     def tail(self, values: Values, dtype: Any) -> Any:
@@ -95,30 +94,35 @@ class Watch:
         return jax.lax.switch(which, arms)
 
     def look(self, received: Any, values: Values, reduced: list[Any]) -> list[Any]:
-        """The reduced gradients, of which one waits for what is to be said. received: what has become of the tail."""
-        self._labels = list(values.labels)
+        """The reduced gradients, which wait for what is to be said. received: what has become of the tail."""
+        settle = partial(
+            self._settle, values.labels
+        )  # of this trace: the same optimizer may see another tree next
         received = jax.lax.stop_gradient(received)
         differs = jnp.any((received[:_HALF] != 0) & (received[_HALF:] != 0))
         arrays = [jax.lax.stop_gradient(array) for array in values.arrays]
         if not isinstance(differs, jax.core.Tracer):
             if differs:
-                self._settle(values.number, _hashes(arrays))
+                settle(differs, values.number, _hashes(arrays))
             return reduced
 
         def said() -> Any:
             found = jax.ShapeDtypeStruct((), np.bool_)
             number = jnp.asarray(values.number, jnp.int32)
-            return jax.pure_callback(self._settle, found, number, _hashes(arrays), vmap_method="sequential")
+            return jax.pure_callback(
+                settle, found, differs, number, _hashes(arrays), vmap_method="sequential"
+            )
 
         is_fine = jax.lax.cond(differs, said, lambda: jnp.asarray(True))
-        # A selection, or XLA would leave out a call whose result nobody needs.
-        at = min(range(len(reduced)), key=lambda i: reduced[i].size)
-        one = reduced[at]
-        return [*reduced[:at], jnp.where(is_fine, one, jnp.zeros_like(one)), *reduced[at + 1 :]]
+        # A selection, or XLA would leave out a call whose result nobody needs. All of them: what is hashed is copied
+        # where its update does not wait, as a donated buffer is overwritten.
+        return [jnp.where(is_fine, one, jnp.zeros_like(one)) for one in reduced]
 
-    def _settle(self, number: Any, words: Any) -> Any:
-        hashes = np.ascontiguousarray(words).view(np.uint64).reshape(-1).tolist()
-        self._comparison.settle(int(number), self._labels, hashes)
+    def _settle(self, labels: Sequence[str], differs: Any, number: Any, words: Any) -> Any:
+        """differs: under vmap a branch that is not taken runs as well."""
+        if differs:
+            hashes = np.ascontiguousarray(words).view(np.uint64).reshape(-1).tolist()
+            self._comparison.settle(int(number), labels, hashes)
         return np.bool_(True)
 
 

@@ -66,7 +66,7 @@ def DistributedOptimizer(
     turn = Turn((name, None if process_set is global_process_set else tuple(process_set.ranks or ())))
     turn.announce()
 
-    own_policy, watches = policy(), dict[str, Watch]()
+    own_policy, watches = policy(), dict[Any, Watch]()
 
     def reduced(gradients: Any, weight: Any, params: Any, inner: Any, number: Any) -> Any:
         how: dict[str, Any] = {"op": reduce, "weight": weight}
@@ -84,9 +84,12 @@ def DistributedOptimizer(
         if dtype is None:
             received = reduce_gradients(sent, called, compression, process_set=process_set, **how)
             return received[own] if own else received
-        watch = watches.setdefault(
-            own, Watch(own_policy, f"{name or 'jax.gradients'}{own}", process_set, FORGOTTEN)
-        )
+        tree = own, form, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        watch = watches.get(tree)
+        if watch is None:
+            watch = watches[tree] = Watch(
+                own_policy, f"{name or 'jax.gradients'}{own}", process_set, FORGOTTEN
+            )
         sent = (sent, watch.tail(values, dtype))
         received, tail = reduce_gradients(sent, called, compression, process_set=process_set, **how)
         found = jax.tree_util.tree_leaves(received[own] if own else received)

@@ -111,6 +111,33 @@ def test_a_flipped_bit_is_found_at_the_next_check() -> None:
 
 
 @ranks(2, limit_s=180)
+def test_an_ensemble_and_one_optimizer_for_two_trees_are_no_difference() -> None:
+    """Under vmap a program takes every branch."""
+    with told("error"):
+        tx = hvd.DistributedOptimizer(optax.adam(0.01))
+
+    def step(params: Any, state: Any, x: Any) -> Any:
+        gradients = jax.grad(lambda p: jnp.mean(jnp.square(sum(jnp.sum(x * one) for one in p.values()))))(
+            params
+        )
+        changes, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, changes), state
+
+    params = {"a": jnp.ones((3, 4)), "b": jnp.ones((3, 4))}
+    state, each = jax.vmap(tx.init)(params), jax.jit(jax.vmap(step))
+    for _ in range(4):
+        params, state = each(params, state, jnp.full((3, 4), hvd.rank() + 1.0))
+    trees = [{"a": jnp.ones(4), "b": jnp.ones(4), "c": jnp.ones(4)}, {"d": jnp.ones(4), "e": jnp.ones(4)}]
+    states, step = [tx.init(tree) for tree in trees], jax.jit(step)
+    for _ in range(4):
+        for i in range(2):
+            trees[i], states[i] = step(trees[i], states[i], jnp.ones(4))
+    trees[0]["c"] += hvd.rank()
+    with pytest.raises(Exception, match=r"the parameter \['c'\]"):
+        jax.block_until_ready(step(trees[0], states[0], jnp.ones(4)))
+
+
+@ranks(2, limit_s=180)
 def test_state_is_compared_also_where_update_is_given_no_parameters() -> None:
     with told("warn") as lines:
         training = Training(True, passes_params=False)
