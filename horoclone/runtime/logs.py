@@ -88,11 +88,11 @@ def _log(level: str, rank: int, unix_ns: int, text: str) -> None:
     logger, number = logging.getLogger(LOGGER), _LEVELS[level]
     if not logger.isEnabledFor(number):
         return
-    record = logger.makeRecord(
-        LOGGER, number, LOGGER, 0, text, (), None, "", {"rank": rank, "core_level": level}
-    )
-    record.created, record.msecs = unix_ns / 1e9, float(unix_ns % 1_000_000_000 // 1_000_000)
     try:
+        record = logger.makeRecord(LOGGER, number, LOGGER, 0, text, (), None, "")
+        # Not as `extra`, which refuses what the program's record factory has set already.
+        record.rank, record.core_level = rank, level
+        record.created, record.msecs = unix_ns / 1e9, float(unix_ns % 1_000_000_000 // 1_000_000)
         logger.handle(record)
-    except Exception:  # a filter that raises; handlers have handleError() for theirs
+    except Exception:  # a factory or filter that raises; handlers have handleError() for theirs
         pass

@@ -75,6 +75,16 @@ def test_a_handler_that_waits_or_raises_holds_up_nothing(launch: Any) -> None:
     says = {**WARNS, "HOROVOD_NO_SUCH_THING": "1"}  # a remark of Python's, in init()
     done = launch([*RUN, "-c", PROGRAM.format(set_up=waits) + "is_over.set()"], env=says)
     assert done.stdout.count("is content") == 2, done.output
+    sets_rank = (
+        "plain = logging.getLogRecordFactory()\n"
+        "def factory(*given, **more):\n"
+        "    record = plain(*given, **more)\n"
+        "    record.rank = 'of the program'\n"
+        "    return record\n"
+        "logging.setLogRecordFactory(factory)\nlogger.addHandler(Handler())\n"
+    )
+    done = launch([*RUN, "-c", PROGRAM.format(set_up=HANDLER + sets_rank)], env=WARNS)
+    assert f"RECORD horoclone WARNING 0 {LINE}" in done.stdout, done.output
     raises = HANDLER + "logger.addFilter(lambda record: 1 / 0)\nlogger.addHandler(Handler())\n"
     done = launch([*RUN, "-c", PROGRAM.format(set_up=raises)], env=WARNS)
     assert done.stdout.count("is content") == 2, done.output
