@@ -53,12 +53,17 @@ class Phases:
 
 def packed(phases: Phases) -> bytes:
     """At most 4096 bytes, for unpacked(). Long texts are cut."""
-    lines = {phase: line[:100] for phase, line in phases.lines.items()}
-    content = dataclasses.asdict(dataclasses.replace(phases, lines=lines, now_line=phases.now_line[:100]))
+    lines = {phase: _cut(line) for phase, line in phases.lines.items()}
+    content = dataclasses.asdict(dataclasses.replace(phases, lines=lines, now_line=_cut(phases.now_line)))
     for name in ("total", "recent"):
         content[name] = [round(content[name].get(figure, 0.0), 4) for figure in FIGURES]
-    text = json.dumps(content).encode()
+    text = json.dumps(content, ensure_ascii=False).encode()
     return _HEAD.pack(zlib.crc32(text), len(text)) + text
+
+
+def _cut(line: str) -> str:
+    """At most 100 bytes; names of files need not be UTF-8."""
+    return line.encode("utf-8", "backslashreplace")[:100].decode(errors="ignore")
 
 
 def unpacked(content: bytes) -> Phases | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from synthetic_metrics import NOW, FixedJob, metrics_of
 
-from horoclone.live import job, late_ranks
+from horoclone.live import job, late_ranks, rank_metrics
 from horoclone.live.overview import Observer
 from horoclone.live.phases import FIGURES, Phases, packed, unpacked
 from horoclone.runtime.phase_sampler import Classifier
@@ -95,8 +95,12 @@ def test_what_a_rank_publishes_is_read_whole_or_not_at_all():
     )
     assert unpacked(b"") is None and unpacked(bytes(4096)) is None
     assert unpacked(content[:40] + b"x" + content[41:]) is None and unpacked(content[:-1]) is None
-    long = dict.fromkeys(late_ranks.CAUSES, "x" * 5000)
-    assert len(packed(Phases(NOW, USUAL, USUAL, long, "data", 1.0, "y" * 5000))) <= 4096
+    for letter in ("x", "é", "\U0001f600", "\udcff", '"', "\n"):
+        long = dict.fromkeys(late_ranks.CAUSES, letter * 5000)
+        content = packed(Phases(NOW, USUAL, USUAL, long, "data", 1.0, letter * 5000))
+        assert len(content) <= 4096, letter
+        read = unpacked(content)
+        assert read is not None and rank_metrics.printable_phases(read).now_line
 
 
 def test_in_a_stall_the_culprit_is_marked_and_nobody_who_waits_for_it():
