@@ -63,11 +63,16 @@ def slots_of(optimizer: Any, variables: Sequence[Any]) -> list[list[Any]]:
         optimizer, "_index_dict", {}
     )
     lists = [v for key, v in vars(optimizer).items() if key != "_variables" and isinstance(v, (list, tuple))]
-    lists = [one for one in lists if len(one) == len(indices) and all(hasattr(v, "dtype") for v in one)]
+    # None: there is nothing of the kind for that variable.
+    lists = [
+        one
+        for one in lists
+        if len(one) == len(indices) and all(v is None or hasattr(v, "dtype") for v in one)
+    ]
     found = []
     for variable in variables:
         place = indices.get(optimizer._var_key(variable)) if indices else None
-        kept = [] if place is None else [one[place] for one in lists]
+        kept = [] if place is None else [one[place] for one in lists if one[place] is not None]
         found.append([one for one in kept if native_of(one) is not native_of(variable)])
     return found
 

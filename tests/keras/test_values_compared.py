@@ -119,6 +119,22 @@ def says_which_setting_differs() -> None:
         _fit(_model(hvd.rank()), 4)
 
 
+def keeps_slots_beside_gaps() -> None:
+    """Muon has a velocity for some of the variables alone."""
+    from horoclone.keras.compared import slots_of
+
+    optimizer, variables = training.the_keras().optimizers.Muon(), training.network(0).trainable_variables
+    optimizer.build(variables)
+    assert None in optimizer.adam_velocities and all(slots_of(optimizer, variables))
+    for variable, slots in zip(variables, slots_of(optimizer, variables), strict=True):
+        velocity = optimizer.adam_velocities[optimizer._get_variable_index(variable)]
+        assert velocity is None or any(slot is velocity for slot in slots)
+
+
+def test_what_an_optimizer_keeps_for_some_variables_alone_is_found(on: Callable[..., Any]) -> None:
+    on("tensorflow", keeps_slots_beside_gaps, 1)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_forgotten_broadcast_is_found_at_the_second_step(on: Callable[..., Any], backend: str) -> None:
     on(backend, finds_a_forgotten_broadcast)
