@@ -81,6 +81,10 @@ class Export:
     def end(self) -> None:
         self._ended.set()
 
+    def is_over(self) -> bool:
+        """Whether nothing is left to send."""
+        return not self._thread.is_alive()
+
     def wait(self, limit_s: float) -> None:
         """For what is left; not for an endpoint that has not answered before."""
         if not self.outcome.has_failed:

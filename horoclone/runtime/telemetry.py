@@ -27,6 +27,7 @@ _has_complained = False
 
 def begin(runtime: Runtime, job: Job) -> None:
     """The runtime is connected. Never raises: a job runs without what cannot be sent."""
+    _exports[:] = [export for export in _exports if not export.is_over()]  # each holds its life's runtime
     sends_metrics, sends_spans = (_is_wanted(os.environ, signal) for signal in ("METRICS", "TRACES"))
     if not (sends_metrics or sends_spans) or not _has_packages(runtime):
         return
