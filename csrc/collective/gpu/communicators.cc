@@ -109,8 +109,13 @@ void Communicators::abort() {
     if (levels_) levels_->forget();
     if (world_) world_->forget();
   }
-  aborted_world_ = std::move(world_);
-  aborted_levels_ = std::move(levels_);
+  if (world_) aborted_world_ = std::move(world_);
+  if (levels_) aborted_levels_ = std::move(levels_);
+}
+
+void Communicators::await_abort(const Deadline& limit) {
+  if (aborted_levels_) aborted_levels_->await_abort(limit);
+  if (aborted_world_) aborted_world_->await_abort(limit);
 }
 
 }  // namespace hc

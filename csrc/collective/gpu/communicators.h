@@ -56,6 +56,7 @@ class Communicators {
   void finish();
   // The end otherwise, which goes on on other threads; the destructor waits for it, some seconds. See NcclComm.
   void abort();
+  void await_abort(const Deadline& limit);
 
  private:
   struct Registered {

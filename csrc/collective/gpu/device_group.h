@@ -65,8 +65,9 @@ class DeviceGroup {
   double oldest_flight_s(TimePoint now);
   // Not ok: the communicator has failed (a network error, a peer's crash that NCCL noticed).
   Status check();
-  // Ends what runs on the device, so that streams that wait for it go on. Nothing works afterwards.
+  // Begins to end what runs on the device, so that streams that wait for it go on. Nothing works afterwards.
   void abort();
+  void await_abort(const Deadline& limit) { state_.nccl.await_abort(limit); }
 
  private:
   struct Flight {

@@ -34,6 +34,11 @@ void DeviceLevels::abort() {
     if (one) one->abort();
 }
 
+void DeviceLevels::await_abort(const Deadline& limit) {
+  for (NcclComm* one : comms())
+    if (one) one->await_abort(limit);
+}
+
 void DeviceLevels::forget() {
   for (NcclComm* one : comms())
     if (one) one->forget();

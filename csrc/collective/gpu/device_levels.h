@@ -36,8 +36,9 @@ class DeviceLevels {
   bool complete() const { return inner_ && outer_; }
   // Both of them, in the order of their making; null: not made.
   std::vector<NcclComm*> comms() const { return {inner_.get(), outer_.get()}; }
-  void abort();
-  void forget();  // as of NcclComm
+  void abort();  // this and the next two: as of NcclComm
+  void await_abort(const Deadline& limit);
+  void forget();
 
  private:
   const std::shared_ptr<const NcclApi> nccl_;

@@ -126,6 +126,10 @@ void DeviceLink::abort() {
   if (comm_) comm_->abort();
 }
 
+void DeviceLink::await_abort(const Deadline& limit) {
+  if (comm_) comm_->await_abort(limit);
+}
+
 // ---- all peers
 
 void DeviceLinks::use(const std::shared_ptr<Gpu>& gpu, const DeviceOptions& options) {
@@ -175,6 +179,10 @@ Status DeviceLinks::check() {
 
 void DeviceLinks::abort() {
   for (const auto& [peer, link] : links_) link->abort();
+}
+
+void DeviceLinks::await_abort(const Deadline& limit) {
+  for (const auto& [peer, link] : links_) link->await_abort(limit);
 }
 
 void DeviceLinks::leave() {

@@ -55,6 +55,7 @@ class DeviceLink {
   double oldest_flight_s(TimePoint now);                  // 0: nothing is under way
   Status check();
   void abort();
+  void await_abort(const Deadline& limit);
 
  private:
   struct Flight {
@@ -84,6 +85,7 @@ class DeviceLinks {
   void each_late(TimePoint now, double older_than_s, const std::function<void(int peer)>& tell);
   Status check();
   void abort();  // streams that wait for a peer go on; nothing works afterwards
+  void await_abort(const Deadline& limit);
   void leave();  // in peace
 
  private:

@@ -1,6 +1,7 @@
 #include "collective/gpu/nccl_comm.h"
 #include "base/mutex.h"
 
+#include <algorithm>
 #include <atomic>
 #include <thread>
 
@@ -250,6 +251,10 @@ void NcclComm::abort(std::shared_ptr<void> kept) {
   if (started.is_ok()) return;
   (*shared)();
   ending_.reset();
+}
+
+void NcclComm::await_abort(const Deadline& limit) {
+  if (ending_ && !ending_->has_come(std::max(0.0, limit.remaining_s()))) forget();
 }
 
 void NcclComm::forget() {

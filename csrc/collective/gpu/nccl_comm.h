@@ -44,7 +44,8 @@ class NcclComm {
   // The end otherwise: begins it, on a thread of its own. NCCL tells the device to stop and waits until it has, which
   // may take another communicator's abort, or the end of all graphs that hold its work. kept: lives as long.
   void abort(std::shared_ptr<void> kept = nullptr);
-  void forget();  // the destructor does not wait for what abort() has begun
+  void await_abort(const Deadline& limit);  // at the limit it is forgotten
+  void forget();                            // the destructor does not wait for what abort() has begun
 
  private:
   class Caller;  // the thread that calls, for communicators that block

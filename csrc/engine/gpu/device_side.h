@@ -48,6 +48,9 @@ class DeviceSide final : public SetBackend {
   Status check(const Status& closed) override;
   void note_failure() override;
   void abort() override;
+  void await_abort(const Deadline& limit) override {
+    if (device_) device_->await_abort(limit);
+  }
   void close() override;
 
  private:

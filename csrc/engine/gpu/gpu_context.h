@@ -89,6 +89,7 @@ class GpuContext final : public Backend {
   void note_failure() override {
     if (Status ok = messages_.links().check(); !ok.is_ok()) fail(ok);
   }
+  void await_abort(const Deadline& limit) override { messages_.links().await_abort(limit); }
   void abort() override {
     messages_.links().abort();
     order_.tickets().clear();

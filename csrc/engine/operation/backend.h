@@ -84,7 +84,9 @@ class SetBackend {
   // not ok when a member has left.
   virtual Status check(const Status& closed) = 0;
   virtual void note_failure() = 0;  // only that of the backend
-  virtual void abort() = 0;
+  virtual void abort() = 0;         // begins it
+  // Until nothing of the backend's works on tensors any more; what hangs is left behind at the limit.
+  virtual void await_abort(const Deadline& limit) = 0;
   virtual void close() = 0;
 
  protected:
@@ -190,7 +192,8 @@ class Backend {
   virtual double oldest_flight_s(TimePoint now) = 0;
   virtual void mark_awaited(TimePoint now, double older_than_s, std::vector<bool>* waits) = 0;
   virtual void note_failure() = 0;
-  virtual void abort() = 0;
+  virtual void abort() = 0;  // as of a SetBackend, and so is the next
+  virtual void await_abort(const Deadline& limit) = 0;
   virtual void close() = 0;
 
  protected:

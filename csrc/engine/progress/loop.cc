@@ -7,7 +7,8 @@ namespace hc {
 
 namespace {
 constexpr unsigned kLooksAtSockets = 1024;  // iterations between two, where all ranks share memory
-}
+constexpr double kAbortEndsS = 3;           // for all of the backend's work to end
+}  // namespace
 
 void Loop::start() {
   const Config& config = parts_.context.config;
@@ -401,7 +402,12 @@ void Loop::fail(const Status& first_reason) {
   // Before transfers are withdrawn: a half-moved one breaks the channel to a peer that lives.
   parts_.link.tell_failure(reason);
   parts_.messages.fail_all(reason);
+  // All at once, since one may wait for another; then their end, as tensors are their owners' again behind it.
   parts_.backend.abort();
+  for (ProcessSet* set : parts_.sets.mine()) set->backend().abort();
+  const Deadline limit = Deadline::in(kAbortEndsS);
+  parts_.backend.await_abort(limit);
+  for (ProcessSet* set : parts_.sets.mine()) set->backend().await_abort(limit);
   for (ProcessSet* set : parts_.sets.mine()) set->fail(reason);
   parts_.records.save(reason.text());
 }

@@ -439,7 +439,6 @@ void ProcessSet::fail(const Status& reason) {
     during = text_of(" (batch ", runner->batch().id, ", ", n, n == 1 ? " operation" : " operations", ", under way)");
   }
   batches_.clear();
-  backend_->abort();
   arrivals_.clear();
   deferred_join_ = nullptr;
   while (!pending_.all().empty()) {

@@ -104,7 +104,7 @@ class ProcessSet {
   // Ends what the ranks have agreed to refuse, before everything fails because a rank has died of that error.
   Status end_refused();
   // Ends all operations with `reason`; none succeeds any more.
-  void fail(const Status& reason);
+  void fail(const Status& reason);  // what it waits for; the backend has been aborted
   // Releases what the backend has when the engine shuts down; needs the other members.
   void close();
   void complete(Operation* op, Status status) {

@@ -3,6 +3,7 @@
 #include <doctest/doctest.h>
 
 #include <cmath>
+#include <latch>
 #include <numeric>
 #include <random>
 
@@ -488,7 +489,8 @@ TEST_CASE("fake of CUDA and NCCL: when a rank aborts, streams that wait for it g
 TEST_CASE("fake of CUDA and NCCL: communicators of which one waits for the other are all aborted") {
   FakeEnvironment slow(Variables{{"HC_FAKE_DELAY_US", "20000"}});
   World world(3, gpu_settings());
-  CHECK_OK(world.each([](Engine& engine, int rank) {
+  std::latch all_under_way(3);
+  CHECK_OK(world.each([&](Engine& engine, int rank) {
     FrameworkOnGpu gpu(rank);
     const std::vector<float> values(8, 1.0f);
     int pair = 0;
@@ -508,6 +510,7 @@ TEST_CASE("fake of CUDA and NCCL: communicators of which one waits for the other
     for (int i = 0; rank == 1 && i < 50; ++i) gpu.write(data, values);  // a second of work
     if (rank < 2) begin("of the pair", pair);
     begin("behind it", 0);
+    all_under_way.arrive_and_wait();
     if (rank == 1) engine.abort("rank 1 raised ValueError: bad batch");
     gpu.synchronize();
     CHECK(reduce_now(engine, gpu, "afterwards", data, 8).code() == Code::kAborted);
