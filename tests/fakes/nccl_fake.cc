@@ -126,7 +126,7 @@ OwnMemory& own_memory() {
   return *one;
 }
 
-std::atomic<int> communicators{0};
+std::atomic<int> communicators{0}, ids{0};
 std::atomic<int> groups{0};       // ever
 std::atomic<int> collectives[5];  // ever, by Kind
 thread_local int group_depth = 0;
@@ -569,6 +569,7 @@ FAKE_API int ncclCommWindowDeregister(void* comm, void* handle) {
 
 // For tests that ask what is left.
 FAKE_API int hc_fake_communicators() { return communicators.load(); }
+FAKE_API int hc_fake_ids() { return ids.load(); }  // given, ever: the original keeps a thread and a socket for each
 FAKE_API int hc_fake_groups() { return groups.load(); }  // launched, ever
 // kind: 0 allreduce, 1 reduce, 2 broadcast, 3 allgather, 4 reduce-scatter
 FAKE_API int hc_fake_collectives(int kind) { return collectives[kind].load(); }
@@ -593,9 +594,8 @@ FAKE_API const char* ncclGetLastError(void* comm) {
   return last_error.c_str();
 }
 FAKE_API int ncclGetUniqueId(Id* id) {
-  static std::atomic<int> next{0};
   std::memset(id, 0, sizeof(*id));
-  std::snprintf(id->bytes, sizeof(id->bytes), "/hc-nccl-fake-%d-%d", getpid(), next.fetch_add(1));
+  std::snprintf(id->bytes, sizeof(id->bytes), "/hc-nccl-fake-%d-%d", getpid(), ids.fetch_add(1));
   return kSuccess;
 }
 FAKE_API int ncclCommInitRankConfig(void** comm, int size, Id id, int rank, const Config* config) {

@@ -33,6 +33,7 @@ class DeviceGroup {
   const GpuBackend* backend() const { return state_.backend.get(); }  // null: the ranks have not agreed yet
   // Why host memory moves the data, or how NCCL was found.
   const std::string& reason() const { return state_.reason; }
+  const std::string& advice() const { return state_.advice; }
   // Empty, or why our kernels are not used: what NCCL does not do alone then goes through host memory.
   const std::string& kernels_reason() const { return state_.kernels_reason; }
   // Not ok: the setting demands NCCL, which cannot be used. The same on every rank.

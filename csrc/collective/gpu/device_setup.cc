@@ -26,15 +26,21 @@ struct Introduction {
   GpuOperations operations = GpuOperations::kAuto;
   int32_t nccl_version = 0;
   CuUuid uuid{};
-  NcclId id{};             // of group rank 0
+  int32_t devices = 0;     // GPUs that its process sees
   uint8_t has_levels = 0;  // made where every rank wants them for one reason or the other
   uint8_t reduces_by_levels = 0;
-  NcclId inner_id{}, outer_id{};  // of the leaders
   uint64_t peer_bytes = 0;
   char reason[kReasonBytes] = {};          // why there is no NCCL
   char kernels_reason[kReasonBytes] = {};  // why there are no kernels
 };
 static_assert(std::is_trivially_copyable_v<Introduction>);
+
+// What communicators begin with: the world's comes from group rank 0, the others from the leaders. Made where NCCL is
+// what moves the data, as it keeps a thread and a socket for each that it has given.
+struct Ids {
+  NcclId world{}, inner{}, outer{};
+};
+static_assert(std::is_trivially_copyable_v<Ids>);
 
 // What peers tell when they have seen each other's introduction; the second time, whether they could map everything.
 struct PeerRecord {
@@ -60,6 +66,26 @@ std::pair<int, int> sharing_a_gpu(const Table& table, const Group& group) {
           std::memcmp(&table[r].uuid, &table[other].uuid, sizeof(CuUuid)) == 0)
         return {static_cast<int>(other), static_cast<int>(r)};
   return {-1, -1};
+}
+
+// Empty: no rank shares a GPU while its process sees one that nobody uses.
+std::string sharing_without_need(const Table& table, const Group& group) {
+  const auto [first, second] = sharing_a_gpu(table, group);
+  if (first < 0) return "";
+  const auto at = static_cast<size_t>(second);
+  int used = 0;  // GPUs of that machine
+  for (size_t r = 0; r < table.size(); ++r) {
+    const auto same = [&](size_t other) {
+      return group.node[other] == group.node[at] && std::memcmp(&table[other].uuid, &table[r].uuid, sizeof(CuUuid)) == 0;
+    };
+    bool is_first = group.node[r] == group.node[at];
+    for (size_t other = 0; is_first && other < r; ++other) is_first = !same(other);
+    used += is_first;
+  }
+  if (used >= table[at].devices) return "";
+  return text_of(name_in(group, static_cast<size_t>(first)), " and ", name_in(group, at), " use the same GPU, and ",
+                 name_in(group, at), " sees ", table[at].devices,
+                 " of them: call torch.cuda.set_device(hvd.local_rank()) before anything is put on a GPU");
 }
 
 // Empty: peers can be tried.
@@ -171,7 +197,9 @@ class DeviceSetup : public Collective {
       if (progress == Progress::kFailed) return fail(exchange_->status());
       if (progress == Progress::kPending) return progress;
       exchange_.reset();
-      Status settled = stage_ == Stage::kIntroductions ? settle() : settle_peers();
+      Status settled = stage_ == Stage::kIntroductions ? settle()
+                       : stage_ == Stage::kIds           ? begin_nccl()
+                                                         : settle_peers();
       if (!settled.is_ok()) return fail(settled);
       if (exchange_) return Progress::kPending;
     }
@@ -179,7 +207,7 @@ class DeviceSetup : public Collective {
   }
 
  private:
-  enum class Stage { kIntroductions, kHandles, kMapped };
+  enum class Stage { kIntroductions, kIds, kHandles, kMapped };
 
   Progress begin_exchange() {
     Status ready = introduce();
@@ -210,20 +238,19 @@ class DeviceSetup : public Collective {
     mine_.has_shared_segment = shared_segment && shared_segment->size() == group_.size;
     mine_.peer_bytes = options_.peer_bytes;
     device_.kernels_missing.text().copy(mine_.kernels_reason, kReasonBytes - 1);
-    if (device_.gpu) mine_.uuid = device_.gpu->uuid();
+    if (device_.gpu) {
+      mine_.uuid = device_.gpu->uuid();
+      (void)device_.gpu->api().cuDeviceGetCount(&mine_.devices);
+    }
     const char* shares = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
     mine_.shares_gpus = shares && *shares == '1' && mine_.has_nccl && device_.nccl.api().version >= 23003;
     device_.nccl.missing().text().copy(mine_.reason, kReasonBytes - 1);
     if (!mine_.has_nccl) return Status::ok();
     mine_.nccl_version = device_.nccl.api().version;
-    const int me = group_.rank;
-    if (me == 0) HC_TRY(make_id(&mine_.id));
     const DeviceOptions& options = options_;
-    place_ = options.two_level || options.adasum_by_node ? level_place(group_.node, me) : LevelPlace{};
+    place_ = options.two_level || options.adasum_by_node ? level_place(group_.node, group_.rank) : LevelPlace{};
     mine_.has_levels = place_.inner_size > 1;
     mine_.reduces_by_levels = options.two_level;
-    if (mine_.has_levels && place_.inner_leader == me) HC_TRY(make_id(&mine_.inner_id));
-    if (mine_.has_levels && place_.outer_leader == me) HC_TRY(make_id(&mine_.outer_id));
     return Status::ok();
   }
 
@@ -245,8 +272,22 @@ class DeviceSetup : public Collective {
       go_by_host(answer);
       return Status::ok();
     }
-    if (answer.mover == Mover::kPeers) return show_peers();
-    const Status begun = device_.nccl.begin(group_.size, table_[0].id, group_.rank);
+    if (!anybody(table_, GpuOperations::kPeers)) device_.advice = sharing_without_need(table_, group_);
+    return answer.mover == Mover::kPeers ? show_peers() : tell_ids();
+  }
+
+  Status tell_ids() {
+    stage_ = Stage::kIds;
+    const int me = group_.rank;
+    if (me == 0) HC_TRY(make_id(&my_ids_.world));
+    if (mine_.has_levels && place_.inner_leader == me) HC_TRY(make_id(&my_ids_.inner));
+    if (mine_.has_levels && place_.outer_leader == me) HC_TRY(make_id(&my_ids_.outer));
+    ids_.resize(table_.size());
+    return exchange(&my_ids_, ids_.data(), sizeof(Ids));
+  }
+
+  Status begin_nccl() {
+    const Status begun = device_.nccl.begin(group_.size, ids_[0].world, group_.rank);
     comes_up_ = true;
     rising_ = device_.nccl.world();
     const auto all = [&](auto wanted) { return std::all_of(table_.begin(), table_.end(), wanted); };
@@ -317,8 +358,8 @@ class DeviceSetup : public Collective {
     DeviceLevels* levels = device_.nccl.levels();
     if (levels && !levels->complete()) {
       const bool inner = !levels->inner();
-      const Introduction& leader = table_[static_cast<size_t>(inner ? place_.inner_leader : place_.outer_leader)];
-      Status begun = levels->begin(inner, inner ? leader.inner_id : leader.outer_id, &rising_);
+      const Ids& leader = ids_[static_cast<size_t>(inner ? place_.inner_leader : place_.outer_leader)];
+      Status begun = levels->begin(inner, inner ? leader.inner : leader.outer, &rising_);
       return begun.is_ok() ? Progress::kPending : fail(begun);
     }
     device_.backend = make_nccl_backend(&device_, group_);
@@ -339,6 +380,8 @@ class DeviceSetup : public Collective {
   std::vector<Introduction> table_;
   Stage stage_ = Stage::kIntroductions;
   PeerRecord peer_;
+  Ids my_ids_;
+  std::vector<Ids> ids_;
   std::vector<PeerRecord> peers_;
   const Tag tag_;
   std::atomic<bool> loaded_{false};

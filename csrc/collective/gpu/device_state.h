@@ -40,6 +40,7 @@ struct DeviceState {
   size_t peer_bytes = 0;                // of it that every rank has
   std::unique_ptr<GpuBackend> backend;  // null: the ranks have not agreed yet
   std::string reason;                   // why host memory moves the data, or how NCCL was found
+  std::string advice;                   // what the user had better change; the same on every rank
   Status refusal;                       // not ok: the setting demands what cannot be used. The same on every rank
 
   Status make_stream();

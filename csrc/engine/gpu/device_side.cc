@@ -45,6 +45,7 @@ void DeviceSide::tell() {
   else
     context_.log.warning("process set ", members_.id,
                          ": tensors on GPUs travel through host memory, which is slower: ", told_);
+  if (!device_->advice().empty()) context_.log.warning(device_->advice());
   if (name == "nccl" && !device_->kernels_reason().empty() && context_.config.gpu_kernels != "off")
     context_.log.warning("process set ", members_.id,
                          ": this library's kernels for GPUs cannot be used, so what NCCL does not do by itself (16-bit "

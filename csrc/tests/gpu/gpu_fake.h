@@ -60,6 +60,12 @@ inline int fake_registered(const char* what) {
   return reinterpret_cast<int (*)(const char*)>(library->symbol("hc_fake_registered"))(what);
 }
 
+// Of communicators, that NCCL has given.
+inline int fake_ids() {
+  const auto library = Library::open(kNcclFake).take();
+  return reinterpret_cast<int (*)()>(library->symbol("hc_fake_ids"))();
+}
+
 inline int fake_communicators() {
   const auto library = Library::open(kNcclFake).take();
   return reinterpret_cast<int (*)()>(library->symbol("hc_fake_communicators"))();

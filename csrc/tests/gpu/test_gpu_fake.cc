@@ -2,12 +2,14 @@
 // a "device" of its own; streams are threads with delays, so that whoever forgets to wait reads old values.
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <latch>
 #include <numeric>
 #include <random>
 
 #include "base/half.h"
+#include "base/log_lines.h"
 #include "tests/gpu/gpu_gradients.h"
 
 namespace hc {
@@ -482,6 +484,36 @@ TEST_CASE("fake of CUDA and NCCL: when a rank aborts, streams that wait for it g
     CHECK(outcome.code() == Code::kAborted);
     CHECK(outcome.text().find("bad batch") != std::string::npos);
   }));
+}
+
+TEST_CASE("fake of CUDA and NCCL: ranks on one GPU beside idle ones are told once how each gets its own") {
+  struct Row {
+    const char* devices;
+    int device_of_rank_1;
+    ptrdiff_t told;
+  };
+  for (const Row& row : {Row{"4", 0, 1}, Row{"4", 1, 0}, Row{"1", 0, 0}}) {
+    CAPTURE(row.devices);
+    CAPTURE(row.device_of_rank_1);
+    FakeEnvironment devices(Variables{{"HC_FAKE_DEVICES", row.devices}});
+    LogLines& log = LogLines::of_process();
+    log.begin();
+    {
+      World world(2, gpu_settings());
+      CHECK_OK(world.each([&](Engine& engine, int rank) {
+        FrameworkOnGpu gpu(rank == 0 ? 0 : row.device_of_rank_1);
+        float* data = gpu.tensor(std::vector<float>(8, 1.0f));
+        for (const char* name : {"a", "b"}) CHECK_OK(reduce_now(engine, gpu, name, data, 8));
+        gpu.synchronize();
+      }));
+    }
+    log.end();
+    const std::vector<LogLine> lines = log.take();
+    CHECK(row.told == std::count_if(lines.begin(), lines.end(), [](const LogLine& line) {
+            return line.text.find("rank 0 and rank 1 use the same GPU, and rank 1 sees 4 of them: call "
+                                  "torch.cuda.set_device(hvd.local_rank())") != std::string::npos;
+          }));
+  }
 }
 
 // NCCL's abort waits until the device has stopped: of two communicators the one that is aborted first may wait on the

@@ -218,7 +218,7 @@ TEST_CASE(
       Settings settings = row.settings;
       settings.emplace_back("HOROCLONE_LOG_LEVEL", "error");
       if (demanded) settings.emplace_back("HOROCLONE_GPU_OPERATIONS", "peers");
-      const int before = fake_count("pinned");
+      const int before = fake_count("pinned"), ids = fake_ids();
       World world(2, gpu_settings(settings));
       CHECK_OK(world.each([&](Engine& engine, int rank) {
         FrameworkOnGpu gpu(0);
@@ -233,6 +233,7 @@ TEST_CASE(
         engine.release(handle);
       }));
       CHECK((fake_count("pinned") > before) == (!row.why.empty() && !demanded));
+      CHECK(fake_ids() == ids);  // no communicator is made, and NCCL would keep a thread for each id
       CHECK(fake_count("memory") == 0);
     }
 }
