@@ -55,14 +55,14 @@ Status DeviceGroup::forget_memory(const std::byte* at) {
   return Status::ok();
 }
 
-void DeviceGroup::launched(GpuEventPtr done) {
+void DeviceGroup::launched(Flight flight) {
   // They end in the order of their launches, so one look tells about several.
   while (std::ssize(flights_) >= 2 * kFlightsAtOnce && std::ssize(flights_) % kFlightsAtOnce == 0) {
     auto passed = state_.gpu->passed(*flights_[kFlightsAtOnce - 1].done);
     if (passed.is_ok() && !passed.value()) break;
     flights_.erase(flights_.begin(), flights_.begin() + kFlightsAtOnce);
   }
-  flights_.push_back({std::move(done), Clock::now()});
+  flights_.push_back(std::move(flight));
 }
 
 bool DeviceGroup::flights_land(double limit_s) {
@@ -79,6 +79,18 @@ double DeviceGroup::oldest_flight_s(TimePoint now) {
     flights_.pop_front();
   }
   return 0;
+}
+
+std::string DeviceGroup::under_way(TimePoint now, double older_than_s, double* longest_s) {
+  const double oldest_s = oldest_flight_s(now);
+  if (flights_.empty() || oldest_s < older_than_s) return "";
+  *longest_s = std::max(*longest_s, oldest_s);
+  const Flight& first = flights_.front();
+  auto passed = first.inputs ? state_.gpu->passed(*first.inputs) : Result<bool>(true);
+  const bool starts = passed.is_ok() && passed.value();
+  return text_of(first.what, " was launched ", static_cast<int>(oldest_s), " s ago and waits on the GPU for ",
+                 starts ? "other ranks" : "what was enqueued before it",
+                 flights_.size() > 1 ? text_of(" (behind it: ", flights_.size() - 1, " more)") : "");
 }
 
 // Memory that others have mapped is not given back before they have forgotten it, nor is what this rank still works

@@ -58,12 +58,20 @@ class DeviceGroup {
   bool may_forget() const { return !state_.nccl.was_captured(); }
   Status forget_memory(const std::byte* at);
 
-  // A batch has been launched; `done` comes behind it. Events of earlier ones that have ended go back to the stock.
-  void launched(GpuEventPtr done);
+  // A batch has been launched. Events of earlier ones that have ended go back to the stock.
+  struct Flight {
+    std::string what;
+    GpuEventPtr inputs;  // before it, behind all that it waits for on this GPU; null: for nothing
+    GpuEventPtr done;    // behind it
+    TimePoint since = Clock::now();
+  };
+  void launched(Flight flight);
   // Something has been launched that was not seen to end.
   bool has_flights() const { return !flights_.empty(); }
   // How long the oldest launched batch has been under way; 0: nothing is.
   double oldest_flight_s(TimePoint now);
+  // Of what was launched so long ago: what it is and waits for; empty: nothing is. longest_s: is raised to its age.
+  std::string under_way(TimePoint now, double older_than_s, double* longest_s);
   // Not ok: the communicator has failed (a network error, a peer's crash that NCCL noticed).
   Status check();
   // Begins to end what runs on the device, so that streams that wait for it go on. Nothing works afterwards.
@@ -71,10 +79,6 @@ class DeviceGroup {
   void await_abort(const Deadline& limit) { state_.nccl.await_abort(limit); }
 
  private:
-  struct Flight {
-    GpuEventPtr done;
-    TimePoint since;
-  };
   Status run_captured(Task task);
   void leave_peers();
   bool flights_land(double limit_s);

@@ -167,6 +167,17 @@ double DeviceLinks::oldest_flight_s(TimePoint now) {
   return oldest;
 }
 
+std::string DeviceLinks::under_way(TimePoint now, double older_than_s, double* longest_s) {
+  std::string text;
+  for (const auto& [peer, link] : links_)
+    if (const double s = link->oldest_flight_s(now); s > 0 && s >= older_than_s) {
+      *longest_s = std::max(*longest_s, s);
+      text += text_of(text.empty() ? "" : "; ", "a message between this rank and rank ", peer, " was launched ",
+                      static_cast<int>(s), " s ago and has not ended on the GPU");
+    }
+  return text;
+}
+
 void DeviceLinks::each_late(TimePoint now, double older_than_s, const std::function<void(int peer)>& tell) {
   for (const auto& [peer, link] : links_)
     if (link->oldest_flight_s(now) >= older_than_s) tell(peer);

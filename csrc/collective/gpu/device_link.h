@@ -82,6 +82,7 @@ class DeviceLinks {
 
   bool has_flights() const;
   double oldest_flight_s(TimePoint now);
+  std::string under_way(TimePoint now, double older_than_s, double* longest_s);  // as of a DeviceGroup
   void each_late(TimePoint now, double older_than_s, const std::function<void(int peer)>& tell);
   Status check();
   void abort();  // streams that wait for a peer go on; nothing works afterwards

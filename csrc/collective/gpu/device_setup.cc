@@ -76,7 +76,8 @@ std::string sharing_without_need(const Table& table, const Group& group) {
   int used = 0;  // GPUs of that machine
   for (size_t r = 0; r < table.size(); ++r) {
     const auto same = [&](size_t other) {
-      return group.node[other] == group.node[at] && std::memcmp(&table[other].uuid, &table[r].uuid, sizeof(CuUuid)) == 0;
+      return group.node[other] == group.node[at] &&
+             std::memcmp(&table[other].uuid, &table[r].uuid, sizeof(CuUuid)) == 0;
     };
     bool is_first = group.node[r] == group.node[at];
     for (size_t other = 0; is_first && other < r; ++other) is_first = !same(other);
@@ -198,8 +199,8 @@ class DeviceSetup : public Collective {
       if (progress == Progress::kPending) return progress;
       exchange_.reset();
       Status settled = stage_ == Stage::kIntroductions ? settle()
-                       : stage_ == Stage::kIds           ? begin_nccl()
-                                                         : settle_peers();
+                       : stage_ == Stage::kIds         ? begin_nccl()
+                                                       : settle_peers();
       if (!settled.is_ok()) return fail(settled);
       if (exchange_) return Progress::kPending;
     }

@@ -35,11 +35,18 @@ bool DeviceBatch::may_get_memory() {
 }
 
 Status DeviceBatch::await_inputs(const std::vector<Operation*>& operations) {
+  bool waits = false;
   for (const Operation* op : operations) {
     if (!op || !op->work) continue;
-    if (const CuEvent ready = work_of(op)->ready_event())
+    if (const CuEvent ready = work_of(op)->ready_event()) {
       HC_TRY(group_.gpu()->wait(group_.stream(), ready), op->describe());
+      waits = true;
+    }
   }
+  if (!waits) return Status::ok();
+  auto inputs = group_.gpu()->record(group_.stream());
+  HC_TRY(inputs.status());
+  inputs_ = inputs.take();
   return Status::ok();
 }
 
@@ -79,9 +86,13 @@ Status DeviceBatch::finish(const std::vector<Operation*>& operations) {
   HC_TRY(done.status());
   for (const GpuMemoryPtr& memory : held_) memory->used_until(done.value());
   held_.clear();
-  for (Operation* op : operations)
-    if (op && op->work) work_of(op)->done = done.value();
-  group_.launched(done.take());
+  std::string what = "what others reduce";  // this rank has joined
+  for (auto op = operations.rbegin(); op != operations.rend(); ++op)
+    if (*op && (*op)->work) {
+      work_of(*op)->done = done.value();
+      what = (*op)->describe();
+    }
+  group_.launched({std::move(what), std::move(inputs_), done.take()});
   return Status::ok();
 }
 

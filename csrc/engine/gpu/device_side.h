@@ -45,6 +45,9 @@ class DeviceSide final : public SetBackend {
   std::vector<Late> late(TimePoint now, double patience_s) const override;
   bool has_flights() const override { return device_ && device_->has_flights(); }
   double oldest_flight_s(TimePoint now) override { return device_ ? device_->oldest_flight_s(now) : 0; }
+  std::string under_way(TimePoint now, double older_than_s, double* longest_s) override {
+    return device_ ? device_->under_way(now, older_than_s, longest_s) : "";
+  }
   Status check(const Status& closed) override;
   void note_failure() override;
   void abort() override;

@@ -83,6 +83,9 @@ class GpuContext final : public Backend {
 
   bool has_flights() const override { return messages_.links().has_flights(); }
   double oldest_flight_s(TimePoint now) override { return messages_.links().oldest_flight_s(now); }
+  std::string under_way(TimePoint now, double older_than_s, double* longest_s) override {
+    return messages_.links().under_way(now, older_than_s, longest_s);
+  }
   void mark_awaited(TimePoint now, double older_than_s, std::vector<bool>* waits) override {
     messages_.links().each_late(now, older_than_s, [&](int peer) { (*waits)[static_cast<size_t>(peer)] = true; });
   }

@@ -80,6 +80,8 @@ class SetBackend {
   // Something was launched that was not seen to end; how long ago the oldest of it was, 0: nothing is under way.
   virtual bool has_flights() const = 0;
   virtual double oldest_flight_s(TimePoint now) = 0;
+  // What was launched at least so long ago, in words; empty: nothing was. longest_s: is raised to its age.
+  virtual std::string under_way(TimePoint now, double older_than_s, double* longest_s) = 0;
   // What it has noticed by itself: an error of the backend becomes its failure, another one ends the engine. closed:
   // not ok when a member has left.
   virtual Status check(const Status& closed) = 0;
@@ -190,6 +192,7 @@ class Backend {
   // Messages under way: as of a SetBackend.
   virtual bool has_flights() const = 0;
   virtual double oldest_flight_s(TimePoint now) = 0;
+  virtual std::string under_way(TimePoint now, double older_than_s, double* longest_s) = 0;
   virtual void mark_awaited(TimePoint now, double older_than_s, std::vector<bool>* waits) = 0;
   virtual void note_failure() = 0;
   virtual void abort() = 0;  // as of a SetBackend, and so is the next

@@ -139,7 +139,7 @@ Status Loop::handle_frame(int from, std::span<const uint8_t> frame) {
     case FrameKind::kMessageAsk:
       return checked(parts_.backend.take_frame(kind, from, &in));
     case FrameKind::kStackRequest:
-      return checked(parts_.stalls.answer(from, in.get<uint8_t>() != 0, pending()));
+      return checked(parts_.stalls.answer(from, in.get<uint8_t>() != 0, {pending(), launched(Clock::now(), 0)}));
     case FrameKind::kStackReply:
       parts_.stalls.take_answer(from, in.get_text());
       return Status::ok();
@@ -351,16 +351,35 @@ Status Loop::follow_worlds(const Status& looked) {
 
 Stalls Loop::find_stalls(TimePoint now) const {
   Stalls stalls;
-  for (const ProcessSet* set : parts_.sets.mine()) set->find_stalls(now, &stalls);
-  stalls.lines += parts_.messages.stalled(now, parts_.context.config.stall_check_s, &stalls.longest_s, &stalls.late);
+  const bool asked = parts_.stalls.was_asked(now);
+  for (const ProcessSet* set : parts_.sets.mine()) set->find_stalls(now, asked, &stalls);
+  const double patience_s = parts_.context.config.stall_check_s;
+  stalls.lines += parts_.messages.stalled(now, patience_s, &stalls.longest_s, &stalls.late);
+  if (asked) return stalls;
+  const std::string launched = parts_.backend.under_way(now, patience_s, &stalls.longest_s);
+  if (launched.empty()) return stalls;
+  stalls.lines += text_of("\n  on the GPU of rank ", parts_.context.rank(), ", ", launched);
+  std::vector<bool> waits(static_cast<size_t>(parts_.context.mesh->size()), false);
+  parts_.backend.mark_awaited(now, patience_s, &waits);
+  for (int r = 0; r < parts_.context.mesh->size(); ++r)
+    if (waits[static_cast<size_t>(r)]) stalls.late.insert(r);
   return stalls;
+}
+
+std::string Loop::launched(TimePoint now, double older_than_s) const {
+  double longest_s = 0;
+  std::string text = parts_.backend.under_way(now, older_than_s, &longest_s);
+  for (ProcessSet* set : parts_.sets.mine())
+    if (const std::string one = set->backend().under_way(now, older_than_s, &longest_s); !one.empty())
+      text += (text.empty() ? "" : "; ") + one;
+  return text;
 }
 
 Status Loop::report_stalls(TimePoint now) {
   if ((parts_.deadlocks.is_said() || parts_.between_worlds.is_said()) && parts_.context.config.stall_shutdown_s <= 0)
     return Status::ok();
   Stalls stalls = find_stalls(now);
-  HC_TRY(parts_.stalls.report(now, std::move(stalls), pending()));
+  HC_TRY(parts_.stalls.report(now, std::move(stalls), {pending(), launched(now, 0)}));
   if (parts_.stalls.awaits_answers()) next_timer_ = now + StallWatch::kAnswerMs;
   return Status::ok();
 }
@@ -370,9 +389,12 @@ void Loop::measure_stall(TimePoint now) {
   const Operation* oldest = nullptr;
   for (const Operation* op : pending())
     if (!oldest || op->submitted < oldest->submitted) oldest = op;
-  if (!oldest || seconds_between(oldest->submitted, now) < parts_.context.config.stall_check_s) return;
+  const double patience_s = parts_.context.config.stall_check_s;
+  const bool is_late = oldest && seconds_between(oldest->submitted, now) >= patience_s;
+  const std::string what = is_late ? oldest->describe() : launched(now, patience_s);
+  if (what.empty()) return;
   const Stalls stalls = find_stalls(now);
-  parts_.context.rank_metrics.stall(oldest->describe(), {stalls.late.begin(), stalls.late.end()});
+  parts_.context.rank_metrics.stall(what, {stalls.late.begin(), stalls.late.end()});
 }
 
 std::vector<const Operation*> Loop::pending() const {

@@ -102,6 +102,8 @@ class Loop {
   void take_submitted();
   void measure_stall(TimePoint now);
   Stalls find_stalls(TimePoint now) const;
+  // On GPUs, by all process sets and messages, at least so long ago.
+  std::string launched(TimePoint now, double older_than_s) const;
   Status receive() {
     if (parts_.context.mesh->progress_shared()) last_.moved = true;
     return parts_.context.mesh->has_frames() ? receive_frames() : Status::ok();

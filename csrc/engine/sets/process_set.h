@@ -120,7 +120,7 @@ class ProcessSet {
   }
 
   // process_set_reports.cc
-  void find_stalls(TimePoint now, Stalls* stalls) const;
+  void find_stalls(TimePoint now, bool asked, Stalls* stalls) const;  // asked: see StallWatch
   Status flush_held_requests_if_late(TimePoint now);
   // Ranks wait for one another for ever. So that coordinators know what is awaited, ranks in between pass on what they
   // hold, and a rank that is stuck itself (steps_back) enters nothing without a message any more.

@@ -12,6 +12,7 @@ namespace {
 
 constexpr size_t kShownPending = 20;  // pending operations in a description
 constexpr double kFlushesApartS = 1;
+constexpr double kOthersSpeakS = 2;  // after rank 0 of a set, about what has been launched
 
 std::vector<int> world_ranks(const std::vector<int>& group_ranks, const Members& members) {
   std::vector<int> ranks;
@@ -46,7 +47,7 @@ void ProcessSet::show_persistent(const Operation& op, const ArrivalCollective& r
 
 // Only a coordinator knows who is missing in what is agreed on. Of what needs no plan nobody does; the lowest of the
 // ranks that wait speaks for them.
-void ProcessSet::find_stalls(TimePoint now, Stalls* stalls) const {
+void ProcessSet::find_stalls(TimePoint now, bool asked, Stalls* stalls) const {
   const double patience_s = parts_.context.config.stall_check_s;
   const auto add = [&](const std::vector<int>& missing, double waited_s) {
     stalls->late.insert(missing.begin(), missing.end());
@@ -73,6 +74,14 @@ void ProcessSet::find_stalls(TimePoint now, Stalls* stalls) const {
     if (const double waited_s = seconds_between(run.op->submitted, now); waited_s >= patience_s)
       add_arrival(run.op->describe(), waited_s, run.collective->late_members());
   for (const SetBackend::Late& one : backend_->late(now, patience_s)) add_arrival(one.what, one.waited_s, one.missing);
+  // What every rank has launched and the device does not end. Rank 0 asks all, and others speak where it has not.
+  const double later_s = members().group_rank == 0 ? 0 : kOthersSpeakS;
+  if (asked && members().group_rank != 0) return;
+  double waited_s = 0;
+  const std::string launched = backend_->under_way(now, patience_s + later_s, &waited_s);
+  if (launched.empty()) return;
+  stalls->lines += text_of("\n  on the GPU of rank ", parts_.context.rank(), ", ", launched);
+  add(members().ranks, waited_s);
 }
 
 Status ProcessSet::flush_held_requests_if_late(TimePoint now) {

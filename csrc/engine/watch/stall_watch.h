@@ -25,6 +25,12 @@ struct Stalls {
   double longest_s = 0;
 };
 
+// What this rank itself has not seen to end.
+struct OwnWork {
+  std::vector<const Operation*> pending;
+  std::string launched;  // on a GPU; empty: nothing
+};
+
 class StallWatch {
  public:
   StallWatch(Context& context, ControlLink& link, const Intake& intake, FlightRecords& records, StackSource& stacks)
@@ -33,18 +39,20 @@ class StallWatch {
   void start() { next_report_ = Clock::now(); }
 
   bool is_due(TimePoint now) const { return !context_.config.stall_check_disable && now >= next_report_; }
-  // pending: this rank's own operations, for its answer when it is late itself. An error: why the job ends.
-  Status report(TimePoint now, Stalls stalls, const std::vector<const Operation*>& pending);
+  // mine: for this rank's answer when it is late itself. An error: why the job ends.
+  Status report(TimePoint now, Stalls stalls, const OwnWork& mine);
   // The report waits for answers: look again in some milliseconds.
   bool awaits_answers() const { return stack_request_.is_open(); }
 
   // Frames of other ranks' reports, and of their answers to mine.
-  Status answer(int from, bool asked, const std::vector<const Operation*>& pending);
+  Status answer(int from, bool asked, const OwnWork& mine);
+  // Another rank's report of a stall, of which this one will be a part, was seen lately.
+  bool was_asked(TimePoint now) const { return seconds_between(asked_at_, now) < 3 * context_.config.stall_check_s; }
   void take_answer(int from, std::string text) { stack_request_.answer(from, std::move(text)); }
 
  private:
-  Status ask(const std::set<int>& late, TimePoint now, const std::vector<const Operation*>& pending);
-  std::string what_this_rank_does(const std::vector<const Operation*>& pending);
+  Status ask(const std::set<int>& late, TimePoint now, const OwnWork& mine);
+  std::string what_this_rank_does(const OwnWork& mine);
 
   Context& context_;
   ControlLink& link_;
@@ -52,7 +60,7 @@ class StallWatch {
   FlightRecords& records_;
   StackSource& stack_source_;
   StackRequest stack_request_;
-  TimePoint next_report_{};
+  TimePoint next_report_{}, asked_at_{};
 };
 
 }  // namespace hc

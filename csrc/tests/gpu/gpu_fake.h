@@ -4,11 +4,14 @@
 
 #include <doctest/doctest.h>
 
+#include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <list>
 #include <map>
 #include <span>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "device/cuda_api.h"
@@ -118,6 +121,15 @@ class FrameworkOnGpu {
   void synchronize() {
     using Synchronize = int (*)(CuStream);
     (void)reinterpret_cast<Synchronize>(api_->library->symbol("cuStreamSynchronize"))(stream);
+  }
+  // The stream goes on once `opened` is true.
+  void wait_until(const std::atomic<bool>* opened) {
+    using Job = void (*)(void*);
+    using Enqueue = int (*)(CuStream, Job, void*, Job);
+    const Job wait = [](void* gate) {
+      while (!static_cast<std::atomic<bool>*>(gate)->load()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    };
+    CHECK(call<Enqueue>("hc_fake_enqueue")(stream, wait, const_cast<std::atomic<bool>*>(opened), [](void*) {}) == 0);
   }
   bool busy() { return api_->cuStreamQuery(stream) == kCuNotReady; }
 

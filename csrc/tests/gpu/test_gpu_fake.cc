@@ -3,10 +3,13 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cmath>
 #include <latch>
 #include <numeric>
 #include <random>
+#include <thread>
 
 #include "base/half.h"
 #include "base/log_lines.h"
@@ -510,10 +513,50 @@ TEST_CASE("fake of CUDA and NCCL: ranks on one GPU beside idle ones are told onc
     log.end();
     const std::vector<LogLine> lines = log.take();
     CHECK(row.told == std::count_if(lines.begin(), lines.end(), [](const LogLine& line) {
-            return line.text.find("rank 0 and rank 1 use the same GPU, and rank 1 sees 4 of them: call "
-                                  "torch.cuda.set_device(hvd.local_rank())") != std::string::npos;
+            return line.text.find(
+                       "rank 0 and rank 1 use the same GPU, and rank 1 sees 4 of them: call "
+                       "torch.cuda.set_device(hvd.local_rank())") != std::string::npos;
           }));
   }
+}
+
+TEST_CASE("fake of CUDA and NCCL: what all have launched and no GPU ends is reported, and ends the job in time") {
+  LogLines& log = LogLines::of_process();
+  log.begin();
+  std::atomic<bool> opened{false};
+  std::latch over(2);
+  World world(2,
+              gpu_settings({{"HOROVOD_STALL_CHECK_TIME_SECONDS", "1"}, {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "3"}}));
+  CHECK_OK(world.each([&](Engine& engine, int rank) {
+    FrameworkOnGpu gpu(rank);
+    float* data = gpu.tensor(std::vector<float>(8, 1.0f));
+    CHECK_OK(reduce_now(engine, gpu, "warm", data, 8));
+    if (rank == 1) gpu.wait_until(&opened);
+    int64_t handle = 0;
+    CHECK_OK(submit_gpu(engine, gpu, Op::kAllreduce, "stuck", data, data, {8}, DType::kF32, &handle));
+    CHECK_OK(enqueued(engine, gpu, handle));
+    engine.release(handle);
+    const std::vector<int32_t> one = {1};
+    std::vector<int32_t> sum(1);
+    Status outcome;
+    for (int i = 0; i < 3000 && outcome.is_ok(); ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+      outcome = perform(engine, Op::kAllreduce, text_of("on the host ", i), one, &sum, {1});
+    }
+    CHECK(outcome.code() == Code::kAborted);
+    CHECK(outcome.text().find("stalled longer") != std::string::npos);
+    CHECK(outcome.text().find("on the GPU of rank 0, allreduce 'stuck' was launched") != std::string::npos);
+    over.arrive_and_wait();
+    opened = true;
+    gpu.synchronize();
+  }));
+  log.end();
+  std::string warned;
+  for (const LogLine& line : log.take()) warned += line.text;
+  CHECK(warned.find("rank 0 on its GPU: allreduce 'stuck' was launched") != std::string::npos);
+  CHECK(warned.find("s ago and waits on the GPU for other ranks") != std::string::npos);
+  CHECK(warned.find("rank 1 on its GPU: allreduce 'stuck' was launched") != std::string::npos);
+  CHECK(warned.find("s ago and waits on the GPU for what was enqueued before it") != std::string::npos);
 }
 
 // NCCL's abort waits until the device has stopped: of two communicators the one that is aborted first may wait on the
