@@ -27,8 +27,14 @@ def no_rank_is_left() -> Iterator[None]:
     compare.end_ranks()
 
 
+# Each case builds functions or models anew: three ranks show what two do, in two minutes less.
+LONG = {"tf-2": pytest.mark.long(60), "tf-keras-2": pytest.mark.long(120)}
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("label", [suite.label for suite in table.suites()])
+@pytest.mark.parametrize(
+    "label", [pytest.param(suite.label, marks=LONG.get(suite.label, ())) for suite in table.suites()]
+)
 def test_every_case_is_equal_or_listed(label: str) -> None:
     suite = next(each for each in table.suites() if each.label == label)
     among = compare.entries()
