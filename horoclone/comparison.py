@@ -8,7 +8,6 @@ hash of each value. Thread: any.
 
 from __future__ import annotations
 
-import logging
 import os
 import struct
 import weakref
@@ -17,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from horoclone.errors import Mismatch
+from horoclone.runtime import logs
 from horoclone.runtime.native_module import core
 from horoclone.settings import setting
 
@@ -27,7 +27,7 @@ SHARES = 10  # that the values are cut into, at most
 SMALL_BYTES = 256 << 10  # that a share has at least
 EVERYTHING = -1  # in place of a share
 
-log = logging.getLogger("horoclone")
+log = logs.logger()
 
 
 class Policy(NamedTuple):
@@ -170,7 +170,7 @@ def tell(action: int, text: str, is_first: bool) -> None:
     if action == ERROR:
         raise Mismatch(text)
     if is_first:
-        log.warning("horoclone: %s", text)
+        log.warning("%s", text)
 
 
 class Comparison:

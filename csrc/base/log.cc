@@ -52,8 +52,11 @@ void write_to(int fd, const std::string& line) {
 }  // namespace
 
 LogLines& LogLines::of_process() {
-  static LogLines* lines = new LogLines;  // lives for ever: threads write until the end of the process
-  return *lines;
+  // Lives for ever: threads write until the end of the process. A forked child gets its own: the parent's
+  // lock may be held, and threads that the child does not have may wait for its lines.
+  static std::atomic<LogLines*> lines{new LogLines};
+  [[maybe_unused]] static const int forks = pthread_atfork(nullptr, nullptr, [] { lines.store(new LogLines); });
+  return *lines.load();
 }
 
 void LogLines::begin() {
@@ -91,8 +94,6 @@ bool LogLines::give(LogLine line, std::vector<LogLine>* left) {
   changed_.notify_one();
   return true;
 }
-
-void LogLines::forget() { taken_.store(false, std::memory_order_relaxed); }
 
 void Logger::write_line(LogLevel level, std::string_view text) const {
   timespec now{};

@@ -33,8 +33,6 @@ class LogLines {
   std::vector<LogLine> take();
   // False: nobody takes lines, so the caller writes it, and before it `left`, which was not taken in time.
   bool give(LogLine line, std::vector<LogLine>* left);
-  // In a forked child, which has one thread; the lock may be held.
-  void forget() HC_NO_THREAD_SAFETY_ANALYSIS;
 
  private:
   std::atomic<bool> taken_{false};

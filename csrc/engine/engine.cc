@@ -5,7 +5,6 @@
 
 #include "arithmetic/reduce.h"
 #include "base/hash.h"
-#include "base/log_lines.h"
 #include "base/nvtx.h"
 #include "base/thread.h"
 #include "base/topology.h"
@@ -225,7 +224,6 @@ Status Engine::shutdown(double timeout_s) {
 }
 
 void Engine::after_fork_child() {
-  LogLines::of_process().forget();
   context_.connected.store(false);
   seat_.forget();
   context_.rank_metrics.forget();

@@ -521,7 +521,12 @@ PYBIND11_MODULE(_core, m) {
       .def("describe", &Runtime::describe);
   m.def("take_log", [](bool takes) { hc_log_take(takes); }, "takes"_a);
   m.def(
-      "log_warning", [](int rank, const std::string& text) { hc_log_warning(rank, text.c_str()); }, "rank"_a, "text"_a);
+      "log_warning",
+      [](int rank, const std::string& text) {
+        hc_python::WithoutGil released;
+        hc_log_warning(rank, text.c_str());
+      },
+      "rank"_a, "text"_a);
   m.def("log_lines", [] {
     std::string lines;
     {

@@ -7,6 +7,7 @@ loop.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import shlex
 import struct
@@ -146,11 +147,17 @@ class JobMetrics:
         assert self._segment is not None
         return rank_metrics.read(rank_metrics.copy_from_file(self._segment.descriptor, at))
 
+    def _readable(self) -> Iterator[RankMetrics]:
+        """Of all ranks but those whose block is of another version, or was overwritten."""
+        for at in self._at.values():
+            with contextlib.suppress(ValueError):
+                yield self._read(at)
+
     def goodput(self) -> str:
         """A sentence for the end of an elastic job, "" of others."""
         if self._segment is None:
             return ""
-        found = longest_goodput(self._read(at) for at in self._at.values())
+        found = longest_goodput(self._readable())
         if found is None or found.whole_seconds < 1:
             return ""
         parts = {
@@ -167,7 +174,7 @@ class JobMetrics:
         """Two lines about each rank that was late in the whole of the job; empty where nobody has measured it."""
         if self._segment is None:
             return []
-        found = late_ranks.of_ranks([self._read(at) for at in self._at.values()], recent=False)
+        found = late_ranks.of_ranks(list(self._readable()), recent=False)
         return [
             line
             for one in found

@@ -491,8 +491,12 @@ def _last(copy: bytes, elapsed_ns: int) -> LastOperation | None:
 
 def printable_phases(measured: Phases) -> Phases:
     """With the names of files and functions as printable() has them."""
-    lines = {phase: printable(line.encode()) for phase, line in measured.lines.items()}
-    return dataclasses.replace(measured, lines=lines, now_line=printable(measured.now_line.encode()))
+    lines = {
+        phase: printable(line.encode("utf-8", "backslashreplace")) for phase, line in measured.lines.items()
+    }
+    return dataclasses.replace(
+        measured, lines=lines, now_line=printable(measured.now_line.encode("utf-8", "backslashreplace"))
+    )
 
 
 def _text(raw: bytes) -> str:

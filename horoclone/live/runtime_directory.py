@@ -1,6 +1,6 @@
 """The runtime directory, for the metrics of ranks that no launcher of ours has started: in memory, mode 0700.
 
-$XDG_RUNTIME_DIR/horoclone/JOB/NAMESPACE-PID.metrics, a block of 4 KiB (rank_metrics.py); XDG_RUNTIME_DIR is
+$XDG_RUNTIME_DIR/horoclone/JOB/NAMESPACE-PID.metrics, a block of 8 KiB (rank_metrics.py); XDG_RUNTIME_DIR is
 /run/user/UID where it is not set. A block is dead when its process is: it has the pid, when that process was started,
 and in which namespace. A rank removes its own at exit; those of killed ranks are removed, once no rank of their job
 lives, by the next rank of any job that comes, or by whoever looks at jobs.

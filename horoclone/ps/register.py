@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import logging
 import os
 import queue
 import threading
@@ -29,9 +28,9 @@ from typing import Any
 
 from horoclone import errors
 from horoclone.bootstrap import launchers
-from horoclone.runtime import current
+from horoclone.runtime import current, logs
 
-log = logging.getLogger("horoclone.ps")
+log = logs.logger("horoclone.ps")
 
 OPERATION_S = 5.0  # for one operation: it is a small message to a server that does nothing else
 PAUSE_S = 0.05  # between two looks at a value that somebody else must write; the store has no way to wait for a change

@@ -19,9 +19,9 @@ from horoclone import errors
 from horoclone.ps import files
 from horoclone.ps.register import NEW_S, PAUSE_S, SAY_S, Register, Unreachable
 from horoclone.ps.view import Holder, Layout, View
-from horoclone.runtime import native_module
+from horoclone.runtime import logs, native_module
 
-log = logging.getLogger("horoclone.ps")
+log = logs.logger("horoclone.ps")
 NONE, BACKUP, PRIMARY, UNDECIDED = range(4)  # hc_role
 ASKED, BACKUP_LOST, PRIMARY_LOST = range(3)  # hc_event_kind
 EVENT_S = 0.5  # between two looks at the register, for a partition without a second copy for example

@@ -123,7 +123,7 @@ def world_ranks_of(comm: Any) -> list[int]:
 
 def say(text: str) -> None:
     """One line for humans: on stderr, or in Python's logging as a warning; a closed stderr is no reason to fail."""
-    if logs.told(text, job.rank if job is not None else -1):
+    if logs.told(text):
         return
     who = f"rank {job.rank}" if job is not None else f"pid {os.getpid()}"
     try:
@@ -131,3 +131,10 @@ def say(text: str) -> None:
         sys.stderr.flush()
     except (OSError, ValueError, AttributeError):
         pass
+
+
+def _rank() -> int:
+    return job.rank if job is not None else -1
+
+
+logs.rank = _rank

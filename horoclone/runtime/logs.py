@@ -7,10 +7,13 @@ of the core ever waits for a handler. Thread: those of init() and of the exit; _
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
+import sys
 import threading
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Any
 
 LOGGER = "horoclone"
@@ -22,15 +25,24 @@ _LEVELS = {
     "error": logging.ERROR,
     "fatal": logging.CRITICAL,
 }
-_END_S = 2.0  # for handlers to take what is left
+_END_S = 2.0  # for handlers to take what is left, and then to end
 _core: Any = None
 _thread: threading.Thread | None = None
+_left: deque[tuple[str, int, int, str]] = deque()  # (level, rank, Unix ns, text) that _take() has yet to log
+
+
+def _no_rank() -> int:
+    return -1
+
+
+rank: Callable[[], int] = _no_rank  # of this process; current.py, which imports this module, knows it
 
 
 def is_set_up() -> bool:
     """Whether the program has given the logger a handler, or a level and a handler that it can reach."""
     logger = logging.getLogger(LOGGER)
-    return bool(logger.handlers) or (logger.level != logging.NOTSET and logger.hasHandlers())
+    has_been = bool(logger.handlers) or (logger.level != logging.NOTSET and logger.hasHandlers())
+    return has_been and not logger.disabled
 
 
 def settings(environ: Mapping[str, str]) -> dict[str, str]:
@@ -40,6 +52,19 @@ def settings(environ: Mapping[str, str]) -> dict[str, str]:
     level = logging.getLogger(LOGGER).getEffectiveLevel()
     names = [name for name, number in _LEVELS.items() if name != "trace" and number >= level]
     return {"HOROVOD_LOG_LEVEL": names[0] if names else "fatal"}
+
+
+def logger(name: str = LOGGER) -> logging.Logger:
+    """For our own code in Python, so that its records have a rank as the core's have; -1 where there is none."""
+    found = logging.getLogger(name)
+    found.addFilter(_with_rank)
+    return found
+
+
+def _with_rank(record: logging.LogRecord) -> bool:
+    if not hasattr(record, "rank"):
+        record.rank = rank()
+    return True
 
 
 def begin(core: Any) -> None:
@@ -53,39 +78,62 @@ def begin(core: Any) -> None:
 
 
 def end() -> None:
-    """The process ends: lines go to stderr again; those that wait for a handler have two seconds."""
+    """The process ends: lines go to stderr again; those that wait for a handler have two seconds until they do."""
     global _thread
-    if _thread is not None:
-        _core.take_log(False)
-        _thread.join(_END_S)
-        _thread = None
+    if _thread is None:
+        return
+    _core.take_log(False)
+    _thread.join(_END_S)
+    if _thread.is_alive():
+        # logging's own end would wait for the handler without a limit.
+        atexit.unregister(logging.shutdown)
+        ends = threading.Thread(target=logging.shutdown, name="hc-log-end", daemon=True)
+        ends.start()
+        ends.join(_END_S)
+        for line in [*_left, *json.loads(_core.log_lines())]:
+            _show(*line)
+        _left.clear()
+    _thread = None
 
 
 def forget() -> None:
-    """In a forked child, which has no such thread; its core knows."""
+    """In a forked child, which has no such thread; its core knows. Its parent logs what is left."""
     global _thread
     _thread = None
+    _left.clear()
 
 
 atexit.register(end)  # before exit_hooks.py is told of its own, so after that
 
 
-def told(text: str, rank: int) -> bool:
+def told(text: str) -> bool:
     """Whether a line of say()'s goes to the log. By the same way: a handler that waits must not hold up who says it."""
     if _thread is None:
         return False
-    _core.log_warning(rank, text.encode("utf-8", "backslashreplace"))
+    _core.log_warning(rank(), text.encode("utf-8", "backslashreplace"))
     return True
 
 
 def _take() -> None:
     while lines := json.loads(_core.log_lines()):
-        for level, rank, unix_ns, text in lines:
-            _log(level, rank, unix_ns, text)
+        _left.extend(lines)
+        while _left:
+            _log(*_left[0])
+            if _left:  # not where it has come too late, and end() has shown them all
+                _left.popleft()
+
+
+def _show(level: str, rank: int, unix_ns: int, text: str) -> None:
+    who = f"[rank {rank}] " if rank >= 0 else ""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(f"[horoclone] {who}{level}: {text}\n")
+        sys.stderr.flush()
 
 
 def _log(level: str, rank: int, unix_ns: int, text: str) -> None:
     logger, number = logging.getLogger(LOGGER), _LEVELS[level]
+    if logger.disabled or not logger.hasHandlers():  # as logging.config leaves it, unless told otherwise
+        return _show(level, rank, unix_ns, text)
     if not logger.isEnabledFor(number):
         return
     try:

@@ -100,3 +100,67 @@ def test_a_handler_may_ask_the_runtime(launch: Any) -> None:
     )
     done = launch([*RUN, "-c", PROGRAM.format(set_up=asks)], env=WARNS)
     assert done.stdout.count("is content") == 2 and "ASKED" in done.stdout, done.output
+
+
+def alone(launch: Any, program: str, **env: str) -> Any:
+    """One rank, without the launcher, with horoclone imported as hvd."""
+    start = HANDLER.replace("\n", "\nimport logging, os, sys, horoclone as hvd\n", 1)
+    return launch([sys.executable, "-c", start + program], env={**WARNS, **env}, timeout_s=60)
+
+
+def test_a_child_forked_after_shutdown_logs_again(launch: Any) -> None:
+    done = alone(
+        launch,
+        "logger.addHandler(Handler())\n"
+        "hvd.init(); hvd.shutdown()\n"
+        "if os.fork():\n"
+        "    print('CHILD', os.wait()[1], flush=True)\n"
+        "else:\n"
+        "    hvd.init(); hvd.shutdown()\n",
+    )
+    assert done.stdout.count(f"RECORD horoclone WARNING 0 {LINE}") == 2, done.output
+    assert "CHILD 0" in done.stdout
+
+
+def test_a_handler_that_hangs_does_not_hold_the_exit_and_loses_nothing(launch: Any) -> None:
+    done = alone(
+        launch,
+        "import threading\n"
+        "Handler.emit = lambda self, record: threading.Event().wait()\n"
+        "logger.addHandler(Handler())\n"
+        "hvd.init()\n",
+        HOROVOD_LOG_LEVEL="debug",
+    )
+    assert done.returncode == 0, done.output
+    shown = [line for line in done.stderr.splitlines() if line.startswith("[horoclone] [rank 0] ")]
+    assert any(LINE in line for line in shown) and len(shown) > 1, done.output
+    assert len(shown) == len(set(shown))
+
+
+@pytest.mark.parametrize("handlers", ["", "'root': {'handlers': []}"])
+def test_a_logger_that_is_disabled_leaves_the_lines_to_stderr(launch: Any, handlers: str) -> None:
+    done = alone(
+        launch,
+        "import logging.config\n"
+        "logger.addHandler(Handler())\n"
+        "before = os.environ.pop('HOROVOD_TIMELINE')\n"
+        "hvd.init()\n"
+        f"logging.config.dictConfig({{'version': 1, {handlers}}})\n"
+        "hvd.shutdown()\n"
+        "os.environ['HOROVOD_TIMELINE'] = before\n"
+        "hvd.init()\n",
+    )
+    assert LINE in done.stderr and LINE not in done.stdout, done.output
+
+
+def test_records_of_python_code_have_a_rank_and_say_the_name_once(launch: Any) -> None:
+    done = alone(
+        launch,
+        "from horoclone import comparison\n"
+        "from horoclone.ps import server\n"
+        "logger.addHandler(Handler())\n"
+        "hvd.init()\n"
+        "comparison.log.warning('compared'); server.log.warning('served')\n",
+    )
+    assert "RECORD horoclone WARNING 0 compared" in done.stdout, done.output
+    assert "RECORD horoclone.ps WARNING 0 served" in done.stdout, done.output

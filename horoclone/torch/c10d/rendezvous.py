@@ -47,7 +47,7 @@ def connect(store: Any, rank: int, size: int, timeout_s: float, look: Look = lam
     common secret, HorovodInternalError where an unauthenticated peer has written into the store.
     """
     deadline = time.monotonic() + timeout_s
-    settings = settings_of(os.environ)
+    settings = {**logs.settings(os.environ), **settings_of(os.environ)}
     if current.runtime is not None:  # its files are its own
         of_rank = "" if current.runtime.rank == 0 else f".rank{current.runtime.rank}"
         settings = with_own_files(settings, f"group{next(_groups)}{of_rank}")

@@ -5,7 +5,6 @@ Otherwise they are treated as tensors in host memory. Thread: the caller's; its 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -16,12 +15,13 @@ from horoclone.errors import Unsupported
 from horoclone.handles import Maker
 from horoclone.requests import HOST as HOST
 from horoclone.requests import Place as Place
+from horoclone.runtime import logs
 from horoclone.torch.operations.tensors import address_of, dtype_of, from_result, received
 
 if TYPE_CHECKING:
     from horoclone._core import DeviceBlock, Runtime
 
-log = logging.getLogger("horoclone")
+log = logs.logger()
 
 
 def place_of(tensor: torch.Tensor) -> Place:

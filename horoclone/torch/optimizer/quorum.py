@@ -8,7 +8,6 @@ that parameters are equal at equal rounds. Threads: the trainer calls the optimi
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import warnings
@@ -22,7 +21,7 @@ import torch
 from horoclone.errors import HorovodInternalError, Mismatch
 from horoclone.ops import Sum
 from horoclone.process_sets import global_process_set
-from horoclone.runtime import native
+from horoclone.runtime import logs, native
 from horoclone.torch import operations
 from horoclone.torch.operations import messages
 from horoclone.torch.operations.tensors import uncompiled
@@ -42,7 +41,7 @@ ONE_CHANGED = (
 LATE_ROUNDS = 100  # so many rounds in a row without a contribution, and rank 0 warns of the rank
 WAIT_S = 1.0  # between two looks at whether the agent lives
 
-log = logging.getLogger("horoclone")
+log = logs.logger()
 
 
 def checked_quorum(quorum: float | str, size: int) -> int:
