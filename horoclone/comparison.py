@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import os
 import struct
-import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from horoclone.errors import Mismatch
 from horoclone.runtime import logs
@@ -148,16 +147,6 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
 
 
-counted: weakref.WeakSet[Any] = weakref.WeakSet()  # what counts its steps where it does not see a new world
-
-
-def restart() -> None:
-    """Where ranks of an elastic job take their state from one: one that joins counts its steps from here, and so do
-    all."""
-    for one in list(counted):
-        one.restart()
-
-
 CHOICE = "HOROCLONE_COMPARE=error makes this an error, repair mends it, off ends the comparison."
 DRIFTED = (
     " A change of weights, gradients or state that is not the same on all ranks does so (a norm over other threads, "
@@ -205,21 +194,26 @@ class Comparison:
         labels: Sequence[str],
         rows: Sequence[Sequence[int]],
         ranks: Sequence[int],
-        is_first: bool,
+        mine: int,
         mend: Callable[[list[Difference]], str],
     ) -> None:
-        """Says what differs. rows: as differences() takes them. mend: copies what is right, collectively, and says what
-        it has done."""
+        """Says what differs. rows: as differences() takes them. mine: the own one. mend: copies what is right,
+        collectively, and says what it has done."""
         found, action = differences(rows), self.agreed.action
+        is_first = mine == next(position for position, row in enumerate(rows) if row)
         if not found:
             text = f"{self._when} a comparison of the ranks' values failed, and they are the same: a fault of memory?"
             tell(action, text, is_first)
             return
         text = described(found, labels, ranks, self._when) + self._why
-        text += mend(found) if action == REPAIR else f" {self._choice}"
+        if action == REPAIR:
+            text += mend(found) if all(rows) else ABSENT
+        else:
+            text += f" {self._choice}"
         if action == WARN:
             self.agreed = Policy()  # it is said once
         tell(action, text, is_first)
 
 
+ABSENT = " They cannot be repaired while a rank has joined, or cannot read its own."
 MENDED = " They were given the value of the majority, or where there is none that of the first rank."

@@ -19,6 +19,7 @@ from horoclone.arrays.adapter import Adapter, Array, Operations
 from horoclone.arrays.handles import synchronize, table
 from horoclone.arrays.host_memory import row_counts
 from horoclone.process_sets import ProcessSet, global_process_set, set_id
+from horoclone.runtime import steps
 
 
 def scatterable(memory: Adapter, array: Any) -> Any:
@@ -303,7 +304,9 @@ class Collectives(Operations[Array]):
             ops.JOIN, None, global_process_set, output=None, place=self._memory.place_to_join(device),
             make=lambda native, handle: native.result(handle).join_rank,
         )  # fmt: skip
-        return synchronize(handle)  # type: ignore[no-any-return]
+        last: int = synchronize(handle)
+        steps.restart()
+        return last
 
     def barrier(self, process_set: ProcessSet = global_process_set) -> None:
         """Returns when every rank of the process set has called it."""

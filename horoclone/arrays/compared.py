@@ -14,8 +14,9 @@ import numpy as np
 from horoclone import arrays, comparison
 from horoclone.arrays import host_memory
 from horoclone.comparison import DRIFTED, EVERYTHING, MENDED, OFF, PLACES, Difference, Policy
+from horoclone.ops import Max, Sum
 from horoclone.process_sets import ProcessSet
-from horoclone.runtime import current
+from horoclone.runtime import steps
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -37,15 +38,17 @@ class ArrayComparison(comparison.Comparison):
         super().__init__(own)
         self._forgotten = forgotten
         self._name, self._set = name, process_set
-        self._sizes: list[int] = []
+        self._sizes: list[int] | None = None  # not known yet
         self.restart()
+        steps.counted.add(self)
 
     def restart(self) -> None:
         """Steps are counted from here again."""
         self._steps, self.agreed = 0, self.own
 
     def lay_out(self, sizes: Sequence[int]) -> None:
-        """How many bytes the values have; to be called before all else, as often as one likes."""
+        """How many bytes the values have; none: they cannot be read. To be called before all else, as often as one
+        likes."""
         if list(sizes) != self._sizes:
             self._sizes = list(sizes)
             self._begin(self._sizes)
@@ -62,14 +65,16 @@ class ArrayComparison(comparison.Comparison):
 
     def share(self, number: int) -> list[int]:
         """The values that the step of this number compares, if any."""
-        share = self._rotation.at(number) if self.agreed.action != OFF and self._sizes else None
+        if not self._sizes:
+            return []
+        share = self._rotation.at(number) if self.agreed.action != OFF else None
         if share is None:
             return []
         return list(range(len(self._sizes))) if share == EVERYTHING else self._rotation.shares[share]
 
     def places(self, number: int, share: Sequence[Bytes]) -> list[int]:
         """What travels."""
-        parts = [self.own.steps, number, len(self._sizes), *hashes_of(share)]
+        parts = [self.own.steps, number, len(self._sizes or ()), *hashes_of(share)]
         return comparison.places(comparison.joined(parts))
 
     def settle(
@@ -77,23 +82,25 @@ class ArrayComparison(comparison.Comparison):
     ) -> dict[int, Bytes]:
         """Where a check has failed, on every rank: says what differs, and gives what is to be repaired, by place. May
         raise Mismatch. hashes: of all values; values: themselves, where these can be repaired."""
-        compares = self.agreed.action != OFF
+        if steps.held:
+            return {}
         own = [self.own.steps, number, len(hashes), *hashes]
-        signed = [bits - (1 << 64) if bits >> 63 else bits for bits in own]
-        # Of one row each: ranks that differ in what they have have rows of different lengths.
-        sent = np.array([len(own) + 3, compares, self.own.action, *signed], np.int64)
-        received = arrays.allgather(sent, f"{self._name}.values", self._set).tolist()
-        rows: list[list[int]] = []
-        while received:
-            rows.append(received[1 : received[0]])
-            received = received[received[0] :]
-        self.agreed = Policy(max(row[1] for row in rows), self.own.steps) if compares else Policy()
+        ranks, mine = self._set.ranks or [0], self._set.rank() or 0
+        # Sums, in which ranks that have joined take part: their rows stay zeros, as those of ranks that cannot read.
+        length = np.array([1 + len(own)])
+        arrays.allreduce_(length, op=Max, name=f"{self._name}.length", process_set=self._set)
+        table = np.zeros((len(ranks), length[0]), np.int64)
+        if self._sizes != []:
+            signed = [bits - (1 << 64) if bits >> 63 else bits for bits in own]
+            table[mine, : 1 + len(own)] = [1 + self.agreed.action, *signed]
+        arrays.allreduce_(table, op=Sum, name=f"{self._name}.values", process_set=self._set)
+        present = [row for row in table.tolist() if row[0]]
+        self.agreed = Policy(max((row[0] - 1 for row in present), default=OFF), self.own.steps)
         if self.agreed.action == OFF:
             self.agreed = Policy()
             return {}
-        shortest = min(len(row) for row in rows)
-        table = [row[2:shortest] if row[0] else [] for row in rows]
-        ranks, mine = self._set.ranks or [0], self._set.rank() or 0
+        shortest = 1 + len(ABOUT) + min(row[len(ABOUT)] for row in present)
+        rows = [row[1:shortest] if row[0] else [] for row in table.tolist()]
         last = number - self._rotation.every * len(self._rotation.shares)
         self._when = f"after step {number}"
         if number > 1:
@@ -102,7 +109,7 @@ class ArrayComparison(comparison.Comparison):
         mended: dict[int, Bytes] = {}
 
         def mend(found: list[Difference]) -> str:
-            if len({row[4] for row in rows}) > 1:
+            if len({row[2] for row in rows}) > 1:
                 return " They cannot be repaired."
             for difference in found:
                 at = difference.column - len(ABOUT)
@@ -111,14 +118,14 @@ class ArrayComparison(comparison.Comparison):
                     mended[at] = arrays.broadcast(values[at], root, f"{self._name}.{at}", self._set)
             return MENDED
 
-        self._settle([*ABOUT, *labels], table, ranks, mine == 0, mend)
+        self._settle([*ABOUT, *labels], rows, ranks, mine, mend)
         return mended
 
 
 class VariableComparison(ArrayComparison):
     """Of variables that are read and written one by one, outside of programs.
 
-    read: a variable's memory, or None where it cannot be read here. write: the same, back.
+    size: of a variable in bytes, or None where it cannot be read here. read: its memory. write: the same, back.
     """
 
     def __init__(
@@ -126,39 +133,39 @@ class VariableComparison(ArrayComparison):
         own: Policy,
         name: str,
         process_set: ProcessSet,
-        read: Callable[[Any], Bytes | None],
+        size: Callable[[Any], int | None],
+        read: Callable[[Any], Bytes],
         write: Callable[[Any, Bytes], None],
     ) -> None:
         super().__init__(own, name, process_set)
-        self._read, self._write = read, write
-        self._variables: list[tuple[str, Any]] = []
-        self._life: Any = None  # the runtime in which steps are counted
+        self._size, self._read, self._write = size, read, write
 
     def fill(self, variables: Callable[[], Sequence[tuple[str, Any]]]) -> list[int]:
         """Once in a step, before its reduction. variables: with what they are called in a text. What travels."""
-        if self._life is not current.runtime:
-            self._life = current.runtime
-            self.restart()
         number, self._steps = self._steps, self._steps + 1
-        if number == 1 or self.share(number):
-            self._variables = list(variables())
-            read = [self._read(variable) for _, variable in self._variables]
-            there = [one for one in read if one is not None]
-            self.lay_out([one.nbytes for one in there] if len(there) == len(read) else [])
-        share = [self._read(self._variables[i][1]) for i in self.share(number)]
-        there = [one for one in share if one is not None]
-        return self.places(number, there) if there else NOTHING
+        if number != 1 and not self.share(number):
+            return NOTHING
+        pairs = self.listed(variables)
+        share = [self._read(pairs[i][1]) for i in self.share(number)]
+        return self.places(number, share) if share else NOTHING
 
-    def look(self, received: Sequence[float]) -> None:
+    def listed(self, variables: Callable[[], Sequence[tuple[str, Any]]]) -> Sequence[tuple[str, Any]]:
+        """The variables, laid out; none where one cannot be read here."""
+        pairs = variables()
+        sizes = [self._size(variable) for _, variable in pairs]
+        there = [size for size in sizes if size is not None]
+        self.lay_out(there if len(there) == len(sizes) else [])
+        return pairs if self._sizes else []
+
+    def look(self, received: Sequence[float], variables: Callable[[], Sequence[tuple[str, Any]]]) -> None:
         """At what the reduction has made of it, before the update. Collective where ranks differ."""
         if not comparison.differ(received):
             return
-        values = [self._read(variable) for _, variable in self._variables]
-        there = [np.empty(0, np.uint8) if one is None else one for one in values]
-        labels = [label for label, _ in self._variables]
-        mended = self.settle(self._steps - 1, labels, hashes_of(there), there)
+        pairs = self.listed(variables)
+        values = [self._read(variable) for _, variable in pairs]
+        mended = self.settle(self._steps - 1, [label for label, _ in pairs], hashes_of(values), values)
         for at, value in mended.items():
-            self._write(self._variables[at][1], value)
+            self._write(pairs[at][1], value)
 
 
 ABOUT = ("HOROCLONE_COMPARE_STEPS", "the number of steps", "the number of values")

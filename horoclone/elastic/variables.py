@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from horoclone import arrays, comparison, runtime
+from horoclone import arrays, runtime
 from horoclone.arrays.handles import synchronize
 from horoclone.elastic.alike import check_alike
 from horoclone.elastic.attributes import Named
 from horoclone.elastic.replicas import is_provisional
 from horoclone.elastic.state import ObjectState, root_of_sync
 from horoclone.objects import broadcast_object
+from horoclone.runtime import steps
 
 
 class VariablesState(ObjectState):
@@ -57,7 +58,7 @@ class VariablesState(ObjectState):
 
         ValueError, on every rank, when the variables differ in number, shape or dtype.
         """
-        comparison.restart()
+        steps.restart()
         variables, root = self._variables(), root_of_sync()
         values = self._values_of(variables)
         check_alike([(str(value.dtype), value.shape) for value in values], root, "variables")

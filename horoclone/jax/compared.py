@@ -3,8 +3,8 @@ of programs (horoclone/comparison.py).
 
 An optimizer of JAX is a function: what is compared and the number of the step are its arguments. A program hashes
 memory by a call of the library, in the steps that compare something; where ranks differ it calls the host back, which
-tells. A function cannot repair its arguments: repair is an error here. On GPUs nothing is compared. Thread: whichever
-traces.
+tells. A function cannot repair its arguments: repair is an error here. On GPUs nothing is compared: such a rank, as one
+that was told not to look, says so in one place more, and nobody calls back. Thread: whichever traces.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def takes_tail(leaves: Sequence[Any]) -> Any:
     """The dtype of the places behind these gradients; None where they do not travel: one array alone is sent without a
     copy, which it should not have to take."""
     floating = [leaf.dtype for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
-    return floating[0] if len(leaves) > 1 and floating and jax.default_backend() == "cpu" else None
+    return floating[0] if len(leaves) > 1 and floating else None
 
 
 class _Unrepairable(ArrayComparison):
@@ -60,17 +60,20 @@ class Watch:
     """Of one reduction. name: alike on all ranks."""
 
     def __init__(self, own: Policy, name: str, process_set: ProcessSet, forgotten: str = FORGOTTEN) -> None:
-        self._action = own.action
+        self._looks = own.action != OFF and jax.default_backend() == "cpu"
         own = own._replace(action=ERROR) if own.action == REPAIR else own
         self._comparison = _Unrepairable(own, name, process_set, forgotten)
-        native.register_hash()
+        if self._looks:
+            native.register_hash()
 
     def tail(self, values: Values, dtype: Any) -> Any:
         """What travels behind the gradients."""
+        nothing = jnp.zeros((PLACES + 1,), dtype)
+        if not self._looks:
+            return nothing.at[PLACES].set(1)
         arrays = [jax.lax.stop_gradient(array) for array in values.arrays]
         self._comparison.lay_out([array.nbytes for array in arrays])
-        nothing = jnp.zeros((PLACES,), dtype)
-        if self._action == OFF or not arrays:
+        if not arrays:
             return nothing
 
         def places(share: Sequence[int]) -> Any:
@@ -78,7 +81,7 @@ class Watch:
             about = [self._comparison.own.steps, values.number, len(arrays)]
             words = jnp.concatenate([jnp.stack([jnp.asarray(one, jnp.uint32) for one in about]), words])
             bits = _joined(words) >> jnp.arange(_HALF, dtype=jnp.uint32) & 1
-            return jnp.concatenate([bits, 1 - bits]).astype(dtype)
+            return jnp.concatenate([bits, 1 - bits, jnp.zeros((1,), bits.dtype)]).astype(dtype)
 
         if not isinstance(values.number, jax.core.Tracer):
             share = self._comparison.share(int(values.number))
@@ -95,11 +98,12 @@ class Watch:
 
     def look(self, received: Any, values: Values, reduced: list[Any]) -> list[Any]:
         """The reduced gradients, which wait for what is to be said. received: what has become of the tail."""
-        settle = partial(
-            self._settle, values.labels
-        )  # of this trace: the same optimizer may see another tree next
-        received = jax.lax.stop_gradient(received)
-        differs = jnp.any((received[:_HALF] != 0) & (received[_HALF:] != 0))
+        if not self._looks:
+            return reduced
+        # Of this trace: the same optimizer may see another tree next.
+        settle = partial(self._settle, values.labels)
+        ones, zeros, looks_not = jnp.split(jax.lax.stop_gradient(received), (_HALF, PLACES))
+        differs = jnp.any((ones != 0) & (zeros != 0)) & (looks_not[0] == 0)
         arrays = [jax.lax.stop_gradient(array) for array in values.arrays]
         if not isinstance(differs, jax.core.Tracer):
             if differs:
@@ -119,8 +123,8 @@ class Watch:
         return [jnp.where(is_fine, one, jnp.zeros_like(one)) for one in reduced]
 
     def _settle(self, labels: Sequence[str], differs: Any, number: Any, words: Any) -> Any:
-        """differs: under vmap a branch that is not taken runs as well."""
-        if differs:
+        """differs: under vmap a branch that is not taken runs as well. After a warning the program goes on to look."""
+        if differs and self._comparison.agreed.action != OFF:
             hashes = np.ascontiguousarray(words).view(np.uint64).reshape(-1).tolist()
             self._comparison.settle(int(number), labels, hashes)
         return np.bool_(True)

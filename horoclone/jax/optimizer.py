@@ -6,6 +6,7 @@ the wrapped transformation. Thread: whichever traces or calls.
 
 from __future__ import annotations
 
+import zlib
 from typing import Any, NamedTuple
 
 import jax
@@ -87,9 +88,10 @@ def DistributedOptimizer(
         tree = own, form, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         watch = watches.get(tree)
         if watch is None:
-            watch = watches[tree] = Watch(
-                own_policy, f"{name or 'jax.gradients'}{own}", process_set, FORGOTTEN
-            )
+            # A program may compare two trees at the same time.
+            forms = zlib.crc32(repr((paths_and_leaves(gradients)[0], tree[2])).encode())
+            exchange = f"{name or 'jax.gradients'}{own}.{forms:08x}"
+            watch = watches[tree] = Watch(own_policy, exchange, process_set, FORGOTTEN)
         sent = (sent, watch.tail(values, dtype))
         received, tail = reduce_gradients(sent, called, compression, process_set=process_set, **how)
         found = jax.tree_util.tree_leaves(received[own] if own else received)

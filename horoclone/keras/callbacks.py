@@ -21,6 +21,7 @@ from horoclone.keras import learning_rate as rates
 from horoclone.keras.compared import native_of, slots_of
 from horoclone.keras.flavor import LEGACY, backend, keras
 from horoclone.keras.values import allgather_object, broadcast_variables
+from horoclone.runtime import steps
 from horoclone.tracking import Log, MetricsLog
 
 __all__ = [
@@ -64,8 +65,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         """Builds the optimizer and broadcasts, if the model is built."""
         self._sent = False
         self._epochs = 0  # begun in this fit()
-        steps = self.params.get("steps") if self.params else None
-        everybody = allgather_object(steps)
+        batches = self.params.get("steps") if self.params else None
+        everybody = allgather_object(batches)
         if len(set(everybody)) > 1:
             raise ValueError(
                 f"the ranks have {everybody} batches per epoch, and every gradient needs all of them. Give each rank "
@@ -75,10 +76,11 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if not model.built:
             if self._ready_everywhere(False):
                 self._send(model)
-            return
-        self._build_optimizer(model)
-        if self._ready_everywhere(not self._is_replaced()):
-            self._send(model)
+        else:
+            self._build_optimizer(model)
+            if self._ready_everywhere(not self._is_replaced()):
+                self._send(model)
+        steps.held = not self._sent  # a batch may hold several steps of the optimizer
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Raises ValueError, on every rank, when the ranks have different learning rates. Not in the first epoch of a
@@ -141,6 +143,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         variables = [v for v in _state_of(model) if id(native_of(v)) not in local]
         broadcast_variables(variables, self.root_rank)
         self._sent = True
+        if steps.held:
+            steps.restart()
 
 
 def _state_of(model: Any) -> list[Any]:

@@ -43,6 +43,7 @@ def reduce(
     for part in parts:
         alike.setdefault((part.op, part.prescale, part.postscale), []).append(part)
     result: dict[int, Any] = {}
+    looks = []  # at what was compared, when all is under way: it may raise
     for (op, prescale, postscale), members in alike.items():
         places = [place for part in members for place in part.places if grads[place] is not None]
         if not places:
@@ -68,7 +69,10 @@ def reduce(
             tree, name, compression, op, settings.process_set, prescale, postscale, members[0].weight
         )
         gradients = list(reduced[key])
-        if watch is not None and values is not None:
-            gradients = watch.look(gradients.pop(), values, gradients)
+        if watch is not None:
+            looks.append((watch, gradients.pop(), values, places))
+        result.update(zip(places, gradients, strict=True))
+    for watch, received, values, places in looks:
+        gradients = watch.look(received, values, [result[place] for place in places])
         result.update(zip(places, gradients, strict=True))
     return result

@@ -42,9 +42,13 @@ def reduce(
 ) -> dict[int, Any]:
     """Place in the list -> reduced gradient; a gradient that is None stays so (it is so on every rank)."""
     result: dict[int, Any] = {}
-    watch = None if watched is None else watched.kept.get(watched.name)
-    if watched is not None and watch is None:
-        watch = watched.kept[watched.name] = Watch(watched.own, watched.name, settings.process_set)
+    watch: Any = None
+    values: Any = None
+    if watched is not None:
+        if watched.name not in watched.kept:
+            watched.kept[watched.name] = Watch(watched.own, watched.name, settings.process_set)
+        watch, values = watched.kept[watched.name], watched.values
+    looks: list[Any] = []  # at what was compared, when all is under way: it may raise
     for part in parts:
         places = [place for place in part.places if grads[place] is not None]
         sparse = [place for place in places if isinstance(grads[place], tf.IndexedSlices)]
@@ -63,9 +67,8 @@ def reduce(
             if not group:
                 continue
             wires = [tf.convert_to_tensor(grads[place]) for place in group]
-            values = None
-            if watched is not None and watch is not None and takes_tail(wires, part.op):
-                values = watched.values
+            takes = watch is not None and not looks and takes_tail(wires, part.op)
+            if takes:
                 wires.append(watch.tail(values, wires[0].dtype))
             reduced = grouped_allreduce(
                 wires,
@@ -74,8 +77,11 @@ def reduce(
                 postscale_factor=part.postscale,
                 **options,
             )
-            if values is not None and watch is not None:
+            if takes:
                 *reduced, received = reduced
-                reduced, watch = watch.look(received, values, reduced), None
+                looks.append((group, received))
             result.update(zip(group, reduced, strict=True))
+    for group, received in looks:
+        reduced = watch.look(received, values, [result[place] for place in group])
+        result.update(zip(group, reduced, strict=True))
     return result

@@ -37,9 +37,13 @@ def value_of(variable: Any) -> torch.Tensor:
     return value() if callable(value) else value
 
 
-def _read(variable: Any) -> Bytes | None:
-    value = value_of(variable).detach()
-    return value.contiguous().reshape(-1).view(torch.uint8).numpy() if value.device.type == "cpu" else None
+def _size(variable: Any) -> int | None:
+    value = value_of(variable)
+    return value.nbytes if value.device.type == "cpu" else None
+
+
+def _read(variable: Any) -> Bytes:
+    return value_of(variable).detach().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 @torch.no_grad()
@@ -65,7 +69,9 @@ def reduce(
     if watched is not None:
         compared = watched.kept.get(watched.name)
         if compared is None:
-            compared = VariableComparison(watched.own, watched.name, settings.process_set, _read, _write)
+            compared = VariableComparison(
+                watched.own, watched.name, settings.process_set, _size, _read, _write
+            )
             watched.kept[watched.name] = compared
         checks = compared.fill(watched.values)
     had = torch.tensor([*(grads[place] is not None for place in places), *checks], dtype=torch.uint8)
@@ -80,8 +86,8 @@ def reduce(
             outputs = [part.compression.decompress(o, c) for o, c in zip(outputs, contexts, strict=True)]
         result.update(zip(part.places, outputs, strict=True))
     flags = operations.synchronize(someone).tolist()
-    if compared is not None:
-        compared.look(flags[len(places) :])
+    if watched is not None and compared is not None:
+        compared.look(flags[len(places) :], watched.values)
     for place, present in zip(places, flags, strict=False):
         if not present:
             result[place] = None

@@ -24,6 +24,7 @@ from horoclone.runtime import (
     offspring,
     shared_metrics,
     stacks,
+    steps,
     telemetry,
 )
 from horoclone.runtime.current import say
@@ -123,6 +124,7 @@ def _begin(runtime: Runtime, wanted: list[ProcessSet]) -> None:
     """The ranks are connected: this is the runtime from now on, unless what they still have to agree on fails."""
     current.runtime = runtime
     offspring.mark(runtime)
+    steps.restart()
     if current.job is not None:
         telemetry.begin(runtime, current.job)
     current.dynamic = flag(os.environ, "DYNAMIC_PROCESS_SETS")

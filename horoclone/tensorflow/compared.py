@@ -8,16 +8,17 @@ a check is due, and written only to repair. In TensorFlow 1's sessions and on GP
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from horoclone import comparison
 from horoclone.arrays.compared import NOTHING, Bytes, VariableComparison, bytes_of, hashes_of
 from horoclone.comparison import OFF, PLACES, Policy
 from horoclone.ops import Adasum, Average, Max, Sum
 from horoclone.process_sets import ProcessSet
+from horoclone.runtime import steps
 
 Values = Callable[[], Sequence[tuple[str, Any]]]
 
@@ -26,17 +27,17 @@ class Watch:
     """Of the variables whose gradients one operation reduces. values: gives them, with what they are called."""
 
     def __init__(self, own: Policy, name: str, process_set: ProcessSet) -> None:
-        self._comparison = VariableComparison(own, name, process_set, _read, _write)
+        self._comparison = VariableComparison(own, name, process_set, _size, _read, _write)
         self._count: Any = None  # of steps in functions
         self._number: Any = None  # of the step that is being traced
         self._labels: list[str] = []
-        comparison.counted.add(self)
+        steps.counted.add(self)
 
     def restart(self) -> None:
         """Steps are counted from here again."""
-        self._comparison.restart()
-        if self._count is not None and tf.executing_eagerly():
-            self._count.assign(0)
+        if self._count is not None:
+            with tf.init_scope():
+                self._count.assign(0)
 
     def tail(self, values: Values, dtype: Any) -> Any:
         """What travels behind the gradients: numbers of their dtype."""
@@ -48,35 +49,37 @@ class Watch:
         with tf.init_scope():
             if self._count is None:
                 self._count = tf.Variable(0, dtype=tf.int64, trainable=False, name="horoclone_steps")
-            pairs = list(values())
-            here = all(_is_here(variable) for _, variable in pairs)
-            self._comparison.lay_out([_nbytes(variable) for _, variable in pairs] if here else [])
+            pairs = self._comparison.listed(values)
         self._labels = [label for label, _ in pairs]
         self._number = number = self._count.assign_add(1) - 1
-        if not here or self._comparison.own.action == OFF:
+        if not pairs or self._comparison.own.action == OFF:
             return tf.zeros([PLACES], dtype)
-        is_due, every = tf.equal(number, 1), self._comparison.every
-        if every:
-            is_due |= (number % every == 0) & (number > 1)
+        every, shares = self._comparison.every, self._comparison.shares
 
-        def check() -> Any:
-            read = [native_of(variable).read_value() for _, variable in pairs]
+        def check(share: Sequence[int]) -> Any:
+            read = [native_of(pairs[i][1]).read_value() for i in share]
             places = tf.numpy_function(self._check, [number, *read], tf.uint8)
             places.set_shape([PLACES])
             return tf.cast(places, dtype)
 
-        return tf.cond(is_due, check, lambda: tf.zeros([PLACES], dtype))
+        which = tf.where(tf.equal(number, 1), 1, 0)
+        arms = [lambda: tf.zeros([PLACES], dtype), partial(check, range(len(pairs)))]
+        if every:
+            is_due = (number % every == 0) & (number > 1)
+            which = tf.where(is_due, 2 + tf.cast(number // every % len(shares), tf.int32), which)
+            arms += [partial(check, share) for share in shares]
+        return tf.switch_case(which, arms)
 
     def _check(self, number: Any, *read: Any) -> Any:
-        share = self._comparison.share(int(number))
-        there = [bytes_of(read[i]) for i in share]
-        return np.array(self._comparison.places(int(number), there) if there else NOTHING, np.uint8)
+        if self._comparison.agreed.action == OFF:
+            return np.array(NOTHING, np.uint8)
+        return np.array(self._comparison.places(int(number), [bytes_of(one) for one in read]), np.uint8)
 
     def look(self, received: Any, values: Values, reduced: Sequence[Any]) -> list[Any]:
         """The reduced gradients, which wait for what is to be said and repaired first. received: what has become of the
         tail."""
         if tf.executing_eagerly():
-            self._comparison.look(received.numpy().astype(np.float32).tolist())
+            self._comparison.look(received.numpy().astype(np.float32).tolist(), values)
             return list(reduced)
         if self._number is None:
             return list(reduced)
@@ -130,18 +133,18 @@ def native_of(variable: Any) -> Any:
     return inner if not isinstance(variable, tf.Variable) and isinstance(inner, tf.Variable) else variable
 
 
-def _is_here(variable: Any) -> bool:
+def _size(variable: Any) -> int | None:
+    """In bytes; None where it cannot be read here."""
     native = native_of(variable)
-    return isinstance(native, tf.Variable) and "GPU" not in native.device and native.shape.is_fully_defined()
+    here = isinstance(native, tf.Variable) and "GPU" not in native.device and native.shape.is_fully_defined()
+    return native.shape.num_elements() * native.dtype.size if here else None
 
 
-def _nbytes(variable: Any) -> int:
-    native = native_of(variable)
-    return native.shape.num_elements() * native.dtype.size
-
-
-def _read(variable: Any) -> Bytes | None:
-    return bytes_of(native_of(variable).numpy()) if _is_here(variable) else None
+def _read(variable: Any) -> Bytes:
+    value = native_of(variable).read_value()
+    if value.dtype.is_floating and value.dtype.size < 4:  # of some of them there is no view
+        value = tf.bitcast(value, tf.uint16 if value.dtype.size == 2 else tf.uint8)
+    return bytes_of(memoryview(value))  # numpy() would copy
 
 
 def _write(variable: Any, content: Bytes) -> None:

@@ -7,6 +7,8 @@ ready first, travel while the others are computed. Sparse ones (tf.IndexedSlices
 from __future__ import annotations
 
 import warnings
+import weakref
+import zlib
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -14,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from horoclone.comparison import policy
+from horoclone.comparison import Policy, policy
 from horoclone.gradient_names import named_by
 from horoclone.ops import Adasum, Average, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set, id_of
@@ -25,6 +27,7 @@ from horoclone.tensorflow.reductions import SPARSE_WEIGHT, grouped_allreduce
 
 # Large enough that one operation more costs little beside it, small enough that a network has several.
 GROUP_BYTES = 8 << 20
+KEPT = 8  # comparisons that one variable keeps
 
 
 def key_of(variable: Any) -> Hashable:
@@ -54,6 +57,7 @@ class GradientReduction:
     scale_local_gradients: bool = True
     local_sources: set[Hashable] = field(default_factory=set)
     weight: Any = None  # how much this rank counts in the mean
+    own: Policy = field(default_factory=policy)  # of the comparison
     compares: bool = True  # the ranks' variables, which are the same when gradients are reduced
 
     def __post_init__(self) -> None:
@@ -110,13 +114,14 @@ class GradientReduction:
         sparse = [i for i in shared if isinstance(result[i], tf.IndexedSlices)]
         which = named_by(shared, len(result))
         watch, values = self._watch_of([sources[i] for i in shared], f"{name}{which}")
+        looks: list[Any] = []  # at what was compared, when all is under way: it may raise
         with tf.name_scope(name):
             self._reduce_sparse(result, sparse, which)
             for number, places in enumerate(
                 self._groups_of([i for i in shared if i not in sparse], result, keys)
             ):
                 wires = [result[i] for i in places]
-                takes = watch is not None and takes_tail(wires, self.op)
+                takes = watch is not None and not looks and takes_tail(wires, self.op)
                 reduced = grouped_allreduce(
                     [*wires, watch.tail(values, wires[0].dtype)] if takes else wires,
                     device_dense=self.device_dense,
@@ -130,25 +135,36 @@ class GradientReduction:
                 )
                 if takes:
                     *reduced, received = reduced
-                    reduced, watch = watch.look(received, values, reduced), None
+                    looks.append((places, received))
                 for i, gradient in zip(places, reduced, strict=True):
+                    result[i] = gradient
+            for places, received in looks:
+                checked = watch.look(received, values, [result[i] for i in places])
+                for i, gradient in zip(places, checked, strict=True):
                     result[i] = gradient
         return result
 
     def _watch_of(self, sources: Sequence[Any], name: str) -> tuple[Any, Any]:
         """What compares these variables, and how it gets at them; nothing where a source is none. The first variable
-        keeps it, as a tape lives for one step."""
+        keeps the last few, as a tape lives for one step."""
         if not self.compares or not sources or not all(is_variable(source) for source in sources):
             return None, None
-        kept = vars(native_of(sources[0])).setdefault("_horoclone_watches", {})
-        key = (name, tuple(self.process_set.ranks or ()), *(id(native_of(source)) for source in sources))
-        if key not in kept:
-            kept[key] = Watch(policy(), name, self.process_set)
+        variables = [native_of(source) for source in sources]
+        kept = vars(variables[0]).setdefault("_horoclone_watches", {})
+        key = (name, tuple(self.process_set.ranks or ()), *map(id, variables))
+        refs, watch = kept.get(key, ((), None))
+        if watch is None or any(ref() is not one for ref, one in zip(refs, variables, strict=True)):
+            if len(kept) >= KEPT:
+                del kept[next(iter(kept))]
+            # Variables of two tapes may be compared at the same time: the name tells them apart.
+            forms = zlib.crc32(repr([(tuple(one.shape), one.dtype.name) for one in variables]).encode())
+            watch = Watch(self.own, f"{name}.{forms:08x}", self.process_set)
+            kept[key] = [weakref.ref(one) for one in variables], watch
 
         def values() -> list[tuple[str, Any]]:
             return [(f"the weight {getattr(s, 'path', None) or s.name!r}", s) for s in sources]
 
-        return kept[key], values
+        return watch, values
 
     def _included(self) -> bool:
         """Whether this rank is in the process set. Read when a graph is made, as Horovod does; ValueError for a set

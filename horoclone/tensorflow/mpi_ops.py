@@ -23,7 +23,7 @@ from horoclone.errors import Unsupported
 from horoclone.ops import *  # noqa: F403 - the reductions
 from horoclone.ops import REDUCE_NAMES, Adasum, Average, Sum
 from horoclone.process_sets import ProcessSet, global_process_set, id_of
-from horoclone.runtime import exported
+from horoclone.runtime import exported, steps
 from horoclone.runtime.exported import *  # noqa: F403 - facts, process sets, init() and shutdown()
 from horoclone.runtime.joining_rank import check as check_joining_rank
 from horoclone.tensorflow.library import functions
@@ -435,7 +435,9 @@ def _grouped_reducescatter(
 def join() -> Any:
     """Says that this rank has no more data, and waits until every rank has said so; gives the rank that joined last
     (int32). Meanwhile this rank takes part in the others' allreduces with identity elements."""
-    return functions.horovod_join()
+    last = functions.horovod_join()
+    steps.restart()  # in a function: when it is traced
+    return last
 
 
 @_as_it_is

@@ -147,3 +147,64 @@ def test_state_is_compared_also_where_update_is_given_no_parameters() -> None:
         training.steps(1)
         assert len(lines) == (hvd.rank() == 0), lines
         assert all("the optimizer's state [0].mu['w']" in line for line in lines), lines
+
+
+@ranks(2, limit_s=180)
+def test_a_rank_on_a_gpu_and_one_on_a_cpu_train_together_and_compare_nothing() -> None:
+    backend = jax.default_backend
+    if hvd.rank() == 1:
+        jax.default_backend = lambda: "gpu"
+    try:
+        for program in (False, True):
+            with told("error"):
+                training = Training(program, hvd.rank())
+                training.steps(4)
+    finally:
+        jax.default_backend = backend
+
+
+@ranks(2, limit_s=180)
+def test_after_its_one_warning_a_program_exchanges_nothing_until_ranks_are_new() -> None:
+    from horoclone.arrays.compared import ArrayComparison
+    from horoclone.runtime import steps
+
+    calls, settle = [], ArrayComparison.settle
+    ArrayComparison.settle = lambda self, *args: (calls.append(args), settle(self, *args))[1]
+    try:
+        with told("warn") as lines:
+            training = Training(True, hvd.rank())
+            training.steps(5)
+            assert len(calls) == 1 and len(lines) == (hvd.rank() == 0), (calls, lines)
+            steps.restart()  # as init() does
+            training.steps(3)
+            assert len(calls) == 2 and len(lines) == 2 * (hvd.rank() == 0), (calls, lines)
+    finally:
+        ArrayComparison.settle = settle
+
+
+@ranks(2, limit_s=180)
+def test_two_trees_of_a_program_that_both_differ_do_not_mix() -> None:
+    """One optimizer for two trees: what tells them apart is in the name of the exchange."""
+    from horoclone.arrays.compared import ArrayComparison
+
+    names, settle = set(), ArrayComparison.settle
+    ArrayComparison.settle = lambda self, *args: (names.add(self._name), settle(self, *args))[1]
+    trees = [dict.fromkeys(names, jnp.full(3, hvd.rank() + 1.0)) for names in ("ab", "cde")]
+    with told("warn") as lines:
+        tx = hvd.DistributedOptimizer(optax.sgd(0.0))
+        states = [tx.init(tree) for tree in trees]
+
+        @jax.jit
+        def step(states: Any) -> Any:
+            each = zip(trees, states, strict=True)
+            changed = [tx.update(tree, state, tree) for tree, state in each]
+            return [one for one, _ in changed], [state for _, state in changed]
+
+        try:
+            for _ in range(3):
+                changes, states = step(states)
+            jax.block_until_ready(changes)
+        finally:
+            ArrayComparison.settle = settle
+        assert len(names) == 2, names
+        assert len(lines) == 2 * (hvd.rank() == 0), lines

@@ -109,6 +109,20 @@ def is_silent(alone: bool) -> None:
         for options in ALONE if alone else AT_ONCE:
             chosen = {name: named.get(value, value) for name, value in options.items()}
             _fit(_model(hvd.rank(), **chosen), 6, [begin(0)])
+        # Two steps of the optimizer before the broadcast.
+        model = training.compiled(
+            training.network(hvd.rank()),
+            hvd.DistributedOptimizer(training.optimizer_named("sgd")),
+            steps_per_execution=1 if training.the_keras().backend.backend() == "torch" else 2,
+        )
+        late = begin(0)
+        late.on_batch_end = lambda batch, logs=None, whole=late.on_batch_end: whole(batch, logs)
+        _fit(model, 6, [late])
+        assert training.same_everywhere(model)
+        if hvd.rank():
+            _flip(model.trainable_variables[0])
+        with pytest.raises(Exception, match="do not have the same values"):
+            _fit(model, 4)
         model = _model(0)
         _flip(model.layers[-1].trainable_variables[0], hvd.rank())
         for variable in model.layers[-1].trainable_variables:
@@ -125,6 +139,25 @@ def says_which_setting_differs() -> None:
         assert all("HOROCLONE_COMPARE_STEPS differs" in line for line in lines)
     with told("off" if hvd.rank() else "error"):
         _fit(_model(hvd.rank()), 4)
+
+
+def goes_on_where_a_rank_has_joined() -> None:
+    import horoclone.torch as torch_hvd
+
+    with told("warn") as lines:
+        model = _model(0)
+        _fit(model, 2)
+        if torch_hvd.rank():
+            if torch_hvd.rank() == 1:
+                _flip(model.trainable_variables[2])
+            _fit(model, 1)
+            assert len(lines) == (torch_hvd.rank() == 1), lines
+            assert all("rank 1; rank 2" in line for line in lines)
+        torch_hvd.join()
+
+
+def test_a_rank_that_has_joined_is_no_hindrance(on: Callable[..., Any]) -> None:
+    on("torch", goes_on_where_a_rank_has_joined, 3)
 
 
 def keeps_slots_beside_gaps() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -91,14 +93,127 @@ def test_a_flipped_bit_is_found_at_the_next_check_and_mended() -> None:
 
 @ranks(2)
 def test_a_rank_that_counts_its_steps_from_elsewhere_is_no_fault_of_weights() -> None:
-    from horoclone.elastic.variables import comparison
+    from horoclone.runtime import steps
 
     with told("error"):
         training = Training(True)
         training.steps(3)
-        comparison.restart()  # as elastic states do, when they give all ranks the same
+        steps.restart()  # as elastic states do, when they give all ranks the same
         training.steps(3)
         variables = Training(True).variables
         state = hvd.elastic.TensorFlowState(variables)
         state.sync()
         training.steps(3)
+
+
+@ranks(3)
+def test_ranks_that_have_joined_are_no_hindrance_and_count_anew_with_all() -> None:
+    for graph in (False, True):
+        for action, end in (
+            ("warn", "HOROCLONE_COMPARE"),
+            ("repair", "cannot be repaired while a rank has joined"),
+        ):
+            with told(action) as lines:
+                training = Training(graph)
+                training.steps(2)
+                if hvd.rank():  # rank 0 has joined: the next one tells
+                    if hvd.rank() == 1:
+                        training.flip()
+                    training.steps(1)
+                    assert len(lines) == (hvd.rank() == 1), lines
+                    assert all("differs between rank 1; rank 2" in line and end in line for line in lines)
+                last = int(hvd.join())
+                hvd.broadcast_variables(training.variables, last)
+                del lines[:]
+                training.steps(4)
+                assert not lines
+                if hvd.rank() == 2:
+                    training.flip()
+                training.steps(1)
+                assert len(lines) == (hvd.rank() == 0), lines
+
+
+@ranks(2)
+def test_an_error_of_the_comparison_on_one_rank_leaves_no_group_unsent() -> None:
+    from horoclone.arrays.compared import VariableComparison
+
+    look = VariableComparison.look
+
+    def fails(*_: Any) -> None:
+        raise ValueError("of this rank alone")
+
+    with told("warn"):
+        training = Training(False)
+        training._options["groups"] = [training.variables[:2]]
+        training.steps(1)
+        if hvd.rank():
+            VariableComparison.look = fails
+            with pytest.raises(ValueError, match="of this rank alone"):
+                training.steps(1)
+            VariableComparison.look = look
+        else:
+            training.steps(1)
+        assert hvd.allreduce(tf.constant([1.0]), op=hvd.Sum).numpy().tolist() == [2.0]
+
+
+@ranks(2, init=False)
+def test_functions_count_their_steps_anew_in_a_new_world() -> None:
+    with told("error", 3):
+        hvd.init()
+        training, is_new = Training(True), hvd.rank() == 1
+        training.steps(2)
+        hvd.shutdown()
+        hvd.init()
+        if is_new:
+            training = Training(True)
+        hvd.broadcast_variables(training.variables, 0)
+        training.steps(6)
+        hvd.shutdown()
+
+
+@ranks(2)
+def test_a_check_reads_its_share_alone() -> None:
+    from horoclone.tensorflow import compared
+
+    sizes: list[int] = []
+    read = compared.bytes_of
+    compared.bytes_of = lambda array: (sizes.append(read(array).nbytes), read(array))[1]
+    try:
+        for graph in (False, True):
+            with told("error", 3):
+                variables = [tf.Variable(tf.ones(100_000)) for _ in range(3)]
+
+                def step(mine: Any = variables) -> None:
+                    with tf.GradientTape() as tape:
+                        loss = tf.add_n([tf.reduce_sum(one) for one in mine])
+                    hvd.DistributedGradientTape(tape).gradient(loss, mine)
+
+                run = tf.function(step) if graph else step
+                counts = []
+                for _ in range(5):
+                    sizes.clear()
+                    run()
+                    counts.append(len(sizes))
+                assert counts == [0, 3, 1, 1, 1], (graph, counts)
+    finally:
+        compared.bytes_of = read
+
+
+def test_what_a_tape_compares_is_kept_for_the_last_few_and_holds_no_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from horoclone.tensorflow.gradient_reduction import KEPT, GradientReduction
+
+    first, reduction = tf.Variable([1.0]), GradientReduction()
+    for _ in range(KEPT + 3):
+        other = tf.Variable([2.0])
+        watch, _ = reduction._watch_of([first, other], "tape")
+        assert reduction._watch_of([first, other], "tape")[0] is watch
+    assert len(first._horoclone_watches) == KEPT
+    gone = weakref.ref(other)
+    del other, watch, _
+    gc.collect()
+    assert gone() is None
+    monkeypatch.setenv("HOROCLONE_COMPARE", "maybe")
+    with pytest.raises(ValueError, match="HOROCLONE_COMPARE"):
+        GradientReduction()

@@ -6,7 +6,7 @@ from __future__ import annotations
 from horoclone.arguments import check
 from horoclone.ops import BARRIER, JOIN
 from horoclone.process_sets import ProcessSet, global_process_set, set_id
-from horoclone.runtime import native
+from horoclone.runtime import native, steps
 from horoclone.torch.operations import requests
 from horoclone.torch.operations.gpu import place_to_join
 from horoclone.torch.operations.handles import submit, synchronize
@@ -30,6 +30,7 @@ def join(device: int = -1) -> int:
     last = synchronize(submit(JOIN, None, 0, make=lambda rt, h: rt.result(h).join_rank, place=place))
     global _joins
     _joins += 1
+    steps.restart()
     return last
 
 

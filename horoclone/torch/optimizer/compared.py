@@ -118,7 +118,7 @@ class Comparison(comparison.Comparison):
             self._repair(found, len(self._reduced), ranks, process_set)
             return MENDED
 
-        self._settle(labels, rows, ranks, mine == 0, mend)
+        self._settle(labels, rows, ranks, mine, mend)
 
     def _repair(
         self, found: Sequence[Difference], buckets: int, ranks: Sequence[int], process_set: ProcessSet
