@@ -39,7 +39,7 @@ comparison: errors runtime settings
 compression:
 cupy: arrays errors evaluation objects ops process_sets runtime runtime.lifecycle
 data:
-elastic: arrays comparison errors failpoints objects optional owned runtime runtime.lifecycle
+elastic: arrays errors failpoints objects optional owned runtime runtime.lifecycle
 errors:
 evaluation: objects process_sets
 failpoints: errors

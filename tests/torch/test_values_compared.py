@@ -380,6 +380,22 @@ def test_state_that_one_rank_alone_has_is_repaired_on_the_others() -> None:
             assert _everywhere_alike(model, optimizer)
 
 
+@ranks(3)
+def test_while_a_rank_has_joined_a_difference_is_told_and_not_repaired() -> None:
+    with told("repair") as lines:
+        model = _model()
+        optimizer = _optimizer(model)
+        _train(model, optimizer)
+        if hvd.rank():
+            if hvd.rank() == 1:
+                _flip(model[0].weight, 3)
+            _train(model, optimizer)
+            assert lines if hvd.rank() == 1 else not lines
+            assert all("between rank 1; rank 2" in line for line in lines), lines
+            assert all("cannot be repaired while a rank has joined" in line for line in lines), lines
+        hvd.join()
+
+
 @ranks(2)
 def test_ranks_that_come_back_from_join_are_told_to_take_the_last_ones_weights() -> None:
     with told("warn") as lines:
