@@ -439,8 +439,12 @@ _said: set[str] = set()  # in this process, over all generations
 
 
 def _endpoint() -> str:
-    names = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT")
-    return next((os.environ[name] for name in names if os.environ.get(name)), "the collector")
+    """Without what may be secret in it: a password, a key in the query."""
+    names = (f"OTEL_EXPORTER_OTLP_{signal}ENDPOINT" for signal in ("", "METRICS_", "TRACES_"))
+    url = next((os.environ[name] for name in names if os.environ.get(name)), "the collector")
+    scheme, slashes, rest = url.partition("?")[0].partition("#")[0].rpartition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}{slashes}{host.rpartition('@')[2]}{slash}{path}"
 
 
 class _Heard(logging.Filter):

@@ -298,3 +298,16 @@ def test_the_page_has_every_metric_under_both_names() -> None:
         assert re.search(rf"`(horoclone)?\.{re.escape(one.name)}`", page), one.name
         ending = "_total" if one.kind == "counter" else ""
         assert f"`{exposition.name_of(one)}{ending}`" in page, one.name
+
+
+def test_the_endpoint_is_told_of_whichever_variable_has_it_and_without_its_password(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "https://me:se@cret@collector:4318/v1/traces?key=secret"
+    )
+    assert otlp._endpoint() == "https://collector:4318/v1/traces"
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "collector:4317")
+    assert otlp._endpoint() == "collector:4317"
