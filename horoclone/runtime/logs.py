@@ -57,13 +57,15 @@ def settings(environ: Mapping[str, str]) -> dict[str, str]:
 def logger(name: str = LOGGER) -> logging.Logger:
     """For our own code in Python, so that its records have a rank as the core's have; -1 where there is none."""
     found = logging.getLogger(name)
-    found.addFilter(_with_rank)
+    found.addFilter(_as_the_cores)
     return found
 
 
-def _with_rank(record: logging.LogRecord) -> bool:
+def _as_the_cores(record: logging.LogRecord) -> bool:
     if not hasattr(record, "rank"):
         record.rank = rank()
+    if not logging.getLogger(record.name).hasHandlers():  # it goes to stderr as it is
+        record.msg = f"horoclone: {record.msg}"
     return True
 
 
