@@ -61,8 +61,8 @@ class DeviceGroup {
   // A batch has been launched. Events of earlier ones that have ended go back to the stock.
   struct Flight {
     std::string what;
-    GpuEventPtr inputs;  // before it, behind all that it waits for on this GPU; null: for nothing
-    GpuEventPtr done;    // behind it
+    std::vector<GpuEventPtr> inputs;  // that it waits for on this GPU, but for those that callers own
+    GpuEventPtr done;                 // behind it
     TimePoint since = Clock::now();
   };
   void launched(Flight flight);
