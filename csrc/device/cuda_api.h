@@ -37,7 +37,8 @@ inline constexpr CuResult kCuNotReady = 600;
 inline constexpr unsigned kCuStreamNonBlocking = 1;
 inline constexpr unsigned kCuEventDisableTiming = 2;
 inline constexpr int kCuCaptureRelaxed = 2;  // of a thread: its calls may come while another thread captures a graph
-inline constexpr int kCuCapabilityMajor = 75, kCuCapabilityMinor = 76;  // attributes of a device
+// Attributes of a device.
+inline constexpr int kCuProcessors = 16, kCuCapabilityMajor = 75, kCuCapabilityMinor = 76;
 
 // X(name here, name in the library, arguments). Every one of them is needed; all are there since CUDA 11.
 // clang-format off

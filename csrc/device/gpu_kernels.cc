@@ -1,6 +1,7 @@
 #include "device/gpu_kernels.h"
 
 #include <algorithm>
+#include <bit>
 
 #include "device/gpu.h"
 
@@ -8,9 +9,12 @@ namespace hc {
 
 namespace {
 
-constexpr size_t kMaxCount = 1u << 30;    // elements of one piece of a launch
-constexpr size_t kBytesPerThread = 64;    // below it, fewer blocks. Not measured on a GPU.
-constexpr unsigned kMaxBlocks = 132 * 8;  // as many as the largest GPUs of today run at once; the rest in strides
+constexpr size_t kMaxCount = 1u << 30;       // elements of one piece of a launch
+constexpr size_t kBytesPerThread = 64;       // below it, fewer blocks. Not measured on a GPU.
+constexpr unsigned kBlocksPerProcessor = 8;  // as many as run at once; the rest in strides
+// A launch has a row of blocks for each of its pieces, the same number in all: from here on a piece is cut into
+// several.
+constexpr size_t kRowBytes = 256u << 10;
 // From here on a plain copy is the driver's, which knows how each GPU copies fastest. Not measured on a GPU.
 constexpr size_t kCopyFromBytes = 1u << 20;
 
@@ -73,8 +77,12 @@ Result<std::unique_ptr<GpuKernels>> GpuKernels::load(Gpu* gpu, const KernelOptio
   return made_of(gpu, module.value(), image);
 }
 
-std::unique_ptr<GpuKernels> GpuKernels::made_of(Gpu* gpu, CuModule module, const KernelImage& image) {
+Result<std::unique_ptr<GpuKernels>> GpuKernels::made_of(Gpu* gpu, CuModule module, const KernelImage& image) {
   std::unique_ptr<GpuKernels> kernels(new GpuKernels(gpu, module, image.origin));
+  int processors = 0;
+  HC_TRY(gpu->api().check(gpu->api().cuDeviceGetAttribute(&processors, kCuProcessors, gpu->device()),
+                          "cuDeviceGetAttribute"));
+  kernels->most_blocks_ = kBlocksPerProcessor * static_cast<unsigned>(std::max(processors, 1));
   kernels->look_up_all();
   return kernels;
 }
@@ -115,9 +123,13 @@ Status GpuKernels::move(bool packs, const Packing& how, CuPointer packed, std::s
   arguments.divisor = how.divisor;
   unsigned rows = 0;
   size_t longest = 0;
+  size_t bytes = 0;
+  for (const PackedPiece& piece : pieces) bytes += piece.count * item;
+  // Few rows of a large whole, so that it stays one launch.
+  const size_t row = std::min(std::bit_ceil(std::max(kRowBytes, 2 * bytes / kMaxPieces)) / item, kMaxCount / item);
   const auto flush = [&]() -> Status {
     if (!rows) return Status::ok();
-    HC_TRY(launch(name, &arguments, {blocks_for(longest, std::max(kMaxBlocks / rows, 1u)), rows}, stream));
+    HC_TRY(launch(name, &arguments, {blocks_for(longest, std::max(most_blocks_ / rows, 1u)), rows}, stream));
     rows = 0;
     longest = 0;
     return Status::ok();
@@ -129,7 +141,7 @@ Status GpuKernels::move(bool packs, const Packing& how, CuPointer packed, std::s
       continue;
     }
     for (size_t done = 0; done < piece.count;) {
-      const size_t count = std::min(piece.count - done, kMaxCount / item);
+      const size_t count = std::min(piece.count - done, row);
       arguments.piece[rows++] = {piece.tensor + done * item,
                                  static_cast<unsigned>(how.is_copy() ? count * item : count),
                                  static_cast<unsigned>((piece.place + done * size_of(how.packed)) / kPlaceBytes)};
@@ -159,7 +171,7 @@ Status GpuKernels::reduce(const Reduction& r, CuStream stream) {
   arguments.destinations = static_cast<int>(r.out.size());
   arguments.reduce = reduced_as(r.op);
   arguments.scaled = scaled;
-  return launch(reduction_name(r.dtype), &arguments, {blocks_for(r.count * size_of(r.dtype), kMaxBlocks), 1}, stream);
+  return launch(reduction_name(r.dtype), &arguments, {blocks_for(r.count * size_of(r.dtype), most_blocks_), 1}, stream);
 }
 
 Status GpuKernels::launch(const std::string& name, void* arguments, const Grid& grid, CuStream stream) {

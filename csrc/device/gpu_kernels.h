@@ -78,7 +78,7 @@ class GpuKernels {
 
  private:
   GpuKernels(Gpu* gpu, CuModule module, std::string origin) : gpu_(*gpu), module_(module), origin_(std::move(origin)) {}
-  static std::unique_ptr<GpuKernels> made_of(Gpu* gpu, CuModule module, const KernelImage& image);
+  static Result<std::unique_ptr<GpuKernels>> made_of(Gpu* gpu, CuModule module, const KernelImage& image);
   void look_up_all();
   Status move(bool packs, const Packing& how, CuPointer packed, std::span<const PackedPiece> pieces, CuStream stream);
   Status adasum_rows(const char* kernel, DType work, CuPointer sums, std::span<const AdasumRow> rows, CuStream stream);
@@ -90,6 +90,7 @@ class GpuKernels {
   Gpu& gpu_;
   const CuModule module_;
   const std::string origin_;
+  unsigned most_blocks_ = 1;                     // of a launch; the rest of its work in strides
   std::map<std::string, CuFunction> functions_;  // by name; written before anybody launches
 };
 

@@ -155,7 +155,7 @@ struct Driver {
   std::map<int, std::unique_ptr<Stream>> default_streams;
   std::map<int, int> captures;                        // under way, by device
   std::map<Capture*, std::vector<Stream*>> captured;  // the streams of each
-  std::atomic<int> streams{0}, urgent_streams{0}, events{0}, modules{0}, launches{0}, pinned{0}, pinned_now{0};
+  std::atomic<int> streams{0}, urgent_streams{0}, events{0}, modules{0}, launches{0}, rows{0}, pinned{0}, pinned_now{0};
   std::atomic<int> calls_in_all{0}, events_made{0}, copies{0}, look_ups{0};
 
   std::atomic<int> process{0};  // that has called cuInit: a child of it cannot go on
@@ -333,9 +333,9 @@ FAKE_API int hc_fake_holds(const void* at, size_t bytes) {
   return bytes == 0 || driver().holds(reinterpret_cast<uint64_t>(at), bytes);
 }
 // what: "memory" (allocations), "streams", "urgent streams" (of the highest priority), "events", "modules", "launches"
-// (of kernels, ever), "pinned" (allocations of host memory, ever), "pinned now", "contexts" (ever made on `device`),
-// "calls" (of the driver, ever), "events made" (ever), "copies" (within devices, ever),
-// "look-ups" (of kernels that are there, ever)
+// (of kernels, ever), "rows" (of blocks in these), "pinned" (allocations of host memory, ever), "pinned now",
+// "contexts" (ever made on `device`), "calls" (of the driver, ever), "events made" (ever), "copies" (within devices,
+// ever), "look-ups" (of kernels that are there, ever)
 FAKE_API int hc_fake_count(const char* what, int device) {
   std::lock_guard lock(driver().mu);
   const std::string name = what;
@@ -347,6 +347,7 @@ FAKE_API int hc_fake_count(const char* what, int device) {
   if (name == "pinned now") return driver().pinned_now.load();
   if (name == "pinned") return driver().pinned.load();
   if (name == "launches") return driver().launches.load();
+  if (name == "rows") return driver().rows.load();
   if (name == "calls") return driver().calls_in_all.load();
   if (name == "events made") return driver().events_made.load();
   if (name == "copies") return driver().copies.load();
@@ -723,7 +724,7 @@ FAKE_API int cuDeviceGetAttribute(int* value, int attribute, int device) {
   MAY_FAIL;
   if (device < 0 || device >= number_from("HC_FAKE_DEVICES", 4)) return kInvalidDevice;
   const int capability = static_cast<int>(number_from("HC_FAKE_CAPABILITY", 90));
-  *value = attribute == 75 ? capability / 10 : attribute == 76 ? capability % 10 : 0;
+  *value = attribute == 75 ? capability / 10 : attribute == 76 ? capability % 10 : attribute == 16 ? 132 : 0;
   return kSuccess;
 }
 FAKE_API int cuModuleLoadData(void** module, const void* image) {
@@ -777,6 +778,7 @@ FAKE_API int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, un
   auto arguments = std::make_shared<std::vector<unsigned char>>(from, from + f->bytes);
   const unsigned long long threads = static_cast<unsigned long long>(grid_x) * block_x;
   ++driver().launches;
+  driver().rows += static_cast<int>(grid_y);
   stream_of(stream)->push([f, arguments, threads, grid_y] {
     for (unsigned row = 0; row < grid_y; ++row)
       for (unsigned long long thread = 0; thread < threads; ++thread)

@@ -58,11 +58,11 @@ bool anybody(const Table& table, GpuOperations wants) {
   return std::any_of(table.begin(), table.end(), [&](const Introduction& one) { return one.operations == wants; });
 }
 
-// The first pair of ranks on one GPU, among those of which NCCL may not know; -1: none.
+// The first pair of ranks on one GPU that do not both let NCCL know it; -1: none.
 std::pair<int, int> sharing_a_gpu(const Table& table, const Group& group) {
   for (size_t r = 0; r < table.size(); ++r)
     for (size_t other = 0; other < r; ++other)
-      if (group.node[r] == group.node[other] && !table[r].shares_gpus &&
+      if (group.node[r] == group.node[other] && !(table[r].shares_gpus && table[other].shares_gpus) &&
           std::memcmp(&table[r].uuid, &table[other].uuid, sizeof(CuUuid)) == 0)
         return {static_cast<int>(other), static_cast<int>(r)};
   return {-1, -1};

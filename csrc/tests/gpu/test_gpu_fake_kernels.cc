@@ -164,6 +164,36 @@ TEST_CASE("fake of CUDA: pack and unpack, more tensors than one launch takes, od
   CHECK(fake_count("launches") - before == 2 * 2 * 3);  // 160 at a time
 }
 
+TEST_CASE("fake of CUDA: a long piece beside short ones is cut, so that all blocks work on it, in one launch") {
+  Bench bench;
+  constexpr size_t kLong = 1'000'003;  // of 4 bytes: 16 rows
+  std::vector<std::vector<std::byte>> values;
+  std::vector<PackedPiece> pieces, others;
+  size_t bytes = 0;
+  for (const size_t count : {size_t{5}, kLong, size_t{7}}) {
+    values.push_back(random_elements(DType::kF32, count, 3));
+    pieces.push_back({cu_pointer(bench.framework.tensor(values.back())), count, bytes});
+    others.push_back({cu_pointer(bench.framework.memory(count * 4)), count, bytes});
+    bytes += GpuKernels::packed_bytes(count, DType::kF32);
+  }
+  const CuPointer packed = cu_pointer(bench.framework.memory(bytes));
+  const int launches = fake_count("launches"), rows = fake_count("rows");
+  CHECK_OK(bench.kernels->pack({DType::kF32, DType::kF32, 2, 1}, packed, pieces, bench.framework.stream));
+  CHECK_OK(bench.kernels->unpack({DType::kF32, DType::kF32, 0.5, 1}, packed, others, bench.framework.stream));
+  for (size_t t = 0; t < values.size(); ++t) {
+    const auto* at = reinterpret_cast<const std::byte*>(others[t].tensor);
+    const auto got = bench.framework.read(at, values[t].size());
+    size_t wrong = 0;
+    for (size_t i = 0; i < got.size(); i += 4) {
+      const double a = load(DType::kF32, got.data() + i), b = load(DType::kF32, values[t].data() + i);
+      wrong += !(a == b || std::abs(b) > 1e38 || (a != a && b != b));
+    }
+    CHECK(wrong == 0);
+  }
+  CHECK(fake_count("launches") - launches == 2);
+  CHECK(fake_count("rows") - rows == 2 * (16 + 2));
+}
+
 TEST_CASE("fake of CUDA: pack and unpack cast, scale and divide as the host does") {
   struct Row {
     DType tensor, packed;
