@@ -86,10 +86,8 @@ std::string DeviceGroup::under_way(TimePoint now, double older_than_s, double* l
   if (flights_.empty() || oldest_s < older_than_s) return "";
   *longest_s = std::max(*longest_s, oldest_s);
   const Flight& first = flights_.front();
-  const bool starts = std::all_of(first.inputs.begin(), first.inputs.end(), [&](const GpuEventPtr& input) {
-    auto passed = state_.gpu->passed(*input);
-    return passed.is_ok() && passed.value();
-  });
+  auto passed = first.input ? state_.gpu->passed(*first.input) : Result<bool>(true);
+  const bool starts = passed.is_ok() && passed.value();
   return text_of(first.what, " was launched ", static_cast<int>(oldest_s), " s ago and waits on the GPU for ",
                  starts ? "other ranks" : "what was enqueued before it",
                  flights_.size() > 1 ? text_of(" (behind it: ", flights_.size() - 1, " more)") : "");

@@ -9,7 +9,6 @@
 #include <deque>
 #include <memory>
 #include <string>
-#include <vector>
 
 #include "base/clock.h"
 #include "collective/collective.h"
@@ -62,8 +61,8 @@ class DeviceGroup {
   // A batch has been launched. Events of earlier ones that have ended go back to the stock.
   struct Flight {
     std::string what;
-    std::vector<GpuEventPtr> inputs;  // that it waits for on this GPU, but for those that callers own
-    GpuEventPtr done;                 // behind it
+    GpuEventPtr input;  // the last that it waits for on this GPU; null: none, or one that its caller owns
+    GpuEventPtr done;   // behind it
     TimePoint since = Clock::now();
   };
   void launched(Flight flight);

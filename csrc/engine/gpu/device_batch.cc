@@ -39,7 +39,7 @@ Status DeviceBatch::await_inputs(const std::vector<Operation*>& operations) {
     if (!op || !op->work) continue;
     if (const CuEvent ready = work_of(op)->ready_event())
       HC_TRY(group_.gpu()->wait(group_.stream(), ready), op->describe());
-    if (work_of(op)->ready) inputs_.push_back(work_of(op)->ready);
+    input_ = work_of(op)->ready;
   }
   return Status::ok();
 }
@@ -86,7 +86,7 @@ Status DeviceBatch::finish(const std::vector<Operation*>& operations) {
       work_of(*op)->done = done.value();
       what = (*op)->describe();
     }
-  group_.launched({std::move(what), std::move(inputs_), done.take()});
+  group_.launched({std::move(what), std::move(input_), done.take()});
   return Status::ok();
 }
 

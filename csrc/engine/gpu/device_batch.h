@@ -45,8 +45,8 @@ class DeviceBatch final : public BatchBackend {
   Deadline until_ = Deadline::in(0);
   bool begun_ = false, set_up_ = false;
   std::unique_ptr<Collective> setup_;
-  std::vector<GpuEventPtr> inputs_;  // see DeviceGroup::Flight
-  std::vector<GpuMemoryPtr> held_;   // until the batch's end on the device
+  GpuEventPtr input_;               // see DeviceGroup::Flight
+  std::vector<GpuMemoryPtr> held_;  // until the batch's end on the device
   std::vector<std::shared_ptr<Memory>> held_on_host_;
   Status status_;
 };
