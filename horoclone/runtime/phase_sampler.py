@@ -37,6 +37,8 @@ _LINES = 64  # of each phase, that are counted
 _GENERATOR = 0x20  # CO_GENERATOR
 _LIBRARY, _PROGRAM = "library", "program"
 _OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+# Of ours, what calls the program, which may be installed: then all of its frames are a library's.
+_CALLERS = {"elastic/run.py", "elastic/variables.py", "launch/call.py", "ray/worker.py"}
 # By the file of a function, within the folder of packages: what is done there. The first that fits counts.
 _KINDS = tuple(
     (re.compile(pattern), kind)
@@ -98,6 +100,8 @@ class Classifier:
 
     def _of_file(self, name: str) -> str:
         if name.startswith(_OURS):
+            if name[len(_OURS) :] in _CALLERS:
+                return _LIBRARY
             return "checkpoint" if name.startswith(_OURS + "checkpoint") else WAITING
         for folder in self._packages:
             if name.startswith(folder):
@@ -196,7 +200,7 @@ class PhaseSampler:
 
     def _tell(self, history: _History, now_s: float) -> None:
         metrics = rank_metrics.read(self._runtime.rank_metrics())
-        self._sums["throttled"] = self._throttling.seconds()
+        self._sums["throttled"] = self._throttling.seconds(now_s - self._sums["elapsed"])
         self._sums["link"], self._sums["sent_bytes"], self._sums["retransmits"] = self._links.figures(now_s)
         self._sums["elapsed"], self._sums["steps"] = now_s, float(metrics.step)
         self._sums["waited"] = metrics.waited_for_peers_seconds + metrics.waited_for_transfer_seconds
@@ -280,11 +284,11 @@ class _Throttling:
         self._before: dict[str, float] = {}
         self._sum = 0.0
 
-    def seconds(self) -> float:
+    def seconds(self, passed_s: float) -> float:
+        """passed_s: since the last call. Linux counts the time of each processor."""
         now = {folder: self._of(os.path.join(folder, "cpu.stat")) for folder in _cgroups()}
-        self._sum += max(
-            (value - self._before.get(folder, value) for folder, value in now.items()), default=0.0
-        )
+        more = max((value - self._before.get(folder, value) for folder, value in now.items()), default=0.0)
+        self._sum += min(more, passed_s)
         self._before = now
         return self._sum
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
 import pytest
 from synthetic_metrics import NOW, FixedJob, metrics_of
 
+import horoclone
 from horoclone.live import job, late_ranks, rank_metrics
 from horoclone.live.overview import Observer
 from horoclone.live.phases import FIGURES, Phases, packed, unpacked
+from horoclone.runtime import phase_sampler
 from horoclone.runtime.phase_sampler import Classifier
 
 HOROCLONE = Path(sys.executable).with_name("horoclone")
@@ -201,6 +204,36 @@ def test_a_stack_tells_the_phase():
     assert where_is(save) == "checkpoint"
     assert where_is(generated) == "data"
     assert where_is(lambda look: look()) == "own code"
+
+
+@pytest.mark.parametrize(
+    ("ours", "phase"),
+    [
+        (one, "own code")
+        for one in ("elastic/run.py", "elastic/variables.py", "launch/call.py", "ray/worker.py")
+    ]
+    + [("arrays/handles.py", "communication")],
+)
+def test_an_installed_program_that_horoclone_calls_is_no_communication(ours, phase):
+    caller = Path(horoclone.__file__).parent / ours
+    assert caller.exists()
+    program = Path(sysconfig.get_path("purelib"), "trainer", "loop.py")
+    names = {"sys": sys}
+    exec(compile("def train(classify): return classify(sys._getframe())", program, "exec"), names)
+    exec(compile("def call(function, *arguments): return function(*arguments)", caller, "exec"), names)
+    assert names["call"](names["train"], Classifier())[0] == phase
+
+
+def test_what_throttles_counts_no_more_than_has_passed(tmp_path, monkeypatch):
+    stat = tmp_path / "cpu.stat"
+    monkeypatch.setattr(phase_sampler, "_cgroups", lambda: [str(tmp_path)])
+    stat.write_text("nr_throttled 1\nthrottled_usec 1000000\n")
+    throttling = phase_sampler._Throttling()
+    assert throttling.seconds(1.0) == 0
+    stat.write_text("nr_throttled 2\nthrottled_usec 1400000\n")
+    assert throttling.seconds(1.0) == pytest.approx(0.4)
+    stat.write_text("nr_throttled 9\nthrottled_usec 5400000\n")  # of four processors
+    assert throttling.seconds(1.0) == pytest.approx(1.4)
 
 
 def test_what_nobody_asks_for_loads_nothing(launch):
