@@ -444,6 +444,7 @@ class Server:
         # Not what another process has given who claims the same rank.
         if gather is not None and gather.blobs.get(rank) == reader.rest():
             del gather.blobs[rank]
+            gather.given_up.add(rank)
             if not gather.blobs:
                 del self._gathers[key]
         self._reply(connection, wire.OK)
@@ -486,8 +487,9 @@ class Server:
             for part in gather.packed():
                 self._reply(connection, wire.OK, part)
         elif expired:
-            listed = missing[:MAX_LISTED]
-            self._reply(connection, wire.NOT_YET, struct.pack(f"<{len(listed) + 1}I", len(missing), *listed))
+            awaited = gather.awaited()
+            listed = awaited[:MAX_LISTED]
+            self._reply(connection, wire.NOT_YET, struct.pack(f"<{len(listed) + 1}I", len(awaited), *listed))
         return expired or not missing
 
     def _reply(self, connection: Connection, status: int, body: bytes = b"") -> None:

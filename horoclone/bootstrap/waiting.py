@@ -17,6 +17,7 @@ class Gather:
     members: list[int]  # the launcher's number of each rank
     blobs: dict[int, bytes] = field(default_factory=dict)
     taken: set[int] = field(default_factory=set)
+    given_up: set[int] = field(default_factory=set)  # ranks that came and would not wait any longer
     _packed: list[bytes] = field(default_factory=list)
 
     def packed(self) -> list[bytes]:
@@ -35,6 +36,11 @@ class Gather:
 
     def missing(self) -> list[int]:
         return [rank for rank in range(self.size) if rank not in self.blobs]
+
+    def awaited(self) -> list[int]:
+        """For whom the others wait: not who was there and has given up waiting for the same ranks."""
+        missing = self.missing()
+        return [rank for rank in missing if rank not in self.given_up] or missing
 
     def forget(self, gone: set[int]) -> None:
         """What a rank that is gone has given is no use to the others."""

@@ -106,6 +106,17 @@ def test_missing_ranks_and_addresses_are_named(server, monkeypatch):
     assert len(heard) == 1 and "ranks 0, 2, 3" in heard[0] and server.addresses[0] in heard[0]
 
 
+def test_who_has_given_up_waiting_is_not_missing(server):
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client_of(server).gather, "g", 2, 3, b"", 3)
+        while not (server._gathers.get("g") and 2 in server._gathers["g"].blobs):
+            time.sleep(0.01)
+        with pytest.raises(errors.Timeout, match="missing: rank 1;"):
+            client_of(server).gather("g", 0, 3, b"", 0.3)
+        with pytest.raises(errors.Timeout, match="missing: rank 1;"):
+            waiting.result(10)
+
+
 def test_nobody_there_is_a_timeout_that_tells_what_was_tried():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))  # held and not listened on, so that nobody else comes to listen there

