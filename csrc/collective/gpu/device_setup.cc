@@ -58,12 +58,15 @@ bool anybody(const Table& table, GpuOperations wants) {
   return std::any_of(table.begin(), table.end(), [&](const Introduction& one) { return one.operations == wants; });
 }
 
+bool on_one_gpu(const Table& table, const Group& group, size_t a, size_t b) {
+  return group.node[a] == group.node[b] && std::memcmp(&table[a].uuid, &table[b].uuid, sizeof(CuUuid)) == 0;
+}
+
 // The first pair of ranks on one GPU that do not both let NCCL know it; -1: none.
 std::pair<int, int> sharing_a_gpu(const Table& table, const Group& group) {
   for (size_t r = 0; r < table.size(); ++r)
     for (size_t other = 0; other < r; ++other)
-      if (group.node[r] == group.node[other] && !(table[r].shares_gpus && table[other].shares_gpus) &&
-          std::memcmp(&table[r].uuid, &table[other].uuid, sizeof(CuUuid)) == 0)
+      if (on_one_gpu(table, group, r, other) && !(table[r].shares_gpus && table[other].shares_gpus))
         return {static_cast<int>(other), static_cast<int>(r)};
   return {-1, -1};
 }
@@ -75,12 +78,8 @@ std::string sharing_without_need(const Table& table, const Group& group) {
   const auto at = static_cast<size_t>(second);
   int used = 0;  // GPUs of that machine
   for (size_t r = 0; r < table.size(); ++r) {
-    const auto same = [&](size_t other) {
-      return group.node[other] == group.node[at] &&
-             std::memcmp(&table[other].uuid, &table[r].uuid, sizeof(CuUuid)) == 0;
-    };
     bool is_first = group.node[r] == group.node[at];
-    for (size_t other = 0; is_first && other < r; ++other) is_first = !same(other);
+    for (size_t other = 0; is_first && other < r; ++other) is_first = !on_one_gpu(table, group, r, other);
     used += is_first;
   }
   if (used >= table[at].devices) return "";

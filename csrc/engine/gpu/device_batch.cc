@@ -80,13 +80,14 @@ Status DeviceBatch::finish(const std::vector<Operation*>& operations) {
   HC_TRY(done.status());
   for (const GpuMemoryPtr& memory : held_) memory->used_until(done.value());
   held_.clear();
-  std::string what = "what others reduce";  // this rank has joined
-  for (auto op = operations.rbegin(); op != operations.rend(); ++op)
-    if (*op && (*op)->work) {
-      work_of(*op)->done = done.value();
-      what = (*op)->describe();
-    }
-  group_.launched({std::move(what), std::move(input_), done.take()});
+  const Operation* first = nullptr;
+  for (Operation* op : operations) {
+    if (!op || !op->work) continue;
+    work_of(op)->done = done.value();
+    if (!first) first = op;
+  }
+  // Without one this rank has joined.
+  group_.launched({first ? first->describe() : "what others reduce", std::move(input_), done.take()});
   return Status::ok();
 }
 

@@ -103,8 +103,8 @@ class ProcessSet {
   void leave_shared_rounds();
   // Ends what the ranks have agreed to refuse, before everything fails because a rank has died of that error.
   Status end_refused();
-  // Ends all operations with `reason`; none succeeds any more.
-  void fail(const Status& reason);  // what it waits for; the backend has been aborted
+  // Ends all operations with `reason`; none succeeds any more. The backend has been aborted.
+  void fail(const Status& reason);
   // Releases what the backend has when the engine shuts down; needs the other members.
   void close();
   void complete(Operation* op, Status status) {

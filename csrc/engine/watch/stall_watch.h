@@ -47,7 +47,9 @@ class StallWatch {
   // Frames of other ranks' reports, and of their answers to mine.
   Status answer(int from, bool asked, const OwnWork& mine);
   // Another rank's report of a stall, of which this one will be a part, was seen lately.
-  bool was_asked(TimePoint now) const { return seconds_between(asked_at_, now) < 3 * context_.config.stall_check_s; }
+  bool was_asked(TimePoint now) const {
+    return asked_at_ != TimePoint{} && seconds_between(asked_at_, now) < 3 * context_.config.stall_check_s;
+  }
   void take_answer(int from, std::string text) { stack_request_.answer(from, std::move(text)); }
 
  private:
