@@ -1,7 +1,8 @@
 """The adapter for CuPy arrays, and for everything else on a GPU that speaks DLPack; read without a copy where possible.
 
-Results are CuPy arrays on the same GPU. Work begins after what was enqueued on CuPy's current stream; what is enqueued
-there after a blocking function or synchronize() runs after the result is ready. The host does not wait for the GPU.
+Results are CuPy arrays on the same GPU, also where another one is current: new memory comes from that which is. Work
+begins after what was enqueued on CuPy's current stream; what is enqueued there after a blocking function or
+synchronize() runs after the result is ready. The host does not wait for the GPU.
 Thread: the caller's; its current stream counts.
 """
 
@@ -39,7 +40,8 @@ def _on_gpu(array: Any) -> Array:
 def readable(array: Any) -> Array:
     found = _on_gpu(array)
     dtype_of(found)
-    return cupy.ascontiguousarray(found).reshape(found.shape)  # of 0-d arrays CuPy makes 1-d ones there
+    with found.device:
+        return cupy.ascontiguousarray(found).reshape(found.shape)  # of 0-d arrays CuPy makes 1-d ones there
 
 
 def writable(array: Any) -> Array:
@@ -51,7 +53,8 @@ def writable(array: Any) -> Array:
 
 
 def empty_like(array: Array) -> Array:
-    return cupy.empty_like(array)
+    with array.device:
+        return cupy.empty_like(array)
 
 
 def address(array: Array) -> int:
@@ -88,7 +91,8 @@ def follow(native: Runtime, handle: int, place: Place) -> None:
 
 def rows(result: Result, like: Array, copy: Copy | None) -> Array:
     """Copied once, on the GPU of `like`."""
-    made = cupy.empty((result.first_dimension, *like.shape[1:]), like.dtype)
+    with like.device:
+        made = cupy.empty((result.first_dimension, *like.shape[1:]), like.dtype)
     assert copy is not None
     copy(made.data.ptr, made.nbytes, _stream(like.device.id))
     return made
@@ -101,7 +105,8 @@ def arrived(native: Runtime, handle: int) -> Array:
         return cupy.asarray(received(result))
     place = result.device, _stream(result.device)
     follow(native, handle, place)
-    values = cupy.empty(tuple(result.shape), numpy_dtype(result))
+    with cupy.cuda.Device(result.device):
+        values = cupy.empty(tuple(result.shape), numpy_dtype(result))
     native.copy_result(handle, 0, values.data.ptr, values.nbytes, place[1])
     return values
 

@@ -1,7 +1,8 @@
 """horoclone.cupy on fakes of CUDA and NCCL and on a stand-in for CuPy: no GPU and no CuPy take part.
 
 The stand-in has the few names of CuPy that the binding uses; its arrays lie in the memory of CUDA's fake, whose
-streams are threads with delays, so whoever reads too early reads old values. The last test wants CuPy and real GPUs.
+streams are threads with delays, so whoever reads too early reads old values. As in the original a new array lies on
+the GPU that is current, which need not be that of any other array. The last test wants CuPy and real GPUs.
 """
 
 from __future__ import annotations
@@ -35,6 +36,20 @@ class StandIn(types.ModuleType):
         assert driver.cuCtxPushCurrent_v2(context) == 0
         assert driver.cuStreamCreateWithPriority(ctypes.byref(stream), 1, 0) == 0
         standin = self
+        current = [device]
+
+        class Device:
+            def __init__(self, number: int | None = None) -> None:
+                self.id = current[-1] if number is None else number
+
+            def use(self) -> None:
+                current[-1] = self.id
+
+            def __enter__(self) -> None:
+                current.append(self.id)
+
+            def __exit__(self, *_: object) -> None:
+                current.pop()
 
         class ndarray:
             def __init__(self, shape: Any, dtype: Any) -> None:
@@ -42,7 +57,7 @@ class StandIn(types.ModuleType):
                 self.shape, self.dtype, self.ndim = self.host.shape, self.host.dtype, self.host.ndim
                 self.nbytes, self.flags = self.host.nbytes, self.host.flags
                 self.data = types.SimpleNamespace(ptr=self.host.ctypes.data if self.host.size else 0)
-                self.device = types.SimpleNamespace(id=device)
+                self.device = Device()
 
             __cuda_array_interface__ = {"version": 3}  # that it has one is what is looked at
 
@@ -81,12 +96,14 @@ class StandIn(types.ModuleType):
         self.abs = lambda array: self.array(np.abs(array.get()))
         self.cuda = types.SimpleNamespace(
             get_current_stream=lambda device: types.SimpleNamespace(ptr=stream.value),
-            Device=lambda number=device: types.SimpleNamespace(id=number, use=lambda: None),
+            Device=Device,
             runtime=types.SimpleNamespace(getDeviceCount=lambda: 4),
         )
         self.empty = ndarray
         self.empty_like = lambda like: ndarray(like.shape, like.dtype)
-        self.ascontiguousarray = lambda array: array
+        self.ascontiguousarray = lambda array: (
+            array if array.flags.c_contiguous else standin.array(array.get())
+        )
         self.from_dlpack = lambda foreign: foreign.owner
 
     def memory(self, shape: Any, dtype: np.dtype) -> np.ndarray:
@@ -168,6 +185,7 @@ def operations() -> None:
         (hvd if rank == 0 else horoclone).allreduce(mixed, name="mixed")
     rooted_and_messages(cupy, hvd)
     on_any_cupy(cupy, hvd)
+    while_another_gpu_is_current(cupy, hvd)
     if rank == 1:
         assert hvd.allreduce(cupy.array(np.ones(2)), op=hvd.Sum, name="alone").get().tolist() == [1.0, 1.0]
     assert hvd.join() == 1
@@ -215,6 +233,27 @@ def rooted_and_messages(cupy: Any, hvd: Any) -> None:
         came = hvd.recv(tag=4)
         assert came.shape == (2, 3) and came.dtype == np.float16 and came.get().sum() == 6
         hvd.send(types.SimpleNamespace(owner=cupy.array(np.full(3, 2.0, np.float32))), 0, tag=5)
+
+
+def while_another_gpu_is_current(cupy: Any, hvd: Any) -> None:
+    """What a rank gets lies beside what it gave, and on the GPU that it works on."""
+    rank = hvd.rank()
+    home = cupy.cuda.Device().id
+    ours, column = cupy.array(np.arange(4.0)), cupy.array(np.arange(6.0).reshape(2, 3))
+    column.host = column.host.T
+    column.shape, column.flags = column.host.shape, column.host.flags
+    with cupy.cuda.Device(home + 2):
+        assert cupy.array(np.zeros(1)).device.id == home + 2
+        sent = hvd.isend(ours, 1 - rank, tag=9)
+        made = [
+            hvd.allreduce(ours, op=hvd.Sum), hvd.allreduce(column, op=hvd.Sum), hvd.allgather(ours),
+            hvd.broadcast(ours, 0), hvd.reducescatter(ours), hvd.alltoall(ours, [2, 2])[0],
+            *hvd.grouped_allreduce([ours, ours]),
+        ]  # fmt: skip
+        came = hvd.recv(src=1 - rank, tag=9)
+        hvd.synchronize(sent)
+    assert {one.device.id for one in [*made, came]} == {home}
+    np.testing.assert_array_equal(made[1].get(), 2 * np.arange(6.0).reshape(2, 3).T)
 
 
 def on_any_cupy(cupy: Any, hvd: Any) -> None:
