@@ -97,6 +97,32 @@ def test_a_rank_without_samples_or_that_has_joined_has_no_part() -> None:
     hvd.join()
 
 
+@ranks(3)
+def test_the_mean_is_over_those_who_have_not_joined_and_a_plain_one_over_all() -> None:
+    if hvd.rank() == 2:
+        assert hvd.join() in (0, 1)
+        return
+    random = np.random.default_rng(5)
+    parts = [random.standard_normal((3, 4)) for _ in range(2)]
+    wanted = (3 * parts[0] + 5 * parts[1]) / 8
+    own, x = (3, 5)[hvd.rank()], parts[hvd.rank()]
+    for _ in range(3):
+        found = [
+            hvd.allreduce(x, name="x", weight=own),
+            *hvd.grouped_allreduce([x, x], name="g", weight=own),
+            hvd.synchronize(hvd.allreduce_async(x, weight=own)),
+            hvd.allreduce_(x.copy(), weight=own),
+        ]
+        assert all(np.all(np.abs(mean - wanted) <= np.spacing(1.0 + np.abs(wanted))) for mean in found)
+        for wrong, why in (math.nan, "not a number"), (-1, "negative"):
+            gave = wrong if hvd.rank() else 1
+            text = _error(lambda w=gave: hvd.grouped_allreduce([x, x], name="g", weight=w), InvalidArgument)
+            assert "rank 1 gave the weight" in text and why in text and "rank 2" not in text
+        assert "all ranks gave" in _error(lambda: hvd.allreduce(x, name="x", weight=0), InvalidArgument)
+        assert np.allclose(hvd.allreduce(x, name="x"), (parts[0] + parts[1]) / 3)
+    hvd.join()
+
+
 def test_a_weight_travels_exactly_in_every_dtype() -> None:
     for weight in (1.0, 1000003.0, 0.1, 3e-20, 1e30, 0.0, math.inf, 16777217.0):
         for wire in ("float64", "float32", "bfloat16"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ jax = pytest.importorskip("jax")
 optax = pytest.importorskip("optax")
 import jax.numpy as jnp  # noqa: E402
 
+import horoclone  # noqa: E402
 import horoclone.jax as hvd  # noqa: E402
 from horoclone.errors import InvalidArgument, Mismatch  # noqa: E402
 
@@ -140,6 +142,51 @@ def test_training_is_that_of_one_process_on_the_whole_batch() -> None:
             alone = optax.apply_updates(alone, changes)
         for key, wanted in alone.items():
             assert np.allclose(ours[key], wanted, rtol=1e-13, atol=1e-14)
+
+
+@ranks(3, limit_s=180)
+def test_the_mean_is_over_those_who_have_not_joined() -> None:
+    """As one process has it on the batches of those who took part, also where a weight is wrong in between."""
+    with jax.enable_x64(True):
+        for program in True, False:
+            tx, plain = hvd.DistributedOptimizer(optax.adam(0.05)), optax.adam(0.05)
+
+            def step(p: Any, state: Any, x: Any, y: Any, weight: Any, tx: Any = tx) -> Any:
+                changes, state = tx.update(jax.grad(_loss)(p, x, y), state, p, weight=weight)
+                return optax.apply_updates(p, changes), state
+
+            call = jax.jit(step) if program else step
+            random = np.random.default_rng(4)
+            ours = {"a": random.standard_normal((5, 7)), "b": random.standard_normal((7, 1))}
+            alone, state, single = ours, tx.init(ours), plain.init(ours)
+            for i in range(4):
+                there = range(3 if i < 2 else 2)
+                parts = [
+                    (random.standard_normal((2 + r, 5)), random.standard_normal((2 + r, 1))) for r in there
+                ]
+                if hvd.rank() in there:
+                    mine = parts[hvd.rank()]
+                    if i == 3:
+                        for wrong, why in (
+                            ((-1.0, 1.0), "rank 0 gave the weight -1"),
+                            ((0.0, 0.0), "all ranks"),
+                        ):
+                            again = partial(call, ours, state, *mine, wrong[hvd.rank()])
+                            assert why in _error(again, ValueError, jax.errors.JaxRuntimeError)
+                    ours, state = call(ours, state, *mine, float(len(mine[0])))
+                whole = [np.concatenate(both) for both in zip(*parts, strict=True)]
+                changes, single = plain.update(jax.grad(_loss)(alone, *whole), single)
+                alone = optax.apply_updates(alone, changes)
+            x = jnp.asarray([hvd.rank() + 1.0])
+            if hvd.rank() < 2:
+                for key, wanted in alone.items():
+                    assert np.allclose(ours[key], wanted, rtol=1e-13, atol=1e-14)
+                tree = hvd.allreduce({"x": x, "y": (2 * x).astype(jnp.bfloat16)}, weight=1 + 2 * hvd.rank())
+                assert (tree["x"][0], tree["y"][0]) == (7 / 4, 7 / 2)
+            horoclone.join()
+            if hvd.rank() < 2:
+                assert hvd.allreduce(x)[0] == 1  # without a weight, all of them count
+            horoclone.join()
 
 
 @ranks(2)

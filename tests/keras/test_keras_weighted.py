@@ -51,6 +51,7 @@ def _update(optimizer: Any, gradients: list[Any], variables: list[Any], weight: 
 def updates_with_the_weighted_mean() -> None:
     import keras
 
+    import horoclone
     import horoclone.keras as hvd
 
     weights = (1003.0, 17.0, 0.0)
@@ -70,6 +71,18 @@ def updates_with_the_weighted_mean() -> None:
             for variable in variables:
                 value = keras.ops.convert_to_numpy(variable)
                 np.testing.assert_allclose(value, np.full(value.shape, moved), rtol=1e-6)
+    if hvd.rank() < 2:  # the mean is over those who have not joined, and a plain one over all
+        gradients = [keras.ops.full(v.shape, hvd.rank() + 1.0) for v in variables]
+        for own, mean in (1.0 + 2 * hvd.rank(), 7 / 4), (None, 3 / 3):
+            _update(optimizer, gradients, variables, own)
+            moved -= mean
+        with pytest.raises(Exception, match="rank 1 gave the weight -1, which is negative"):
+            _update(optimizer, gradients, variables, 1.0 - 2 * hvd.rank())
+        _update(optimizer, gradients, variables, 1.0)
+        for variable in variables:
+            value = keras.ops.convert_to_numpy(variable)
+            np.testing.assert_allclose(value, np.full(value.shape, moved - 3 / 2), rtol=1e-6)
+    horoclone.join()
 
 
 def says_what_is_wrong() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -134,6 +135,57 @@ def test_training_is_that_of_one_process_on_the_whole_batch(compiled: bool) -> N
                 variable.assign_sub(0.05 * gradient)
     for one, like in zip(ours, alone, strict=True):
         assert np.allclose(one, like, rtol=1e-13, atol=1e-14)
+
+
+@ranks(3, limit_s=180)
+def test_the_mean_is_over_those_who_have_not_joined() -> None:
+    """As one process has it on the batches of those who took part, also where a weight is wrong in between."""
+    shapes = [tf.TensorSpec([None, 5], tf.float64), tf.TensorSpec([None, 1], tf.float64), tf.TensorSpec([])]
+    for compiled in False, True:
+        random = np.random.default_rng(1)
+        start = [random.standard_normal((5, 7)), random.standard_normal((7, 1))]
+        ours, alone = [tf.Variable(v) for v in start], [tf.Variable(v) for v in start]
+
+        def loss(p: Any, x: Any, y: Any) -> Any:
+            return tf.reduce_mean((tf.tanh(x @ p[0]) @ p[1] - y) ** 2)
+
+        def gradients(x: Any, y: Any, weight: Any, ours: Any = ours) -> Any:
+            with tf.GradientTape() as tape:
+                value = loss(ours, x, y)
+            return hvd.DistributedGradientTape(tape, weight=weight).gradient(value, ours)
+
+        call = tf.function(gradients, input_signature=shapes) if compiled else gradients
+        for i in range(4):
+            there = range(3 if i < 2 else 2)
+            parts = [(random.standard_normal((2 + r, 5)), random.standard_normal((2 + r, 1))) for r in there]
+            if hvd.rank() in there:
+                mine = [tf.constant(one) for one in parts[hvd.rank()]]
+                if i == 3:
+                    for wrong, why in (
+                        ((-1.0, 1.0), "rank 0 gave the weight -1"),
+                        ((0.0, 0.0), "all ranks gave"),
+                    ):
+                        own = tf.constant(wrong[hvd.rank()])
+                        text = _error(partial(call, *mine, own), tf.errors.InvalidArgumentError)
+                        assert why in text
+                found = call(*mine, tf.constant(float(len(mine[0]))))
+                for variable, gradient in zip(ours, found, strict=True):
+                    variable.assign_sub(0.05 * gradient)
+            whole = [tf.constant(np.concatenate(both)) for both in zip(*parts, strict=True)]
+            with tf.GradientTape() as tape:
+                value = loss(alone, *whole)
+            for variable, gradient in zip(alone, tape.gradient(value, alone), strict=True):
+                variable.assign_sub(0.05 * gradient)
+        if hvd.rank() < 2:
+            for one, like in zip(ours, alone, strict=True):
+                assert np.allclose(one, like, rtol=1e-13, atol=1e-14)
+            x = tf.constant([hvd.rank() + 1.0], tf.float64)
+            pair = hvd.grouped_allreduce([x, tf.cast(2 * x, tf.bfloat16)], weight=1 + 2 * hvd.rank())
+            assert [float(one[0]) for one in pair] == [7 / 4, 7 / 2]
+        hvd.join()
+        if hvd.rank() < 2:
+            assert float(hvd.allreduce(x)[0]) == 1  # without a weight, all of them count
+        hvd.join()
 
 
 @ranks(2)
