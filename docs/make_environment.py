@@ -1,22 +1,49 @@
-"""Writes docs/environment.md from the native module's table of settings; --check only says whether it is current."""
+"""Writes the two pages of settings from the native module's table; --check only says whether they are current."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import textwrap
+from itertools import groupby
 from pathlib import Path
 
 from horoclone import settings
 
-PAGE = Path(__file__).with_name("environment.md")
-HEAD = """# Environment variables
+FOLDER = Path(__file__).parent
+# What people set; all others are for experts.
+OFTEN = [
+    "FUSION_THRESHOLD", "CYCLE_TIME", "SHARED_MEMORY", "HIERARCHICAL_ALLREDUCE", "CPU_OPERATIONS",
+    "GPU_OPERATIONS", "NETWORK_INTERFACES", "START_TIMEOUT", "STALL_CHECK_DISABLE", "STALL_CHECK_TIME_SECONDS",
+    "STALL_SHUTDOWN_TIME_SECONDS", "DEADLOCK_TIME_SECONDS", "LIVENESS_ERROR_S", "WHY", "THREAD_AFFINITY",
+    "LOG_LEVEL", "TIMELINE", "RECORDER_DIR", "AUTOTUNE", "AUTOTUNE_LOG", "DYNAMIC_PROCESS_SETS", "ADASUM",
+    "SECRET", "SECRET_FILE", "ELASTIC_TIMEOUT", "NOTICE", "NOTICE_SIGNAL", "REPLICA_INTERVAL", "COMPARE",
+    "NO_HOROVOD_ALIAS",
+]  # fmt: skip
+NOTE = "<!-- `make docs` writes this page from csrc/base/settings_table.cc (docs/make_environment.py). -->"
+HEAD = f"""# Settings
 
-<!-- `make docs` writes this page from csrc/base/settings_table.cc (docs/make_environment.py). -->
+{NOTE}
+
+The environment variables that people set. The rest is on the [page for experts](environment_expert.md).
 
 Every setting is read once, by `init()`. `HOROCLONE_X` is looked up first, then the Horovod name
 where the meaning is the same; an empty value counts as unset. A value that is not accepted makes
-`init()` raise `ValueError` with the variable, the value and what is accepted.
+`init()` raise `ValueError` with the variable, the value and what is accepted. `horoclonerun --help`
+names the flag that sets a variable for all ranks. `horoclonerun` itself sets the numbers of the ranks
+and a secret; only under another launcher is a secret needed. Bytes may have a suffix (KiB, MiB, GiB),
+and 0 or 1 may be written as false or true, no or yes, off or on.
+
+| variable | Horovod name | default | accepted | meaning |
+|---|---|---|---|---|
+"""
+EXPERT_HEAD = f"""# Settings for experts
+
+{NOTE}
+
+These are for tuning, for tests, and for launchers; those that people set are on the
+[page of settings](environment.md), which also says how all of them are read.
 """
 CORE = """
 ## Read by the runtime
@@ -27,10 +54,9 @@ CORE = """
 LAUNCHER = """
 ## Read by the launcher and the bootstrap
 
-`horoclonerun` sets most of these for the processes that it starts; under another launcher only the
-secret may be needed.
+`horoclonerun` sets most of these for the processes that it starts.
 
-| variable | Horovod name | default | type | meaning |
+| variable | Horovod name | default | accepted | meaning |
 |---|---|---|---|---|
 """
 
@@ -63,38 +89,62 @@ def line(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def page(knobs: list[dict[str, str]]) -> str:
-    """The whole page, from the rows of _core.knobs()."""
-    parts = [HEAD]
-    for read_by, head, third in (("core", CORE, "accepts"), ("launcher", LAUNCHER, "type")):
-        rows = [
-            "| "
-            + " | ".join(
-                [*(code(k[c]) for c in ("name", "horovod", "default")), cell(k[third]), cell(k["help"])]
-            )
-            + " |"
-            for k in knobs
-            if k["read_by"] == read_by
-        ]
-        parts.append(head + "\n".join(rows) + "\n")
-    parts.append(
-        UNREAD + "".join(f"{line(code(n), code(d), cell(text))}\n" for n, d, text in settings.UNREAD)
+def with_unit(number: int) -> str:
+    """A number of bytes as people write it: 1 GiB for 1073741824; others as they are."""
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB")):
+        if number % (1 << power) == 0:
+            return f"{number >> power} {unit}"
+    return str(number)
+
+
+def accepted(knob: dict[str, str]) -> str:
+    """What the table says, without what the page says once."""
+    if knob["read_by"] != "core":
+        return cell(knob["type"])
+    text = knob["accepts"].replace(", or with a suffix KiB, MiB, GiB", "")
+    text = re.sub(r"\d{7,}", lambda found: with_unit(int(found[0])), text).replace(
+        "whole bytes from", "bytes from"
     )
-    names = (
+    text = text.replace(" (also false, true, no, yes, off, on)", "")
+    return cell(
+        text.replace("a whole number from", "from").replace("a number from", "from").replace("one of ", "")
+    )
+
+
+def row(knob: dict[str, str]) -> str:
+    names = (code(knob[column]) for column in ("name", "horovod", "default"))
+    return line(*names, accepted(knob), cell(knob["help"])) + "\n"
+
+
+def pages(knobs: list[dict[str, str]]) -> dict[str, str]:
+    """Both pages by name, from the rows of _core.knobs()."""
+    often = {f"HOROCLONE_{name}" for name in OFTEN}
+    chosen = "".join(row(knob) for knob in knobs if knob["name"] in often)
+    parts = [EXPERT_HEAD]
+    for read_by, head in (("core", CORE), ("launcher", LAUNCHER)):
+        rest = [knob for knob in knobs if knob["read_by"] == read_by and knob["name"] not in often]
+        parts.append(head + "".join(map(row, rest)))
+    parts.append(UNREAD)
+    for text, group in groupby(settings.UNREAD, key=lambda one: one[2]):
+        unread = list(group)
+        names, defaults = (", ".join(code(one[at]) for one in unread if one[at]) for at in (0, 1))
+        parts.append(f"{line(names, defaults, cell(text))}\n")
+    built = (
         f"{settings.BUILD_TIME_INSTEAD} So nothing reads these, at build time or later, and nothing is said when they "
         f"are set: {', '.join(map(code, settings.BUILD_TIME))}."
     )
-    parts.append(BUILD_TIME.format(names=textwrap.fill(names, 100, break_on_hyphens=False)))
-    return "".join(parts)
+    parts.append(BUILD_TIME.format(names=textwrap.fill(built, 100, break_on_hyphens=False)))
+    return {"environment.md": HEAD + chosen, "environment_expert.md": "".join(parts)}
 
 
 def main() -> int:
     from horoclone import _core
 
-    text = page(json.loads(_core.knobs()))
+    made = pages(json.loads(_core.knobs()))
     if "--check" in sys.argv[1:]:
-        return 0 if PAGE.exists() and PAGE.read_text() == text else 1
-    PAGE.write_text(text)
+        return 0 if all((FOLDER / name).read_text() == text for name, text in made.items()) else 1
+    for name, text in made.items():
+        (FOLDER / name).write_text(text)
     return 0
 
 

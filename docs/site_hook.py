@@ -3,6 +3,7 @@
 README.md, CONTRIBUTING.md and CHANGELOG.md are pages. Another file that a page links to becomes a page that shows it,
 and so does a folder: the site has the links that the repository has, and needs no server for them.
 Decisions are for those who change the code: they are no pages, and of a link to one the text stays.
+llms.txt lists the pages with a sentence each, for programs that read (https://llmstxt.org).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ _FENCE = re.compile(r"^(`{3,}|~{3,})")
 _LINK = re.compile(r"(`+[^`]*`+)|\]\(([^)\s#]*)(#[^)\s]*)?\)")
 
 _origins: dict[str, str] = {}  # page -> the file of the repository that it shows
+_sentences: dict[str, str] = {}  # page -> its first sentence
 
 
 def outside_code(text: str, change: Callable[[str], str]) -> str:
@@ -69,6 +71,47 @@ def shown(name: str) -> str:
     return f"{head}# {name}\n\n````{LANGUAGES.get(place.suffix, 'text')}\n{place.read_text()}````\n"
 
 
+def first_sentence(text: str) -> str:
+    """Of a page's first paragraph of prose, without marks; empty where there is none."""
+    text = re.sub(r"^( *)(`{3,}).*?^\1\2$|<!--.*?-->", "", text, flags=re.M | re.S)
+    for paragraph in text.split("\n\n"):
+        line = " ".join(paragraph.split())
+        if re.match(r"[A-Za-z`*\[]", line):
+            plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", line).replace("**", "")
+            return re.split(r"(?<=[a-z`)])[.:] ", plain + " ")[0].strip().rstrip(".:")
+    return ""
+
+
+def llms_txt(name: str, about: str, nav: list[Any]) -> str:
+    """The list of pages, in the form of llms.txt; nav: mkdocs.yml's."""
+    parts = [f"# {name}\n\n> {about}\n"]
+
+    def listed(entry: Any, title: str = "") -> None:
+        if isinstance(entry, str):
+            place = entry.removesuffix(".md") + ".html"
+            sentence = _sentences.get(entry, "")
+            parts.append(
+                f"- [{title or entry.removesuffix('.md')}]({place})" + (f": {sentence}" if sentence else "")
+            )
+        elif isinstance(entry, list):
+            for one in entry:
+                listed(one)
+        else:
+            for inner, of in entry.items():
+                if isinstance(of, list):
+                    parts.append(f"\n## {inner}\n")
+                listed(of, inner)
+
+    listed(nav)
+    return "\n".join(parts) + "\n"
+
+
+def on_post_build(config: Any) -> None:
+    """Writes llms.txt at the root of the site."""
+    text = llms_txt(config["site_name"], config["site_description"], config["nav"])
+    Path(config["site_dir"], "llms.txt").write_text(text)
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pages of files outside of docs/: those of PAGES, and whatever a page links to, in turn."""
     _origins.clear()
@@ -97,6 +140,7 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Turns links between files of the repository into links between their pages."""
     here = page.file.src_uri
+    _sentences[here] = first_sentence(markdown)
     folder = posixpath.dirname(_origins[here])
 
     def change(found: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""docs/environment.md is printed from the table of settings, and the table is complete."""
+"""The pages of settings are printed from the table of settings, and the table is complete."""
 
 from __future__ import annotations
 
@@ -29,9 +29,12 @@ def knobs() -> list[dict[str, str]]:
     return json.loads(core.knobs())
 
 
-def test_the_page_is_what_the_table_prints(knobs: list[dict[str, str]]) -> None:
+def test_the_pages_are_what_the_table_prints(knobs: list[dict[str, str]]) -> None:
     maker = load(ROOT / "docs" / "make_environment.py", "make_environment")
-    assert (ROOT / "docs" / "environment.md").read_text() == maker.page(knobs), "run `make docs`"
+    for name, text in maker.pages(knobs).items():
+        assert (ROOT / "docs" / name).read_text() == text, "run `make docs`"
+    assert {f"HOROCLONE_{name}" for name in maker.OFTEN} <= {knob["name"] for knob in knobs}
+    assert len(maker.OFTEN) <= 30
 
 
 def test_names_are_unique_and_every_setting_says_what_it_does(knobs: list[dict[str, str]]) -> None:
@@ -58,9 +61,9 @@ def test_every_variable_that_the_sources_name_is_in_the_table(knobs: list[dict[s
     )
 
 
-def test_the_page_has_every_variable_of_horovod() -> None:
+def test_the_pages_have_every_variable_of_horovod() -> None:
     """Those of its documentation and sources: at run time, of its launchers, and at build time."""
-    page = (ROOT / "docs" / "environment.md").read_text()
+    page = "".join(page.read_text() for page in (ROOT / "docs").glob("environment*.md"))
     parts = """FUSION_THRESHOLD CYCLE_TIME CACHE_CAPACITY HIERARCHICAL_ALLREDUCE HIERARCHICAL_ALLGATHER TORUS_ALLREDUCE
         AUTOTUNE AUTOTUNE_LOG AUTOTUNE_WARMUP_SAMPLES AUTOTUNE_STEPS_PER_SAMPLE AUTOTUNE_BAYES_OPT_MAX_SAMPLES
         AUTOTUNE_GAUSSIAN_PROCESS_NOISE TIMELINE TIMELINE_MARK_CYCLES STALL_CHECK_DISABLE STALL_CHECK_TIME_SECONDS

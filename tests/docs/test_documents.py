@@ -20,33 +20,15 @@ def python_blocks(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
-def test_the_numpy_lines_of_the_readme_run_on_two_ranks(launch: Any, tmp_path: Path) -> None:
-    (block,) = [block for block in python_blocks("README.md") if "import numpy" in block]
-    script = tmp_path / "readme.py"
-    checks = "\nassert mean.shape == (1000,) and rows.shape == (3, 3) and rows[:, 0].tolist() == [0, 1, 1]\n"
-    script.write_text(
-        block + checks + "assert weights.shape == (10,)\nprint('rank', hvd.rank(), 'is content')\n"
-    )
-    done = launch([Path(sys.executable).with_name("horoclonerun"), "-np", "2", sys.executable, script])
-    assert "rank 0 is content" in done.stdout and "rank 1 is content" in done.stdout
-
-
-def test_the_torch_lines_of_the_readme_run_on_two_ranks(launch: Any, tmp_path: Path) -> None:
+@pytest.mark.long(20)
+def test_the_function_of_the_page_on_notebooks_runs_as_that_of_a_cell(launch: Any, tmp_path: Path) -> None:
+    """Sent by value, from a program that is no rank."""
     pytest.importorskip("torch", reason="PyTorch is not installed")
-    (block,) = [block for block in python_blocks("README.md") if "horoclone.torch" in block]
-    before = (
-        "import torch\nfrom torch.optim import SGD\nfrom torch.utils.data import DataLoader, DistributedSampler\n"
-        "data, model = torch.arange(64.0).reshape(64, 1), torch.nn.Linear(1, 1)\n"
-    )
-    after = (
-        "for x in loader:\n    optimizer.zero_grad()\n    (model(x / 64) ** 2).mean().backward()\n    optimizer.step()\n"
-        "both = hvd.allgather(model.weight.detach())\nassert len(loader) == 1 and torch.equal(both[0], both[1])\n"
-    )
-    script = tmp_path / "readme.py"
-    script.write_text(before + block + after)
-    launch(
-        [Path(sys.executable).with_name("horoclonerun"), "-np", "2", sys.executable, script], timeout_s=120
-    )
+    (block,) = python_blocks("docs/notebooks.md")
+    script = tmp_path / "cells.py"
+    script.write_text(f"{block}\nprint(len(weights['weight'][0]), 'weights')\n")
+    said = launch([sys.executable, script], timeout_s=120, env={"PYTHONPATH": str(ROOT)}).stdout
+    assert "4 weights" in said, said
 
 
 def test_the_first_script_trains_on_two_ranks(launch: Any, tmp_path: Path) -> None:
@@ -103,7 +85,12 @@ def test_files_that_the_documents_name_exist() -> None:
 
 
 def test_the_variables_that_the_documents_name_exist() -> None:
-    known = set(re.findall(r"HORO(?:CLONE|VOD)_[A-Z0-9_]+", (ROOT / "docs" / "environment.md").read_text()))
+    known = set(
+        re.findall(
+            r"HORO(?:CLONE|VOD)_[A-Z0-9_]+",
+            "".join(page.read_text() for page in (ROOT / "docs").glob("environment*.md")),
+        )
+    )
     text = "".join(
         (ROOT / page).read_text() for page in ("README.md", "docs/errors.md", "docs/architecture.md")
     )

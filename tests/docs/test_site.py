@@ -120,8 +120,15 @@ def test_the_site_has_the_api_with_signatures_docstrings_and_source(site: Path) 
     optimizer = (site / "api" / "torch.html").read_text()
     assert re.search(r"<li>(?:<p>)?<code>backward_passes_per_step</code>: passes", optimizer)
     assert 'href="../quorum.html"' in optimizer
-    home = (site / "index.html").read_text()
-    assert "figures/speed.svg" in home and (site / "figures" / "speed.svg").is_file()
+    figures = (site / "performance.html").read_text()
+    assert "figures/speed.svg" in figures and (site / "figures" / "speed.svg").is_file()
+
+
+def test_llms_txt_lists_every_page_with_what_it_says(site: Path) -> None:
+    listed = re.findall(r"^- \[.+?\]\((\S+?)\)(: .+)?$", (site / "llms.txt").read_text(), re.M)
+    assert len(listed) > 50
+    assert not [page for page, _ in listed if not (site / page).is_file()]
+    assert not [page for page, sentence in listed if not sentence and "api/" not in page]
 
 
 UNEXPLAINED = """

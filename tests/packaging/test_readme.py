@@ -30,15 +30,18 @@ def blocks() -> list[list[str]]:
 
 
 def test_every_command_of_the_readme_is_run_by_a_test_here() -> None:
-    assert blocks() == [
-        ["make demo", "make test"],  # the second is what runs this test
+    trained, *rest = blocks()
+    assert trained[0] == "$ horoclonerun -np 2 python train.py"  # tests/docs runs the script
+    assert rest == [
         [
+            "git clone REPOSITORY horoclone && cd horoclone",  # the next test begins in a copy
             "python3 -m venv .venv && . .venv/bin/activate",
             "pip install '.[examples]'",
             "horoclonerun -np 2 python examples/torch_digits.py",
         ],
+        ["make demo", "make test"],  # the second is what runs this test
     ]
-    assert "apt-get install python3-venv python3-dev g++ make" in README
+    assert "apt-get install git python3-venv python3-dev g++ make" in README
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +108,7 @@ def clone(root: Path, name: str) -> str:
 @pytest.mark.long(1200)
 @pytest.mark.timeout(3 * LIMIT_S)
 def test_the_way_without_make_works_in_an_empty_root(debian: Path) -> None:
-    said = inside(debian, clone(debian, "without_make"), "\n".join(blocks()[1]))
+    said = inside(debian, clone(debian, "without_make"), "\n".join(blocks()[1][1:]))
     assert re.search(r"accuracy.*9\d\.\d", said), said[-2000:]
 
 

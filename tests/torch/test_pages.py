@@ -119,6 +119,32 @@ def test_every_operation_is_named() -> None:
     assert not missing
 
 
+@pytest.mark.parametrize("page", ["evaluation.md", "uneven_data.md"])
+@ranks(2)
+def test_the_script_of_a_page_runs_as_it_stands(page: str) -> None:
+    (block,) = blocks_of(page)
+    names = run(block, {})
+    assert alike(names["model"].parameters())
+
+
+@ranks(2)
+def test_the_script_of_the_readme_prints_what_it_says() -> None:
+    """With the lines of the diff on two ranks, and without them in one process."""
+    readme = (DOCS.parent / "README.md").read_text()
+    (diff,) = re.findall(r"```diff\n(.*?)```", readme, re.DOTALL)
+    lines = [line or " " for line in diff.splitlines()]
+    here, before = ("\n".join(line[1:] for line in lines if line[0] != left_out) for left_out in "-+")
+    shown = [float(loss) for loss in re.findall(r"^\[0\] epoch \d: loss (\S+)$", readme, re.M)]
+    printed: list[str] = []
+    run(here, {"print": printed.append})
+    assert len(shown) == 3 and len(printed) == (3 if hvd.rank() == 0 else 0)
+    if hvd.rank() == 0:
+        assert [float(text.split()[-1]) for text in printed] == pytest.approx(shown, abs=2e-3)
+    assert "hvd" not in before
+    run(before, {"print": printed.append})
+    assert len(printed) == (6 if hvd.rank() == 0 else 3)
+
+
 # --- ways of training, checkpoints, elastic jobs: chosen blocks ---
 
 
