@@ -57,13 +57,13 @@ demo: $(VENV)/.ready-demo $(VENV)/.ready-package ## train a small network on two
 
 # The C++ tests, which often wait, run beside what is downloaded and compiled, and beside one another. The package is made
 # after them: the core is compiled once for both.
-# LONG_S: of the long Python tests, some that take so many seconds together, others for each commit.
+# LONG_S: of the long Python tests, some that take so many seconds together, others with each entry of CHANGELOG.md.
 LONG_S ?= 0
 test: $(VENV)/.ready-tools ## C++, sanitizers, Python (every example is one of its tests) without the long tests
 	@$(MAKE) --no-print-directory -j3 --output-sync=target downloads cpp tsan asan
 	@$(MAKE) --no-print-directory pytest
 test-long: $(VENV)/.ready-test $(VENV)/.ready-package downloads ## the long Python tests: kills, soaks, browsers, images, every scheduler, packages of others (an hour or two)
-	HC_INSTALL=1 python -m pytest -m long $(ARGS)
+	HC_INSTALL=1 python -m pytest -m "long or in_turn" $(ARGS)
 
 downloads: $(VENV)/.ready-test
 	@$(MAKE) --no-print-directory $(VENV)/.ready-engines || echo "SKIPPED Ray and Spark: they cannot be installed"

@@ -59,20 +59,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--long-s",
         type=float,
         metavar="SECONDS",
-        help="of the tests marked `long`, only some that take so long together: others for each commit; 0: none of them",
+        help="of the tests marked `long`, only some that take so long together, and of what is marked `in_turn` one of "
+        "its parametrizations: others with each entry of CHANGELOG.md; 0: no long ones; without it: all of both",
     )
 
 
 _long: dict[str, list[str]] = {}  # tests marked `long`, with --long-s: which "ran", and which had "no time"
 
 
-def choose_long(items: list[pytest.Item], limit_s: float, commit: str) -> list[pytest.Item]:
-    """Tests that fit into the time, in an order that the commit decides: each has its turn sooner or later.
+def order_in(turn: str) -> Callable[[pytest.Item], bytes]:
+    return lambda item: hashlib.sha256(f"{turn} {item.nodeid}".encode()).digest()
+
+
+def choose_long(items: list[pytest.Item], limit_s: float, turn: str) -> list[pytest.Item]:
+    """Tests that fit into the time, in an order that the turn decides: each is among them sooner or later.
 
     What takes longer than `limit_s` by itself never fits.
     """
     chosen = []
-    for item in sorted(items, key=lambda item: hashlib.sha256(f"{commit} {item.nodeid}".encode()).digest()):
+    for item in sorted(items, key=order_in(turn)):
         (seconds,) = item.get_closest_marker("long").args  # type: ignore[union-attr]
         if seconds <= limit_s:
             limit_s -= seconds
@@ -80,23 +85,39 @@ def choose_long(items: list[pytest.Item], limit_s: float, commit: str) -> list[p
     return chosen
 
 
-def commit_of_this_tree() -> str:
-    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
-    except OSError:
-        return ""  # no git
+def choose_in_turn(items: list[pytest.Item], turn: str) -> list[pytest.Item]:
+    """Of the values that take turns (`in_turn("backend")`; all parametrizations without a name) one each time."""
+    groups: dict[Any, list[pytest.Item]] = {}
+    for item in items:
+        names = item.get_closest_marker("in_turn").args  # type: ignore[union-attr]
+        values = item.callspec.params  # type: ignore[attr-defined]
+        rest = tuple(
+            sorted((name, str(value)) for name, value in values.items() if names and name not in names)
+        )
+        groups.setdefault((item.nodeid.split("[")[0], rest), []).append(item)
+    return [min(group, key=order_in(turn)) for group in groups.values()]
+
+
+def turn_of_this_tree() -> str:
+    """Another one with each entry of the changelog, which needs no git; the same in all processes of a run."""
+    return hashlib.sha256((ROOT / "CHANGELOG.md").read_bytes()).hexdigest()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     limit_s = config.getoption("--long-s")
     long = [item for item in items if item.get_closest_marker("long")]
-    if limit_s is not None and long:
-        chosen = choose_long(long, limit_s, commit_of_this_tree()) if limit_s else []
+    turns = [item for item in items if item.get_closest_marker("in_turn") and item not in long]
+    if limit_s is not None and (long or turns):
+        turn = turn_of_this_tree()
+        chosen = choose_long(long, limit_s, turn)
         left = [item for item in long if item not in chosen]
         _long.update({"ran": [each.nodeid for each in chosen], "no time": [each.nodeid for each in left]})
-        items[:] = [item for item in items if item not in left]
-        config.hook.pytest_deselected(items=left)
+        at_work = set(choose_in_turn(turns, turn))
+        others = [item for item in turns if item not in at_work]
+        _long["other turns"] = [each.nodeid for each in others]
+        gone = {*left, *others}
+        items[:] = [item for item in items if item not in gone]
+        config.hook.pytest_deselected(items=[*left, *others])
     costly = {item.path for item in items if item.get_closest_marker("slow") or item in long}
 
     def turn(item: pytest.Item) -> int:
@@ -139,6 +160,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(f"LONG test that had its turn: {test}")
     for file, count in Counter(test.split("::")[0] for test in _long.get("no time", ())).items():
         terminalreporter.write_line(f"LONG tests that had no turn: {count} in {file}")
+    for file, count in Counter(test.split("::")[0] for test in _long.get("other turns", ())).items():
+        terminalreporter.write_line(f"IN TURN another time: {count} in {file}")
 
 
 _folder: Path | None = None  # of the last test

@@ -117,9 +117,10 @@ def members(done, size):
 
 
 # MPI spins while it waits: with more ranks than cores it can take minutes on a busy machine, so only two ranks use it.
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("size", "words"),
-    [(4, ()), (2, ("mpi-last",)), pytest.param(2, ("mpi-first",), marks=pytest.mark.long(6))],
+    [(4, ()), (2, ("mpi-last",)), (2, ("mpi-first",))],
     ids=["plain", "mpi last", "mpi first"],
 )
 def test_ranks_connect_without_mpi_and_mpi_works_beside_it(ranks, size, words):
@@ -262,9 +263,8 @@ print("met", rank, flush=True)
 """
 
 
-@pytest.mark.parametrize(
-    "late", ["0", *(pytest.param(late, marks=pytest.mark.long(10)) for late in ("3", "1+3"))]
-)
+@pytest.mark.in_turn
+@pytest.mark.parametrize("late", ["0", "3", "1+3"])
 def test_init_works_again_after_a_timeout_whoever_was_late(three_hosts, late):
     done = three_hosts(TWICE, late)
     assert sorted(line for line in done.stdout.splitlines() if line) == [f"met {r}" for r in range(4)], (
@@ -290,7 +290,8 @@ def test_what_pmix_says_is_compared_with_the_variables(ranks):
     assert done.stdout.count("refused: PMIx says size 2 (type 14), not 7") == 2, done.output
 
 
-@pytest.mark.parametrize("when", ["killed-late", pytest.param("killed-early", marks=pytest.mark.long(5))])
+@pytest.mark.in_turn
+@pytest.mark.parametrize("when", ["killed-late", "killed-early"])
 def test_a_killed_rank_ends_the_job(ranks, when):
     done = ranks(3, when, check=False)
     assert done.returncode != 0 and done.seconds < 20, done.output

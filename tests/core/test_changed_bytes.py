@@ -32,9 +32,8 @@ def reduce_until_it_fails(count):
     hvd.shutdown()
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.long(6)) for seed in range(2, 30))]
-)
+@pytest.mark.in_turn("seed")
+@pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize(("what", "smallest", "largest"), [("data", 1000, 70_000), ("control", 1, 300)])
 def test_a_changed_bit_is_an_error_that_names_the_hosts(
     worker_pool, changing_device, what, smallest, largest, seed

@@ -40,9 +40,10 @@ def line_of(words):
         return next(n for n, text in enumerate(file, 1) if text.rstrip().endswith("# " + words))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("size", "shared"),
-    [(2, "0"), (3, "1"), *(pytest.param(*more, marks=pytest.mark.long(3)) for more in ((2, "1"), (3, "0")))],
+    [(2, "0"), (3, "1"), (2, "1"), (3, "0")],
 )
 def test_a_call_in_a_branch_of_rank_0_is_named_with_both_lines_and_ends(worker_pool, size, shared):
     team = worker_pool(in_branch, size, env={**SOON, "HOROCLONE_SHARED_MEMORY": shared})
@@ -221,7 +222,8 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize("case", ["branch", pytest.param("uneven", marks=pytest.mark.long(10))])
+@pytest.mark.in_turn
+@pytest.mark.parametrize("case", ["branch", "uneven"])
 def test_scripts_of_torch_are_told_where_their_ranks_stand(launch, tmp_path, case):
     pytest.importorskip("torch")
     script = tmp_path / "train.py"

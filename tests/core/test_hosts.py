@@ -73,7 +73,8 @@ def compute():
     hvd.barrier()
 
 
-@pytest.mark.parametrize("two_level", ["-1", "0", pytest.param("1", marks=pytest.mark.long(5))])
+@pytest.mark.in_turn
+@pytest.mark.parametrize("two_level", ["-1", "0", "1"])
 def test_collectives_between_two_hosts_of_two_ranks(team, two_level):
     started = team(compute, env={"HOROCLONE_HIERARCHICAL_ALLREDUCE": two_level})
     assert started.wait(40) == [0] * 4, started.outputs()

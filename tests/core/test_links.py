@@ -132,7 +132,8 @@ SLACK_S = 5.0
 PATIENT = {"HOROCLONE_LIVENESS_ERROR_S": "10"}
 
 
-@pytest.mark.parametrize("per_host", [2, pytest.param(1, marks=pytest.mark.long(10))])
+@pytest.mark.in_turn
+@pytest.mark.parametrize("per_host", [2, 1])
 def test_resets_in_the_middle_of_every_operation_lose_nothing(team, tmp_path, per_host):
     trial = Trial(team, tmp_path, per_host=per_host)
     chance = random.Random(per_host)
@@ -155,7 +156,8 @@ def test_with_another_cable_a_cut_one_is_replaced_while_it_is_down(team, tmp_pat
     assert trial.finish() >= 1
 
 
-@pytest.mark.parametrize("down_s", [2.5, pytest.param(6, marks=pytest.mark.long(15))])
+@pytest.mark.in_turn
+@pytest.mark.parametrize("down_s", [2.5, 6])
 def test_without_another_cable_it_goes_on_when_the_cable_is_back(team, tmp_path, down_s):
     """Longer than a silent rank is waited for unless somebody says so, and than TCP needs to wait for a minute."""
     trial = Trial(team, tmp_path, env=PATIENT)
@@ -178,9 +180,10 @@ def test_a_cable_that_is_down_for_moments_loses_nothing(team, tmp_path):
     trial.finish()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("cables", "host"),
-    [(1, 0), (2, 1), *(pytest.param(*more, marks=pytest.mark.long(6)) for more in ((1, 1), (2, 0)))],
+    [(1, 0), (2, 1), (1, 1), (2, 0)],
 )
 def test_a_cut_in_one_direction_is_one_in_both(team, tmp_path, cables, host):
     trial = Trial(team, tmp_path, cables=cables, env=PATIENT)
@@ -217,7 +220,8 @@ def test_a_slow_cable_that_breaks_loses_nothing(team, tmp_path):
     assert trial.finish() >= 4
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(3, marks=pytest.mark.long(5))])
+@pytest.mark.in_turn
+@pytest.mark.parametrize("victim", [0, 3])
 def test_a_rank_that_is_killed_while_connections_break_is_named_by_all(team, tmp_path, victim):
     trial = Trial(team, tmp_path, per_host=2)
     trial.hosts.reset(1, PORT)

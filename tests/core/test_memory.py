@@ -123,9 +123,10 @@ def growth_mib(kind: str, operation: str, calls: int, elements: int) -> list[flo
     return grown
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("kind", "operation"),
-    [*CASES, *(pytest.param(*case.values, marks=[*case.marks, pytest.mark.long(3)]) for case in OTHERS)],
+    CASES + OTHERS,
 )
 @ranks(2)
 def test_results_under_ever_new_names_leave_no_memory_behind(kind: str, operation: str) -> None:

@@ -116,13 +116,14 @@ def ranks(tmp_path):
 
 
 @pytest.mark.mpi
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("name", "size", "words"),
     [
         ("open_mpi", 4, ("by=mpi", "pairs", "user")),
         ("mpich", 2, ("by=mpi",)),
-        pytest.param("open_mpi", 2, ("by=mpi",), marks=pytest.mark.long(8)),
-        pytest.param("mpich", 4, ("by=mpi", "pairs", "user"), marks=pytest.mark.long(10)),
+        ("open_mpi", 2, ("by=mpi",)),
+        ("mpich", 4, ("by=mpi", "pairs", "user")),
     ],
     ids=["Open MPI, 2 nodes of 2", "MPICH, 2 nodes", "Open MPI, 2 nodes", "MPICH, 2 nodes of 2"],
 )

@@ -351,7 +351,8 @@ os.write(1, b"\\nfine\\n")
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", ["open_mpi", pytest.param("mpich", marks=pytest.mark.long(8))])
+@pytest.mark.in_turn
+@pytest.mark.parametrize("name", ["open_mpi", "mpich"])
 def test_every_life_may_have_another_world_under_mpirun(launch, request, name):
     """COMM_WORLD, a duplicate, halves of a Split and lists of ranks, in turn; MPI itself is used in between."""
     mpi = request.getfixturevalue(name)
@@ -388,13 +389,15 @@ def test_every_life_may_have_another_world_under_our_launcher():
         hvd.shutdown()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "launcher",
     [
         "ours",
         "open_mpi",
         "alone",
-        *(pytest.param(one, marks=pytest.mark.long(6)) for one in ("mpich", "torchrun")),
+        "mpich",
+        "torchrun",
     ],
 )
 def test_the_example_computes_pi_under_every_launcher(launch, request, examples, launcher):

@@ -163,6 +163,7 @@ def test_with_the_news_of_a_launcher_every_phase_names_the_rank_that_died(worker
 
 
 # Before the first contact nobody but a launcher knows that a rank will not come.
+@pytest.mark.in_turn("victim")
 @pytest.mark.parametrize(
     ("phase", "victim"),
     [

@@ -51,6 +51,7 @@ def steps_of(text: str) -> list[int]:
     return [int(step) for step, _ in STEP.findall(text)]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "kind, said",
     [
@@ -95,6 +96,7 @@ def test_nobody_waits_for_a_newcomer_with_another_model_of_torch(
     assert not job.started.left_over()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("victims", [[1], [0, 1]])
 def test_nobody_waits_for_a_newcomer_that_makes_its_model_while_ranks_are_lost(
     launch: Any, watch: Any, tmp_path: Path, victims: list[int]
@@ -156,6 +158,7 @@ def test_a_look_that_hangs_does_not_keep_the_launcher(elastic: Any, tmp_path: Pa
     job.finish(timeout_s=60)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "faults",
     [

@@ -67,7 +67,8 @@ def handed(launch: Any, watch: Any, tmp_path: Path) -> Callable[..., Handed]:
     return start
 
 
-@pytest.mark.parametrize("largest", [4, 2, pytest.param(1, marks=pytest.mark.long(8))])
+@pytest.mark.in_turn
+@pytest.mark.parametrize("largest", [4, 2, 1])
 def test_all_hosts_are_replaced_at_once_and_the_state_goes_over(
     handed: Callable[..., Handed], largest: int
 ) -> None:
@@ -169,7 +170,8 @@ def test_under_horovods_name_a_lost_host_is_one_reset(handed: Callable[..., Hand
     assert size == 2 and one.job.sizes() == {1: 4, 2: 2}
 
 
-@pytest.mark.parametrize("largest", [["--max-np", 3], pytest.param([], marks=pytest.mark.long(8))])
+@pytest.mark.in_turn
+@pytest.mark.parametrize("largest", [["--max-np", 3], []])
 def test_a_slot_that_always_fails_at_the_start_makes_nobody_wait(
     handed: Callable[..., Handed], tmp_path: Path, largest: list[object]
 ) -> None:

@@ -26,11 +26,14 @@ def kill(pid: int, number: int = signal.SIGKILL) -> None:
     os.kill(pid, number)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "rounds",
     [
         [[0], [1, 2]],
-        *(pytest.param(more, marks=pytest.mark.long(12)) for more in ([[1], [3]], [[0, 3]], [[0, 1, 2]])),
+        [[1], [3]],
+        [[0, 3]],
+        [[0, 1, 2]],
     ],
     ids=str,
 )
@@ -219,13 +222,14 @@ def test_random_kills_at_random_moments_change_no_sum(elastic: Any, seed: int) -
     job.finish(timeout_s=60)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "victim, smallest, kept, dropped",
     [
         (0, 1, "{1: [0, 1]}", "(1,)"),  # of [0, 1] and [1, 2] the second is left, as [0, 1]
-        pytest.param(3, 1, "{1: [0, 1], 2: [1, 2]}", "()", marks=pytest.mark.long(6)),
+        (3, 1, "{1: [0, 1], 2: [1, 2]}", "()"),
         # The new worker names the same sets.
-        pytest.param(3, 4, "{1: [0, 1], 2: [1, 2]}", "()", marks=pytest.mark.long(6)),
+        (3, 4, "{1: [0, 1], 2: [1, 2]}", "()"),
         (0, 4, "{}", "(1, 2)"),  # the new worker names [0, 1], the others have it no more
     ],
 )

@@ -84,7 +84,8 @@ class Growing:
         return IN.findall(done.stdout)
 
 
-@pytest.mark.parametrize("size, largest", [(2, 3), pytest.param(1, 3, marks=pytest.mark.long(8))])
+@pytest.mark.in_turn
+@pytest.mark.parametrize("size, largest", [(2, 3), (1, 3)])
 def test_newcomers_go_on_from_what_they_were_given(
     launch: Any, tmp_path: Path, size: int, largest: int
 ) -> None:
@@ -104,7 +105,8 @@ def test_where_a_callback_may_change_the_state_everything_is_sent(launch: Any, t
     assert {one[5] for one in job.finish() if one[0] == "2"} == {"sync"}
 
 
-@pytest.mark.parametrize("delay_s", [0.4, *(pytest.param(s, marks=pytest.mark.long(8)) for s in (0.0, 0.8))])
+@pytest.mark.in_turn
+@pytest.mark.parametrize("delay_s", [0.4, 0.0, 0.8])
 def test_a_newcomer_that_is_killed_while_it_waits_costs_nobody_anything(
     launch: Any, tmp_path: Path, delay_s: float
 ) -> None:
@@ -118,14 +120,15 @@ def test_a_newcomer_that_is_killed_while_it_waits_costs_nobody_anything(
     job.finish()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "fault",
     [
         "elastic.run.between=kill#0",  # who gives the state, with what has changed on its way
-        pytest.param("init.told=kill@2#0", marks=pytest.mark.long(8)),
-        pytest.param("elastic.run.reset=kill#0", marks=pytest.mark.long(8)),
+        "init.told=kill@2#0",
+        "elastic.run.reset=kill#0",
         "init.told=kill@1#2",  # the newcomer, and those that come in its place
-        pytest.param("init.connected=kill@1#2", marks=pytest.mark.long(8)),
+        "init.connected=kill@1#2",
     ],
 )
 def test_who_is_killed_when_a_newcomer_is_let_in_takes_no_step_along(

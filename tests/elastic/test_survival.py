@@ -84,6 +84,7 @@ def test_ranks_train_to_their_end_without_their_launcher(elastic: Callable[..., 
         assert steps == list(range(1, last + 1)), text
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("victims", "takeovers"), [([2], 1), ([0, 0], 2)])
 def test_survivors_form_the_next_generation_without_the_launcher(
     elastic: Callable[..., Any], victims: Sequence[int], takeovers: int

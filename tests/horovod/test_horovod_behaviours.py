@@ -89,6 +89,7 @@ os.write(1, b"flat\\n")
 
 
 # Memory that a life leaves shows after many; how ranks meet, which alone depends on the launcher, leaves descriptors and threads.
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("launcher", "lives"), [("ours", 200), ("torchrun", 30), ("open_mpi", 30), ("mpich", 30)]
 )

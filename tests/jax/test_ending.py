@@ -52,6 +52,7 @@ def two() -> Iterator[Callable[..., Any]]:
         yield functools.partial(start, script, 2)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "body",
     {

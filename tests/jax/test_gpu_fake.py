@@ -148,6 +148,7 @@ def of_another_file(path: str, name: str) -> None:
     getattr(module, name).body()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("file", "name"),
     [

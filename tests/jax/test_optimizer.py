@@ -145,6 +145,7 @@ def said_by_the_example(size: int) -> tuple[float, float]:
     return float(found.group(1)), float(found.group(2))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("how", ["jit", "eager"])
 @ranks(2, env={"HOROCLONE_DEADLOCK_TIME_SECONDS": "0.5"})
 def test_gradients_of_different_parameters_never_meet(how: str) -> None:
@@ -158,6 +159,7 @@ def test_gradients_of_different_parameters_never_meet(how: str) -> None:
     assert changes["b"].tolist() == [-1.5, -1.5]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("how", ["jit", "eager"])
 @ranks(2, env={"HOROCLONE_DEADLOCK_TIME_SECONDS": "0.5"})
 def test_gradients_of_optimizers_of_one_form_never_meet(how: str) -> None:

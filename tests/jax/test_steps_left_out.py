@@ -96,19 +96,9 @@ def expected(bad: Callable[[int], bool], size: int, passes: int = 1) -> list[flo
     return seen
 
 
-# Eagerly and in a scan each way of leaving a step out is met once; the wrappers differ in nothing that these two see.
-ALONE = [
-    pytest.param(
-        around,
-        how,
-        marks=() if how == "jit" or around in ("apply_if_finite", "cond") else pytest.mark.long(3),
-    )
-    for how in ("jit", "eager", "scan")
-    for around in sorted(AROUND)
-]
-
-
-@pytest.mark.parametrize(("around", "how"), ALONE)
+@pytest.mark.in_turn("around")
+@pytest.mark.parametrize("how", ["jit", "eager", "scan"])
+@pytest.mark.parametrize("around", sorted(AROUND))
 @ranks(2)
 def test_one_rank_alone(around: str, how: str) -> None:
     with pytest.raises((RuntimeError, ValueError)) as caught:
@@ -121,6 +111,7 @@ def test_one_rank_alone(around: str, how: str) -> None:
     assert hvd.allreduce(jnp.ones(2), op=hvd.Sum).tolist() == [2.0, 2.0]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("around", sorted(AROUND))
 @ranks(2)
 def test_all_ranks_alike(around: str) -> None:

@@ -412,61 +412,47 @@ def says_that_nothing_was_sent() -> None:
 # --- tests -----------------------------------------------------------------------------------------------------------
 
 
-def of_kerases(*short: str) -> list[Any]:
-    """Every backend; those that run the same lines as another one in the long run only."""
-    return [one if one in short else pytest.param(one, marks=pytest.mark.long(4)) for one in BACKENDS]
+BODIES = [
+    starts_alike, works_on_values, builds_the_optimizer_before_the_first_step, keeps_local_variables,
+    says_which_variable_differs, says_that_the_rates_differ, takes_rates_that_a_callback_makes_equal, averages_metrics,
+    warms_up, follows_a_schedule,
+]  # fmt: skip
 
 
-# Each backend has its own variables; the rest is a matter of the Keras, and of JAX, whose step holds the state itself.
-WHERE = {
-    starts_alike: of_kerases(*BACKENDS),
-    works_on_values: of_kerases(*BACKENDS),
-    builds_the_optimizer_before_the_first_step: of_kerases("jax", "legacy"),
-    keeps_local_variables: of_kerases("torch", "legacy"),
-    says_which_variable_differs: of_kerases("torch", "legacy"),
-    says_that_the_rates_differ: of_kerases("torch", "legacy"),
-    takes_rates_that_a_callback_makes_equal: of_kerases("jax", "legacy"),
-    averages_metrics: of_kerases("torch", "legacy"),
-    warms_up: of_kerases("jax", "legacy"),
-    follows_a_schedule: of_kerases("jax", "legacy"),
-}
-
-
-@pytest.mark.parametrize(
-    ("body", "backend"),
-    [
-        pytest.param(body, *getattr(one, "values", [one]), marks=getattr(one, "marks", ()))
-        for body, backends in WHERE.items()
-        for one in backends
-    ],
-    ids=lambda value: getattr(value, "__name__", value),
-)
+@pytest.mark.in_turn("backend")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_callbacks(on: On, backend: str, body: Any) -> None:
     on(backend, body)
 
 
+@pytest.mark.in_turn("backend")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_momentum_is_rescaled_with_the_rate(on: On, backend: str) -> None:
     on(backend, corrects_momentum, correction=True)
 
 
-@pytest.mark.parametrize("backend", of_kerases("torch"))
+@pytest.mark.in_turn("backend")
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_momentum_stays_where_that_is_wanted(on: On, backend: str) -> None:
     on(backend, corrects_momentum, correction=False)
 
 
-@pytest.mark.parametrize("backend", of_kerases("torch", "legacy"))
+@pytest.mark.in_turn("backend")
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_the_best_model_is_written_by_rank_0(on: On, backend: str, tmp_path: Any) -> None:
     on(backend, writes_the_best_on_one_rank, folder=str(tmp_path))
 
 
 # Nothing of it depends on the backend, much on the Keras.
+@pytest.mark.in_turn("backend")
 @pytest.mark.parametrize("backend", ["torch", "legacy"])
 def test_metrics_go_to_a_tracker(on: On, backend: str, tmp_path: Any) -> None:
     pytest.importorskip("tensorboard")
     on(backend, logs_horoclones_numbers, folder=str(tmp_path))
 
 
+@pytest.mark.in_turn("backend")
 @pytest.mark.parametrize("backend", ["tensorflow", "legacy"])
 def test_values_are_tensors_on_tensorflow(on: On, backend: str) -> None:
     on(backend, gives_tensors)
@@ -476,7 +462,8 @@ def test_values_are_arrays_in_a_session(on: On) -> None:
     on("legacy", gives_arrays_in_a_session)
 
 
-@pytest.mark.parametrize("backend", of_kerases("torch", "legacy"))
+@pytest.mark.in_turn("backend")
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_what_replaces_on_batch_end(on: On, backend: str) -> None:
     on(backend, registers_local_variables_late)
     on(backend, says_that_nothing_was_sent)

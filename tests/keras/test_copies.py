@@ -367,29 +367,31 @@ BODIES = [
     copies_reduce, copies_add_up, copies_keep_the_state, copies_whose_first_step_has_fewer_variables,
     options_that_are_not_known, local_variables_stay_local, says_who_it_is,
 ]  # fmt: skip
-# How copies are made is a matter of the Keras, not of its backend.
 EACH_KERAS = [
-    ("torch", "new"), ("legacy", "new"), ("legacy", "legacy"),
-    *(pytest.param(backend, "new", marks=pytest.mark.long(4)) for backend in ("tensorflow", "jax")),
+    ("tensorflow", "new"), ("jax", "new"), ("torch", "new"), ("legacy", "new"), ("legacy", "legacy"),
 ]  # fmt: skip
 
 
+@pytest.mark.in_turn("backend", "kind")
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 @pytest.mark.parametrize("backend, kind", EACH_KERAS)
 def test_copies(on: On, backend: str, kind: str, body: Any) -> None:
     on(backend, body, kind=kind, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("backend, kind", EACH_KERAS)
 def test_copies_of_models(on: On, backend: str, kind: str, tmp_path: Any) -> None:
     on(backend, models_reduce, kind=kind, folder=str(tmp_path))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("kind", ["new", "legacy"])
 def test_copies_keep_the_state_of_each_variable(on: On, kind: str) -> None:
     on("legacy", copies_keep_the_state_of_each_variable, kind=kind)
 
 
+@pytest.mark.in_turn("backend")
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
 def test_gradients_without_variables(on: On, backend: str, passes: int) -> None:

@@ -170,25 +170,20 @@ def commits_seldom() -> None:
     assert state._commits_made == 2  # after batch 2, and at the end
 
 
-# The states read and set variables, which each backend has its own; the loop and the callbacks belong to the Keras.
-EACH_KERAS = [
-    "torch",
-    "legacy",
-    *(pytest.param(one, marks=pytest.mark.long(4)) for one in ("tensorflow", "jax")),
-]
-
-
+@pytest.mark.in_turn
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_state_of_a_model(on: On, backend: str) -> None:
     on(backend, commits_restores_and_synchronises)
 
 
-@pytest.mark.parametrize("backend", EACH_KERAS)
+@pytest.mark.in_turn
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_what_goes_along_with_a_model_stays_the_same(on: On, backend: str) -> None:
     on(backend, keeps_other_models_and_callbacks)
 
 
-@pytest.mark.parametrize("backend", EACH_KERAS)
+@pytest.mark.in_turn
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_fit_goes_on_after_a_failure(on: On, backend: str) -> None:
     on(backend, fits_again_after_a_failure, order="cbe")
 

@@ -65,12 +65,14 @@ def goes_on_from_a_checkpoint(folder: str) -> None:
     assert float(then["score"][1]) > 0.8
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("backend", ["tensorflow", "legacy"])
 def test_a_short_script_for_tf_keras(on: Callable[..., Any], backend: str, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     on(backend, classic, init=False, folder=str(tmp_path))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("backend", ["tensorflow", "torch"])
 def test_a_script_that_goes_on_from_rank_0s_checkpoint(
     on: Callable[..., Any], backend: str, tmp_path: Path

@@ -234,12 +234,14 @@ def trains_with_fit(kind: str, eagerly: bool) -> None:
 # --- tests -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turn("kind")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("body", [reduces_where_it_computes, has_the_names], ids=lambda body: body.__name__)
 def test_it_is_as_horovods(on: On, kind: str, body: Any) -> None:
     on("legacy", body, kind=kind)
 
 
+@pytest.mark.in_turn("kind")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("function", [False, True])
 def test_iterations_count_batches(on: On, kind: str, function: bool) -> None:
@@ -247,12 +249,14 @@ def test_iterations_count_batches(on: On, kind: str, function: bool) -> None:
         on("legacy", counts_batches, kind=kind, function=function, average=average)
 
 
+@pytest.mark.in_turn("kind")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("function", [False, True])
 def test_an_infinity_in_any_pass_is_everybodys(on: On, kind: str, function: bool) -> None:
     on("legacy", skips_infinite_sums, kind=kind, function=function)
 
 
+@pytest.mark.in_turn("kind")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("eagerly", [False, True])
 def test_fit(on: On, kind: str, eagerly: bool) -> None:

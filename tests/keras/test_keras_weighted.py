@@ -111,11 +111,13 @@ def says_what_is_wrong() -> None:
         _update(local, gradients, variables, 1.0)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_update_takes_the_weighted_mean(on: Callable[..., Any], backend: str) -> None:
     on(backend, updates_with_the_weighted_mean, size=3)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_wrong_weights_are_said_on_every_rank_and_training_goes_on(
     on: Callable[..., Any], backend: str

@@ -327,15 +327,10 @@ def says_what_differs() -> None:
 # --- tests -----------------------------------------------------------------------------------------------------------
 
 On = Callable[..., list[Any]]
-every_backend = pytest.mark.parametrize("backend", BACKENDS)
-
-
-def on_one(short: str) -> list[Any]:
-    """What the backends have in common; the others have their turn in the long run."""
-    return [short, *(pytest.param(one, marks=pytest.mark.long(4)) for one in BACKENDS if one != short)]
 
 
 # Every rule on every backend where their code differs; what only Keras does after the reduction, on one each.
+@pytest.mark.in_turn("which")
 @pytest.mark.parametrize(
     "which, backend",
     [
@@ -363,6 +358,7 @@ def test_without_the_wrapper_the_ranks_go_apart(on: On) -> None:
     on("torch", goes_apart_without_us)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "which, average, backend",
     [
@@ -375,7 +371,8 @@ def test_several_batches_per_update(on: On, backend: str, which: str, average: b
     on(backend, aggregates, which=which, average=average)
 
 
-@every_backend
+@pytest.mark.in_turn("backend")
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "body",
     [takes_options, combines_by_adasum, groups_of_variables, keeps_local_variables, says_what_differs],
@@ -385,7 +382,8 @@ def test_of_the_wrapper(on: On, backend: str, body: Any) -> None:
     on(backend, body)
 
 
-@pytest.mark.parametrize("backend", on_one("torch"))
+@pytest.mark.in_turn("backend")
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "body",
     [keeps_local_layers, keeps_what_was_built, refuses_wrong_arguments],
@@ -395,27 +393,21 @@ def test_of_the_wrapper_on_any_backend(on: On, backend: str, body: Any) -> None:
     on(backend, body)
 
 
-@pytest.mark.parametrize("backend", on_one("tensorflow"))
+@pytest.mark.in_turn
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_training_in_half_precision(on: On, backend: str) -> None:
     on(backend, trains_in_half_precision)
 
 
-@every_backend
+@pytest.mark.in_turn("backend")
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("outer", [True, False])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(on: On, backend: str, outer: bool) -> None:
     on(backend, scales_losses_alike, outer=outer)
 
 
-@pytest.mark.parametrize(
-    "passes, backend",
-    [
-        (2, "torch"),
-        *(
-            pytest.param(passes, backend, marks=pytest.mark.long(12))
-            for passes, backend in [(1, "torch"), *((2, one) for one in BACKENDS if one != "torch")]
-        ),
-    ],
-)
+@pytest.mark.in_turn
+@pytest.mark.parametrize("passes, backend", [(1, "torch"), *((2, one) for one in BACKENDS)])
 def test_a_saved_model_is_a_plain_one(on: On, backend: str, passes: int, tmp_path: Any) -> None:
     on(backend, is_saved_as_a_plain_optimizer, path=str(tmp_path / "model.keras"), passes=passes)
 

@@ -231,11 +231,13 @@ def has_horovods_names() -> None:
 # --- tests -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("which", ["sgd", "legacy sgd"])
 def test_tf_keras_with_several_batches_per_update(on: On, which: str) -> None:
     on("legacy", trains_as_one, which=which, passes=2)
 
 
+@pytest.mark.in_turn("which", "passes")
 @pytest.mark.parametrize("sparse_as_dense", [False, True])
 @pytest.mark.parametrize(
     "backend, which, passes",
@@ -245,6 +247,7 @@ def test_sparse_gradients(on: On, backend: str, which: str, passes: int, sparse_
     on(backend, trains_as_one, which=which, embedding=True, passes=passes, sparse_as_dense=sparse_as_dense)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.parametrize("outer", [False, True])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(on: On, legacy: bool, outer: bool) -> None:
@@ -258,18 +261,19 @@ def test_of_tf_keras(on: On, body: Any) -> None:
     on("legacy", body)
 
 
-@pytest.mark.parametrize(
-    "which, suffix", [("adam", "keras"), pytest.param("legacy adam", "h5", marks=pytest.mark.long(12))]
-)
+@pytest.mark.in_turn
+@pytest.mark.parametrize("which, suffix", [("adam", "keras"), ("legacy adam", "h5")])
 def test_tf_keras_saves_a_plain_optimizer(on: On, which: str, suffix: str, tmp_path: Any) -> None:
     on("legacy", saves_a_plain_optimizer, path=str(tmp_path / f"model.{suffix}"), which=which)
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", pytest.param("legacy", marks=pytest.mark.long(12))])
+@pytest.mark.in_turn
+@pytest.mark.parametrize("backend", ["tensorflow", "legacy"])
 def test_a_model_with_classes_of_the_users_is_loaded(on: On, backend: str, tmp_path: Any) -> None:
     on(backend, loads_what_the_user_wrote, path=str(tmp_path / "model"))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("backend", ["tensorflow", "legacy"])
 def test_xla_is_refused_before_the_first_step(on: On, backend: str) -> None:
     on(backend, refuses_xla)

@@ -176,22 +176,26 @@ def test_what_an_optimizer_keeps_for_some_variables_alone_is_found(on: Callable[
     on("tensorflow", keeps_slots_beside_gaps, 1)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_forgotten_broadcast_is_found_at_the_second_step(on: Callable[..., Any], backend: str) -> None:
     on(backend, finds_a_forgotten_broadcast)
 
 
+@pytest.mark.in_turn("backend")
 @pytest.mark.parametrize("kind", ["weight", "state"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_flipped_bit_is_found_at_the_next_check(on: Callable[..., Any], backend: str, kind: str) -> None:
     on(backend, finds_flipped_bits, 3 if kind == "weight" else 2, which="adam", kind=kind)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_may_differ_is_no_difference(on: Callable[..., Any], backend: str) -> None:
     on(backend, is_silent, alone=backend == "torch")
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_setting_that_differs_is_named_and_off_is_off_for_all(on: Callable[..., Any], backend: str) -> None:
     on(backend, says_which_setting_differs)

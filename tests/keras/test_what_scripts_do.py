@@ -374,12 +374,14 @@ BODIES = [
 ]  # fmt: skip
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("count", [12, pytest.param(60, marks=pytest.mark.long(40))])
 @pytest.mark.parametrize("backend, kind", BACKENDS)
 def test_every_program_gives_what_numpy_gives(on: On, backend: str, kind: str, count: int) -> None:
     on(backend, does_what_scripts_do, kind=kind, count=count)
 
 
+@pytest.mark.in_turn("backend", "kind")
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 @pytest.mark.parametrize("backend, kind", BACKENDS)
 def test_some_of_the_variables(on: On, backend: str, kind: str, body: Any) -> None:

@@ -40,7 +40,8 @@ def under(limit: str, ranks: int, tmp_path: Path, program: str = PROGRAM) -> sub
 GIB = 1 << 20  # as ulimit counts, in KiB
 
 
-@pytest.mark.parametrize("gib", [20, *(pytest.param(gib, marks=pytest.mark.long(4)) for gib in (200, 8, 4))])
+@pytest.mark.in_turn
+@pytest.mark.parametrize("gib", [20, 200, 8, 4])
 def test_less_address_space_makes_smaller_arenas(gib: int, tmp_path: Path) -> None:
     done = under(f"-v {gib * GIB}", 3, tmp_path)
     assert done.stdout.count("sum [3.0, 3.0]\n") == 3, done.stderr
@@ -59,7 +60,8 @@ if os.environ["HOROCLONE_RANK"] == "2":
 """
 
 
-@pytest.mark.parametrize("gib", [100, *(pytest.param(gib, marks=pytest.mark.long(5)) for gib in (2, 8))])
+@pytest.mark.in_turn
+@pytest.mark.parametrize("gib", [100, 2, 8])
 def test_a_rank_that_has_no_room_for_the_others_memory_uses_tcp_alone(gib: int, tmp_path: Path) -> None:
     """The others reserve 64 GiB each: it is not to end the job because they share what it cannot map."""
     done = under("-c 0", 4, tmp_path, ONE_IS_LIMITED.format(gib << 30) + PROGRAM)

@@ -52,12 +52,14 @@ def program(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "network",
     [
         "no interface",
         "IPv6 only",
-        *(pytest.param(one, marks=pytest.mark.long(5)) for one in ("loopback", "IPv4 only")),
+        "loopback",
+        "IPv4 only",
     ],
 )
 def test_the_ranks_of_one_machine_need_no_network(network: str, program: Path) -> None:

@@ -820,9 +820,8 @@ class Life:
         return self.coordinator.notice().wanted == record.number + 1
 
 
-@pytest.mark.parametrize(
-    "part", [0, 1, *(pytest.param(part, marks=pytest.mark.long(2)) for part in range(2, 10))]
-)
+@pytest.mark.in_turn
+@pytest.mark.parametrize("part", range(10))
 def test_random_lives_of_a_job(part: int) -> None:
     generations = 0
     for seed in range(part * 400, part * 400 + 400):

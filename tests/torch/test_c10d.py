@@ -536,9 +536,8 @@ sys.stdout.write(f"rank {dist.get_rank() if 'leave' in sys.argv else ''} of {siz
 """
 
 
-@pytest.mark.parametrize(
-    "how", ["horoclonerun", "mpirun", "alone", pytest.param("torchrun", marks=pytest.mark.long(10))]
-)
+@pytest.mark.in_turn
+@pytest.mark.parametrize("how", ["horoclonerun", "mpirun", "alone", "torchrun"])
 def test_under_every_launcher(how: str, launch: Any, tmp_path: Path, request: Any) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)

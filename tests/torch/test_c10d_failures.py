@@ -186,12 +186,10 @@ def test_a_lost_peer_is_named_by_every_operation(torch_worker_pool: Any, tmp_pat
     expect_peer_lost(team, [], tmp_path)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "operation",
-    [
-        name if name in ("all_reduce", "recv") else pytest.param(name, marks=pytest.mark.long(2))
-        for name in OPERATIONS
-    ],
+    OPERATIONS,
 )
 def test_a_lost_peer_is_named_by(operation: str, torch_worker_pool: Any, tmp_path: Path) -> None:
     team = torch_worker_pool(peer_is_lost_in, 2, env={"TMPDIR": str(tmp_path)}, operation=operation)
@@ -248,12 +246,15 @@ def trained_until_death(how: str) -> None:
             die()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "how",
     [
         "plain",
         "fp16",
-        *(pytest.param(how, marks=pytest.mark.long(2)) for how in ("view", "unused", "static")),
+        "view",
+        "unused",
+        "static",
     ],
 )
 def test_a_lost_peer_under_ddp_is_an_error(how: str, torch_worker_pool: Any, tmp_path: Path) -> None:
@@ -295,9 +296,10 @@ def sharded_until_death(where: str) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "where",
-    ["backward", *(pytest.param(where, marks=pytest.mark.long(3)) for where in ("forward", "optimizer"))],
+    ["backward", "forward", "optimizer"],
 )
 def test_a_lost_peer_under_fsdp_is_an_error(where: str, torch_worker_pool: Any, tmp_path: Path) -> None:
     team = torch_worker_pool(sharded_until_death, 2, env={"TMPDIR": str(tmp_path)}, where=where)
@@ -401,6 +403,7 @@ def some_ranks_never_call(late: list[int]) -> None:
     wait_to_be_killed()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("late", [[1], [1, 2]])
 def test_a_time_limit_says_which_ranks_have_not_called(late: list[int], torch_worker_pool: Any) -> None:
     size = 2 if late == [1] else 4

@@ -21,9 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "torch_ecosystem.md"
 PROGRAM = ROOT / "tests" / "torch" / "ecosystem.py"
 CASES = [
-    pytest.param(
-        name, size, id=f"{name}-{size}ranks", marks=[] if size == row.ranks[0] else [pytest.mark.long(3)]
-    )
+    pytest.param(name, size, id=f"{name}-{size}ranks")
     for name, row in ecosystem.ROWS.items()
     if not row.package
     for size in row.ranks
@@ -31,6 +29,7 @@ CASES = [
 ]
 
 
+@pytest.mark.in_turn("size")
 @pytest.mark.parametrize(("name", "size"), CASES)
 def test_it_computes_what_one_process_computes(name: str, size: int, worlds: Any) -> None:
     assert max(worlds.run(size, ecosystem.run_row, name=name)) <= ecosystem.ROWS[name].at_most

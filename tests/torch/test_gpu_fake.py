@@ -128,7 +128,8 @@ def operations() -> None:
     assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [2.0, 2.0]
 
 
-@pytest.mark.parametrize("way", ["nccl", "host", "peers", pytest.param("auto", marks=pytest.mark.long(5))])
+@pytest.mark.in_turn
+@pytest.mark.parametrize("way", ["nccl", "host", "peers", "auto"])
 def test_fake_operations_and_dtypes(ranks, way) -> None:
     ranks(operations, HOROCLONE_GPU_OPERATIONS=way)
 

@@ -220,6 +220,7 @@ def with_torchs_tools(names: list[str]) -> None:
         assert fake.placed > placed + 5, f"{name}: its tensors were not on the GPU"
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "names",
     [["ddp", "ddp_half", "ddp_power"], ["fsdp"], ["tensor_parallel", "sequence_parallel", "redistribute"]],

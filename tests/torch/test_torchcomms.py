@@ -85,9 +85,8 @@ def loses_one(port: int) -> None:
     say(content=True)
 
 
-@pytest.mark.parametrize(
-    "how", ["horoclonerun 3", "alone", pytest.param("torchrun 2", marks=pytest.mark.long(15))]
-)
+@pytest.mark.in_turn
+@pytest.mark.parametrize("how", ["horoclonerun 3", "alone", "torchrun 2"])
 def test_every_operation_of_a_communicator(how: str, launch: Any) -> None:
     launcher, _, count = how.partition(" ")
     commands = {

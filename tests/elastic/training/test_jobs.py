@@ -25,13 +25,14 @@ def parts_of(text: str) -> dict[str, float]:
     }
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("how", "loader", "part"),
     [
         (signal.SIGKILL, "plain", "recoveries"),
         (signal.SIGTERM, "2", "newcomers and leavers"),
-        pytest.param(signal.SIGTERM, "plain", "newcomers and leavers", marks=pytest.mark.long(12)),
-        pytest.param(signal.SIGKILL, "0", "recoveries", marks=pytest.mark.long(12)),
+        (signal.SIGTERM, "plain", "newcomers and leavers"),
+        (signal.SIGKILL, "0", "recoveries"),
     ],
     ids=["killed", "leaves-stateful-workers", "leaves", "killed-stateful"],
 )

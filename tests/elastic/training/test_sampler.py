@@ -113,9 +113,8 @@ class Simulated:
             self.begin(size, self.committed[1])
 
 
-@pytest.mark.parametrize(
-    "part", [0, *(pytest.param(part, marks=pytest.mark.long(10)) for part in range(1, 4))]
-)
+@pytest.mark.in_turn
+@pytest.mark.parametrize("part", range(4))
 def test_every_sample_is_trained_once_in_an_epoch_whatever_happens(worlds: Worlds, part: int) -> None:
     """4 x 1500 histories. Only the last round may hold some twice: fewer than there are ranks at its end."""
     for seed in range(part * 1500, part * 1500 + 1500):
