@@ -16,8 +16,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Generic, NamedTuple, TypeVar
 
 KEPT_DESCRIPTORS = 128  # none of them may have the last ones of a process; at most a quarter of all
 _LEAVES_S = 1.0  # for a thread to see that its connection was closed
@@ -36,76 +36,114 @@ def too_many(most: int) -> str:
     return f"more connections than {most} without a request: the oldest are closed, and the job goes on"
 
 
-class UnauthenticatedConnections:
-    """Connections that have proved nothing yet. Any thread; the sockets are the caller's, who closes them.
+def shut_down(peer: socket.socket) -> None:
+    """Its thread reads the end."""
+    with contextlib.suppress(OSError):
+        peer.shutdown(socket.SHUT_RDWR)
+
+
+def has_unread(peer: socket.socket) -> bool:
+    """Whether it has sent what its thread has not read yet, and not ended."""
+    look = select.poll()
+    look.register(peer, select.POLLIN | select.POLLRDHUP)
+    return any(events == select.POLLIN for _, events in look.poll(0))
+
+
+Peer = TypeVar("Peer", bound=Hashable)
+
+
+class UnauthenticatedConnections(Generic[Peer]):
+    """Connections that have proved nothing yet, and which of them goes where there are too many. Any thread.
 
     most: at a time, and as many that were sent away and whose threads have not seen it yet: who accepts does not wait
-    for each of them. limit_s: for expire(); how long one may stay. tell: takes a line when there are too many, once.
+    for each of them. limit_s: for expire(); how long one may stay. send_away: ends one; who closes it calls gone(),
+    in send_away or later. has_news: it is passed over; an event loop reads from it here, and says whether it is gone
+    for that. tell: takes a line when there are too many, once.
     """
 
-    def __init__(self, most: int, limit_s: float, tell: Callable[[str], None] | None = None) -> None:
-        self._most, self._limit_s, self._tell = most, limit_s, tell
-        self._news = threading.Condition()  # guards what follows
-        self._since: dict[socket.socket, float] = {}  # the first is the oldest
-        self._sent_away: set[socket.socket] = set()
+    def __init__(
+        self,
+        most: int,
+        limit_s: float,
+        send_away: Callable[[Peer], object],
+        has_news: Callable[[Peer], bool],
+        tell: Callable[[str], None] | None = None,
+    ) -> None:
+        self.most, self._limit_s, self._tell = most, limit_s, tell
+        self._end, self._has_news = send_away, has_news
+        self._changed = threading.Condition()  # guards what follows
+        self._since: dict[Peer, float] = {}  # the first is the oldest
+        self._sent_away: set[Peer] = set()
 
-    def admit(self, peer: socket.socket) -> bool:
-        """Whether there is room for it; who has come first makes room. False: close it."""
-        with self._news:
-            if are_descriptors_short(peer.fileno()):
-                self._send_oldest_away()
+    def __len__(self) -> int:
+        return len(self._since)
+
+    def __iter__(self) -> Iterator[Peer]:
+        return iter(self._since)
+
+    def admit(self, peer: Peer, newest: int = -1) -> bool:
+        """Whether there is room for it; who has come first makes room. False: close it. newest: its descriptor, where
+        the last ones of the process are kept for the job."""
+        with self._changed:
+            if are_descriptors_short(newest) and not self.make_room():
                 return False
             if not self._has_room():
-                self._send_oldest_away()
-                if not self._news.wait_for(self._has_room, _LEAVES_S):
+                self.make_room()
+                if self._sent_away:
+                    self._changed.wait_for(self._has_room, _LEAVES_S)
+                if not self._has_room():
                     return False
             self._since[peer] = time.monotonic()
             return True
 
-    def gone(self, peer: socket.socket) -> None:
+    def gone(self, peer: Peer) -> None:
         """It is about to be closed, or has proved that it belongs to the job: it is not counted any more."""
-        with self._news:
+        with self._changed:
             self._since.pop(peer, None)
             self._sent_away.discard(peer)
-            self._news.notify_all()
+            self._changed.notify_all()
+
+    def make_room(self) -> bool:
+        """Sends away the oldest that has no news; else the oldest. Whether one is gone already."""
+        with self._changed:
+            if self._tell is not None:
+                self._tell(too_many(self.most))
+                self._tell = None
+            before = len(self._since)
+            staying = [one for one in self._since if one not in self._sent_away]
+            for one in staying:
+                if not self._has_news(one):
+                    self._send_away(one)
+                    break
+                if len(self._since) < before:
+                    break
+            else:
+                for one in staying[:1]:
+                    self._send_away(one)
+            return len(self._since) < before
 
     def expire(self) -> None:
-        with self._news:
-            for peer, since in self._since.items():
-                if time.monotonic() - since >= self._limit_s:
-                    self._send_away(peer)
+        with self._changed:
+            before = time.monotonic() - self._limit_s
+            for peer in [one for one, since in self._since.items() if since <= before]:
+                self._send_away(peer)
+
+    def next_s(self) -> float:
+        """When expire() has something to do."""
+        return next(iter(self._since.values()), float("inf")) + self._limit_s
 
     def _has_room(self) -> bool:
         staying = len(self._since) - len(self._sent_away)
-        return staying < self._most and len(self._since) < 2 * self._most
+        return staying < self.most and len(self._since) < 2 * self.most
 
-    def _send_oldest_away(self) -> None:
-        goes = self._oldest()
-        if goes is not None:
-            self._send_away(goes)
-        if self._tell is not None:
-            self._tell(too_many(self._most))
-            self._tell = None
-
-    def _oldest(self) -> socket.socket | None:
-        """The first that has said nothing more than was read; else the first."""
-        staying = [one for one in self._since if one not in self._sent_away]
-        look = select.poll()
-        for one in staying:
-            look.register(one, select.POLLIN | select.POLLRDHUP)
-        unread = {number for number, events in look.poll(0) if events == select.POLLIN}
-        return next((one for one in staying if one.fileno() not in unread), staying[0] if staying else None)
-
-    def _send_away(self, peer: socket.socket) -> None:
+    def _send_away(self, peer: Peer) -> None:
         self._sent_away.add(peer)
-        with contextlib.suppress(OSError):
-            peer.shutdown(socket.SHUT_RDWR)  # its thread reads the end
+        self._end(peer)
 
 
 class _Visit(NamedTuple):
     peer: socket.socket
     address: Any
-    since: float
 
 
 class BoundedThreads(socketserver.ThreadingMixIn):
@@ -123,11 +161,13 @@ class BoundedThreads(socketserver.ThreadingMixIn):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._look = select.epoll()
-        self._silent: dict[int, _Visit] = {}  # by descriptor, the first is the oldest
+        self._unauthenticated = UnauthenticatedConnections(
+            self.max_connections, self.connection_limit_s, self._close_silent, self._read, self.tell
+        )
+        self._silent: dict[int, _Visit] = {}  # the same, by descriptor
         self._whole: deque[_Visit] = deque()  # requests that wait for a thread
         self._answered: dict[socket.socket, float] = {}  # since when; their threads remove them
         self._stops, self._has_ended = False, threading.Event()
-        self._has_told = False
         super().__init__(*args, **kwargs)
 
     def server_bind(self) -> None:
@@ -170,22 +210,23 @@ class BoundedThreads(socketserver.ThreadingMixIn):
             try:
                 peer, address = listener.accept()
             except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE) and not self._displace():
+                if error.errno in (errno.EMFILE, errno.ENFILE) and not self._unauthenticated.make_room():
                     time.sleep(0.1)  # it would be tried again at once
                 return
-            is_short = are_descriptors_short(peer.fileno())
-            if (is_short or len(self._silent) >= self.max_connections) and not self._displace():
+            visit = _Visit(peer, address)
+            if not self._unauthenticated.admit(visit, peer.fileno()):
                 peer.close()
                 continue
             peer.setblocking(False)
-            self._silent[peer.fileno()] = _Visit(peer, address, time.monotonic())
+            self._silent[peer.fileno()] = visit
             self._look.register(peer, select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET)
 
-    def _read(self, visit: _Visit) -> None:
+    def _read(self, visit: _Visit) -> bool:
+        """Whether it is no silent one any more: its request is whole, or it has ended."""
         try:
             head = visit.peer.recv(_MAX_HEAD, socket.MSG_PEEK)
         except BlockingIOError:
-            return
+            return False
         except OSError:
             head = b""
         if not head:
@@ -193,36 +234,27 @@ class BoundedThreads(socketserver.ThreadingMixIn):
         elif b"\r\n\r\n" in head or b"\n\n" in head or len(head) == _MAX_HEAD:
             self._look.unregister(visit.peer)
             self._whole.append(self._silent.pop(visit.peer.fileno()))
+            self._unauthenticated.gone(visit)
+        return visit.peer.fileno() not in self._silent
 
     def _answer(self, visit: _Visit) -> None:
         visit.peer.setblocking(True)
         self._answered[visit.peer] = time.monotonic()
         self.process_request(visit.peer, visit.address)
 
-    def _displace(self) -> bool:
-        """Whether there was anybody."""
-        if self.tell is not None and not self._has_told:
-            self._has_told = True
-            self.tell(too_many(self.max_connections))
-        if self._silent:
-            self._close_silent(next(iter(self._silent.values())))
-            return True
-        return False
-
     def _close_silent(self, visit: _Visit) -> None:
+        self._unauthenticated.gone(visit)
         del self._silent[visit.peer.fileno()]
         with contextlib.suppress(OSError):
             visit.peer.recv(_MAX_HEAD)  # bytes that nobody has taken would make the end a reset
         visit.peer.close()
 
     def _expire(self) -> None:
+        self._unauthenticated.expire()
         before = time.monotonic() - self.connection_limit_s
-        while self._silent and (oldest := next(iter(self._silent.values()))).since < before:
-            self._close_silent(oldest)
         for peer, since in list(self._answered.items()):
             if since < before:
-                with contextlib.suppress(OSError):
-                    peer.shutdown(socket.SHUT_RDWR)  # its thread reads the end
+                shut_down(peer)
 
     def shutdown_request(self, request: Any) -> None:
         """Called with each connection that had a thread, in the end."""

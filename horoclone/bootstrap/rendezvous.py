@@ -20,7 +20,7 @@ from horoclone.bootstrap import seal, wire
 from horoclone.bootstrap.client import Client
 from horoclone.bootstrap.failures import Failure, Failures
 from horoclone.bootstrap.waiting import Connection, Gather, Membership, Waiter
-from horoclone.connection_limits import BACKLOG
+from horoclone.connection_limits import BACKLOG, UnauthenticatedConnections
 
 __all__ = ["Client", "Failure", "Server"]
 
@@ -58,6 +58,9 @@ class Server:
         self._pending_takes = 0  # guarded by _mutex; complete gathers that some rank has not fetched
         self._mutex = threading.Condition()
         self._connections: dict[int, Connection] = {}
+        self._unauthenticated = UnauthenticatedConnections(
+            MAX_HALF_OPEN, HELLO_DEADLINE_S, self._drop, self._has_come_in
+        )
         self._listeners: list[socket.socket] = []
         self._stop = False
         self.addresses: list[str] = []
@@ -198,12 +201,10 @@ class Server:
                 self._mutex.notify_all()
 
     def _next_deadline_s(self) -> float:
-        deadline = min(time.monotonic() + 5.0, self._failures.next_s())
+        deadline = min(time.monotonic() + 5.0, self._failures.next_s(), self._unauthenticated.next_s())
         if self._service is not None:
             deadline = min(deadline, self._service.next_s())
         for connection in self._connections.values():
-            if not connection.proved:
-                deadline = min(deadline, connection.opened_s + HELLO_DEADLINE_S)
             if connection.waiter is not None:
                 deadline = min(deadline, connection.waiter.deadline)
         return max(0.0, deadline - time.monotonic())
@@ -215,8 +216,7 @@ class Server:
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError:
-                # out of descriptors: give up the unauthenticated peer that waits longest, look again soon
-                self._drop_oldest_stranger(0)
+                self._unauthenticated.make_room()  # out of descriptors: look again soon
                 time.sleep(0.01)
                 return
             peer.setblocking(False)
@@ -226,24 +226,21 @@ class Server:
                     continue
             else:
                 peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._drop_oldest_stranger(MAX_HALF_OPEN - 1)
-            connection = Connection(peer, secrets.token_bytes(wire.NONCE_BYTES), time.monotonic())
+            connection = Connection(peer, secrets.token_bytes(wire.NONCE_BYTES))
+            self._unauthenticated.admit(connection)
             self._connections[peer.fileno()] = connection
             self._selector.register(peer, selectors.EVENT_READ, connection)
             self._send(connection, wire.GREETING + connection.nonce)
 
-    def _drop_oldest_stranger(self, limit: int) -> None:
-        unauthenticated = [one for one in self._connections.values() if not one.proved]
-        if len(unauthenticated) > limit:
-            oldest = min(unauthenticated, key=lambda one: one.opened_s)
-            self._attend(oldest, selectors.EVENT_READ)  # its proof may have come, and not been read yet
-            if not oldest.proved:
-                self._drop(oldest)
+    def _has_come_in(self, connection: Connection) -> bool:
+        self._attend(connection, selectors.EVENT_READ)  # its proof may have come, and not been read yet
+        return connection.proved or connection.closing
 
     def _drop(self, connection: Connection) -> None:
         if connection.closing:
             return
         connection.closing = True
+        self._unauthenticated.gone(connection)
         if connection.rank >= 0:
             self._failures.broke(connection.rank)
         if self._service is not None:
@@ -253,10 +250,9 @@ class Server:
         connection.socket.close()
 
     def _expire(self, now: float) -> None:
+        self._unauthenticated.expire()
         for connection in list(self._connections.values()):
-            if not connection.proved and now - connection.opened_s >= HELLO_DEADLINE_S:
-                self._drop(connection)
-            elif connection.waiter is not None and now >= connection.waiter.deadline:
+            if connection.waiter is not None and now >= connection.waiter.deadline:
                 self._answer(connection, expired=True)
         gone, has_news = self._failures.settle(now)
         if gone:
@@ -317,6 +313,7 @@ class Server:
         both = self._job, connection.nonce, nonce
         connection.receives = wire.Sealed(self._secret, b"client", *both)
         connection.sends = wire.Sealed(self._secret, b"server", *both)
+        self._unauthenticated.gone(connection)
         self._send(connection, wire.proof(self._secret, b"server", *both))
 
     def _handle(self, connection: Connection, reader: wire.Reader) -> None:

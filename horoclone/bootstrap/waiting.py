@@ -61,7 +61,6 @@ class Waiter:
 class Connection:
     socket: socket.socket
     nonce: bytes
-    opened_s: float
     sends: Sealed | None = None  # both once it has proved the secret
     receives: Sealed | None = None
     received: bytearray = field(default_factory=bytearray)

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from horoclone import errors
 from horoclone.bootstrap import seal, wire
 from horoclone.bootstrap.client import HELLO_S, SLICE_S, Client
-from horoclone.connection_limits import BACKLOG, UnauthenticatedConnections
+from horoclone.connection_limits import BACKLOG, UnauthenticatedConnections, has_unread, shut_down
 from horoclone.runtime.native_module import core
 
 KEY = "replica"  # [generation u64][addresses, comma-separated]
@@ -92,7 +92,7 @@ class Feeder:
         self._packed: Replica | None = None
         self._packed_of: tuple[int, Pack] | None = None  # the offer
         self._spares = 0
-        self._strangers = UnauthenticatedConnections(MAX_SPARES, HELLO_S)
+        self._unauthenticated = UnauthenticatedConnections(MAX_SPARES, HELLO_S, shut_down, has_unread)
         self._closed = False
         self._packing = threading.Lock()
         self._listeners = [
@@ -140,7 +140,7 @@ class Feeder:
                 peer, _ = listener.accept()
             except OSError:
                 return
-            if not self._strangers.admit(peer):
+            if not self._unauthenticated.admit(peer, peer.fileno()):
                 peer.close()
                 continue
             threading.Thread(target=self._serve, args=(peer,), name="hc-replica-out", daemon=True).start()
@@ -149,7 +149,7 @@ class Feeder:
         try:
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if wire.admit(peer, self._secret, self._job, HELLO_S) and self._take():
-                self._strangers.gone(peer)
+                self._unauthenticated.gone(peer)
                 peer.settimeout(STUCK_S)
                 try:
                     self._feed(peer)
@@ -164,7 +164,7 @@ class Feeder:
         except (OSError, MemoryError):
             pass  # the spare has gone, or is promoted
         finally:
-            self._strangers.gone(peer)
+            self._unauthenticated.gone(peer)
             peer.close()
 
     def _take(self) -> bool:

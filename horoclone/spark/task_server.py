@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from horoclone.bootstrap import wire
-from horoclone.connection_limits import BACKLOG, UnauthenticatedConnections
+from horoclone.connection_limits import BACKLOG, UnauthenticatedConnections, has_unread, shut_down
 from horoclone.launch.hosts import Host
 from horoclone.launch.link import HostEvents, Link
 from horoclone.launch.usage import LaunchError
@@ -92,7 +92,9 @@ class TaskServer:
         self._waiting: dict[str, tuple[Task, socket.socket]] = {}
         self._busy: dict[str, Task] = {}
         self._trouble = ""  # why a task was refused
-        self._unauthenticated = UnauthenticatedConnections(MAX_UNAUTHENTICATED, HELLO_S)
+        self._unauthenticated = UnauthenticatedConnections(
+            MAX_UNAUTHENTICATED, HELLO_S, shut_down, has_unread
+        )
         self._changes = self._seen = 0
         self._closed = False
         self._selector = selectors.DefaultSelector()
@@ -219,7 +221,7 @@ class TaskServer:
             return
         with self._news:
             is_closed = self._closed
-        if is_closed or not self._unauthenticated.admit(peer):
+        if is_closed or not self._unauthenticated.admit(peer, peer.fileno()):
             peer.close()
             return
         threading.Thread(target=self._admit, args=(peer,), name="hc-spark-tasks-in", daemon=True).start()

@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from horoclone import connection_limits
-from horoclone.connection_limits import BoundedThreads, UnauthenticatedConnections
+from horoclone.connection_limits import BoundedThreads, UnauthenticatedConnections, has_unread, shut_down
 
 
 def descriptors() -> int:
@@ -137,7 +137,7 @@ def test_requests_that_were_at_the_port_before_a_crowd_are_answered() -> None:
 def test_who_has_said_something_new_goes_after_those_who_are_silent() -> None:
     pairs = [socket.socketpair() for _ in range(4)]
     ours, theirs = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    strangers = UnauthenticatedConnections(2, 60.0)
+    strangers = UnauthenticatedConnections(2, 60.0, shut_down, has_unread)
     theirs[0].send(b"x")
     assert all(strangers.admit(one) for one in ours)  # nobody has to have left for that
     assert is_closed(theirs[1]) and is_closed(theirs[2])
@@ -147,6 +147,28 @@ def test_who_has_said_something_new_goes_after_those_who_are_silent() -> None:
         theirs[0].recv(1)
     for one in (*ours, *theirs):
         one.close()
+
+
+def test_whose_proof_is_read_when_somebody_comes_is_not_sent_away() -> None:
+    """As the event loops use it: news are read, and who ends one has ended it."""
+    proofs, ended = ["first"], []
+
+    def has_proved(one: str) -> bool:
+        if one in proofs:
+            peers.gone(one)
+        return one in proofs
+
+    def end(one: str) -> None:
+        ended.append(one)
+        peers.gone(one)
+
+    said: list[str] = []
+    peers = UnauthenticatedConnections(2, 60.0, end, has_proved, said.append)
+    assert all(peers.admit(one) for one in ("first", "second", "third"))
+    assert list(peers) == ["second", "third"] and not ended
+    assert peers.admit("fourth") and ended == ["second"] and len(said) == 1
+    peers.most = 0  # all others have proved themselves
+    assert not peers.admit("fifth") and ended == ["second", "third"]
 
 
 def test_bytes_that_come_slowly_do_not_make_a_visit_longer(small: Small) -> None:

@@ -12,44 +12,34 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from horoclone import connection_limits
+from horoclone.connection_limits import UnauthenticatedConnections, has_unread
 
-MOST = 64  # connections at a time
-CROWD = MOST // 2  # from here on the oldest make room
-PATIENCE_S = 0.5  # nobody has to before, as long as there is room: a request may be on its way
+MOST = 64  # connections at a time, with the token and without
 REQUEST_S = 10.0  # for a request to arrive, from the connection or the last answer on
 
 
 class Connection(H11Protocol):
-    """is_known: its last request had the token; the application says so through `state` of the request."""
+    """The application finds it in `state` of a request, and calls authenticated() where that has the token."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.is_known = False
         self.app_state = {**self.app_state, "connection": self}
         self._limit: asyncio.TimerHandle | None = None
-        self._began = self.loop.time()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._ours().append(self)
         self._expect_request()
-        peer = transport.get_extra_info("socket")
-        is_short = peer is not None and connection_limits.are_descriptors_short(peer.fileno())
-        if len(self._ours()) <= CROWD and not is_short:
-            return
-        oldest = min((one for one in self._ours() if not one.is_known), key=Connection._is_being_answered)
-        is_full = is_short or len(self._ours()) > MOST
-        if oldest is self:  # all others have shown the token: uvicorn answers 503
-            self.limit_concurrency = 0 if is_full else None
-        elif is_full or self.loop.time() - oldest._began >= PATIENCE_S:
-            self.loop.call_exception_handler({"message": connection_limits.too_many(MOST)})
-            oldest.transport.abort()
-            self._ours().remove(oldest)
+        others = self._unauthenticated()
+        others.most = MOST - (len(self.connections) - 1 - len(others))
+        if not others.admit(self, transport.get_extra_info("socket").fileno()):
+            self.limit_concurrency = 0  # all others have shown the token: uvicorn answers 503
+
+    def authenticated(self) -> None:
+        """From now on nobody displaces it."""
+        self._unauthenticated().gone(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self in self._ours():
-            self._ours().remove(self)
+        self._unauthenticated().gone(self)
         if self._limit is not None:
             self._limit.cancel()
         super().connection_lost(exc)
@@ -58,9 +48,25 @@ class Connection(H11Protocol):
         super().on_response_complete()
         self._expect_request()
 
-    def _ours(self) -> list[Connection]:
-        """All that are open, the oldest first."""
-        return self.server_state.__dict__.setdefault("in_order", [])  # type: ignore[no-any-return]
+    def _unauthenticated(self) -> UnauthenticatedConnections[Connection]:
+        """Of the server, among its connections."""
+        state = self.server_state.__dict__
+        if "unauthenticated" not in state:
+            state["unauthenticated"] = UnauthenticatedConnections(
+                MOST, float("inf"), Connection._send_away, Connection._has_news, self._say
+            )
+        return state["unauthenticated"]  # type: ignore[no-any-return]
+
+    def _say(self, text: str) -> None:
+        self.loop.call_exception_handler({"message": text})
+
+    def _send_away(self) -> None:
+        self._unauthenticated().gone(self)
+        self.transport.abort()
+        self.connections.discard(self)
+
+    def _has_news(self) -> bool:
+        return self._is_being_answered() or has_unread(self.transport.get_extra_info("socket"))
 
     def _expect_request(self) -> None:
         if self._limit is not None:

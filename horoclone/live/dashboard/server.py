@@ -192,7 +192,8 @@ class Dashboard:
         request = Request(scope, receive)
         token, slash, path = scope["path"].removeprefix("/").partition("/")
         is_known = secrets.compare_digest(token.encode("utf-8", "surrogatepass"), self.token.encode())
-        scope["state"]["connection"].is_known = is_known
+        if is_known:
+            scope["state"]["connection"].authenticated()
         response = self._answer(request.method, slash, path) if is_known else _not_found()
         await response(scope, receive, send)
 
