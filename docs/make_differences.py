@@ -19,11 +19,12 @@ def rows(table: str, entries: dict[str, dict[str, Any]]) -> str:
     chosen = [each for each in entries.values() if each["table"] == table]
     if not chosen:
         return "Nothing that the recorded results show.\n"
+    columns = ["what", "there", "ours"] if table == "better" else ["what", "there", "ours", "why"]
     lines = ["| what | Horovod | here | why |", "|---|---|---|---|"]
+    if table == "better":
+        lines = ["| what | Horovod | here |", "|---|---|---|"]
     for each in chosen:
-        cells = [
-            " ".join(str(each[name]).split()).replace("|", "\\|") for name in ("what", "there", "ours", "why")
-        ]
+        cells = [" ".join(str(each[name]).split()).replace("|", "\\|") for name in columns]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
