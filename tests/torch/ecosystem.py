@@ -58,9 +58,13 @@ def table() -> str:
         "| tool of torch | what is compared with one process | ranks | at most apart |",
         "|---|---|---|---|",
     ]
+    rows: dict[tuple[str, str, str], list[str]] = {}  # what is alike but for what is compared shares a line
     for one in ROWS.values():
         apart = f"{one.at_most:.0e}".replace("e-0", "e-") if one.at_most else "0"
-        lines.append(f"| {one.tool} | {one.what} | {', '.join(map(str, one.ranks))} | {apart} |")
+        rows.setdefault((one.tool, ", ".join(map(str, one.ranks)), apart), []).append(one.what)
+    lines += [
+        f"| {tool} | {'; '.join(what)} | {ranks} | {apart} |" for (tool, ranks, apart), what in rows.items()
+    ]
     return "\n".join(lines)
 
 
