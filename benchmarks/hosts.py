@@ -6,7 +6,6 @@ no byte between the hosts can avoid the cable.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import secrets
@@ -24,7 +23,10 @@ from typing import Any
 from meeting import ADDRESS, FOLDER
 
 HERE = Path(__file__).resolve().parent
-CLONE_NEWNET = 0x40000000
+sys.path.append(str(HERE.parent / "tests"))  # last: its folders have the frameworks' names
+
+from namespaces import connect, delete, enter_namespace, lay_cable, make  # noqa: E402
+
 CABLE = "cable"
 # Credit that the shaper gives for free; what is measured must be far larger. Enough for one timer tick at 10 Gbit/s.
 BURST_BYTES = 128 << 10
@@ -36,11 +38,6 @@ def needs_root() -> None:
     if os.geteuid() != 0:
         print(f"{Path(sys.argv[0]).name}: network namespaces need root", file=sys.stderr)
         raise SystemExit(2)
-
-
-def ip(*words: str) -> str:
-    """Runs `ip`; its error text in RuntimeError."""
-    return _run("ip", *words)
 
 
 def _run(*words: str) -> str:
@@ -56,10 +53,7 @@ def inside(namespace: str, call: Callable[[], Any]) -> Any:
 
     def run() -> None:
         try:
-            fd = os.open(f"/run/netns/{namespace}", os.O_RDONLY | os.O_CLOEXEC)
-            if ctypes.CDLL(None, use_errno=True).setns(fd, CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), f"setns {namespace}")
-            os.close(fd)
+            enter_namespace(namespace)
             result.append(call())
         except BaseException as error:
             result.append(error)
@@ -85,20 +79,19 @@ class Hosts:
     def __enter__(self) -> Hosts:
         try:
             self._make()
+        except subprocess.CalledProcessError as error:
+            self.__exit__()
+            raise RuntimeError(f"{' '.join(error.cmd)}: {error.stderr.strip()}") from None
         except BaseException:
-            self._remove()
+            self.__exit__()
             raise
         return self
 
     def _make(self) -> None:
-        for name in self.names:
-            ip("netns", "add", name)
-        ip("-n", self.names[0], "link", "add", CABLE, "type", "veth", "peer", "name", CABLE,
-           "netns", self.names[1])  # fmt: skip
+        make(*self.names)
+        lay_cable(self.names[0], CABLE, self.names[1], CABLE)
         for name, address in zip(self.names, self.addresses, strict=True):
-            ip("-n", name, "addr", "add", f"{address}/30", "dev", CABLE)
-            ip("-n", name, "link", "set", CABLE, "mtu", str(self.mtu), "up")
-            ip("-n", name, "link", "set", "lo", "up")
+            connect(name, CABLE, f"{address}/30", "mtu", str(self.mtu))
             _run("tc", "-n", name, "qdisc", "add", "dev", CABLE, "root", "tbf", "rate", f"{self.gbit:g}gbit",
                  "burst", str(BURST_BYTES), "latency", "20ms")  # fmt: skip
         for host in (0, 1):
@@ -113,11 +106,7 @@ class Hosts:
         subprocess.run(self.command(host, ["sh", "-c", words]), capture_output=True, timeout=20)
 
     def __exit__(self, *_: object) -> None:
-        self._remove()
-
-    def _remove(self) -> None:
-        for name in self.names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20)
+        delete(*self.names)
 
     def command(self, host: int, words: list[str]) -> list[str]:
         """The command that runs `words` on this host."""

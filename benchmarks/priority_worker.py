@@ -56,14 +56,11 @@ class Layer(torch.nn.Module):
         return Work.apply(x, self.weight, self.ms)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def contestant(layers: list[tuple[int, float]], across: bool) -> Callable[[int], list[float]]:
-    """Trains so many steps and returns the mean time of one; what is owed at the end belongs to them."""
-    model = torch.nn.Sequential(*[Layer(elements, ms) for elements, ms in layers])
-    optimizer: Any = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=1e-3),
-        model.named_parameters(),
-        cross_barrier=model if across else None,
-    )
+Steps = Callable[[int], list[float]]  # of so many steps the mean time of one, in microseconds
+
+
+def timed(model: Any, optimizer: Any, settle: Callable[[], Any] = lambda: None) -> Steps:
+    """settle: what is owed at the end belongs to the steps."""
 
     def steps(count: int) -> list[float]:
         hvd.barrier()
@@ -72,57 +69,42 @@ def contestant(layers: list[tuple[int, float]], across: bool) -> Callable[[int],
             optimizer.zero_grad()
             model(torch.ones(1, requires_grad=True)).sum().backward()
             optimizer.step()
-        if across:
-            optimizer.synchronize()
+        settle()
         return [(time.perf_counter() - start) / count * 1e6]
 
     return steps
 
 
-def rarely(layers: list[tuple[int, float]], sync_every: int, delay: int) -> Callable[[int], list[float]]:
-    """DiLoCo over the same layers: one fragment, which is under way for `delay` steps."""
+def stack(layers: list[tuple[int, float]]) -> tuple[Any, Any]:
+    """The model, and SGD over it."""
     model = torch.nn.Sequential(*[Layer(elements, ms) for elements, ms in layers])
-    inner = torch.optim.SGD(model.parameters(), lr=1e-3)
+    return model, torch.optim.SGD(model.parameters(), lr=1e-3)
+
+
+def reduced(layers: list[tuple[int, float]], across: bool) -> Steps:
+    model, plain = stack(layers)
+    optimizer: Any = hvd.DistributedOptimizer(
+        plain, model.named_parameters(), cross_barrier=model if across else None
+    )
+    return timed(model, optimizer, optimizer.synchronize if across else lambda: None)
+
+
+def rarely(layers: list[tuple[int, float]], sync_every: int, delay: int) -> Steps:
+    """DiLoCo: one fragment, which is under way for `delay` steps."""
+    model, inner = stack(layers)
     outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
     hvd.DiLoCo([model], inner, outer, sync_every, fragment_sync_delay=delay).__enter__()
-
-    def steps(count: int) -> list[float]:
-        hvd.barrier()
-        start = time.perf_counter()
-        for _ in range(count):
-            inner.zero_grad()
-            model(torch.ones(1, requires_grad=True)).sum().backward()
-            inner.step()
-        return [(time.perf_counter() - start) / count * 1e6]
-
-    return steps
-
-
-def alone(layers: list[tuple[int, float]]) -> Callable[[int], list[float]]:
-    """The same forward and backward without an optimizer: what computing takes."""
-    model = torch.nn.Sequential(*[Layer(elements, ms) for elements, ms in layers])
-
-    def steps(count: int) -> list[float]:
-        start = time.perf_counter()
-        for _ in range(count):
-            model(torch.ones(1, requires_grad=True)).sum().backward()
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.sub_(p.grad, alpha=1e-3)  # type: ignore[arg-type]
-                    p.grad = None
-        return [(time.perf_counter() - start) / count * 1e6]
-
-    return steps
+    return timed(model, inner)
 
 
 def main(plan: dict[str, Any], out: str) -> None:
     hvd.init()
     silent = [(elements, 0.0) for elements, _ in plan["layers"]]
     make = {
-        "computing alone": lambda: alone(plan["layers"]),
-        "communication alone": lambda: contestant(silent, False),
-        "fifo": lambda: contestant(plan["layers"], False),
-        "priority": lambda: contestant(plan["layers"], True),
+        "computing alone": lambda: timed(*stack(plan["layers"])),
+        "communication alone": lambda: reduced(silent, False),
+        "fifo": lambda: reduced(plan["layers"], False),
+        "priority": lambda: reduced(plan["layers"], True),
         "diloco": lambda: rarely(plan["layers"], plan["steps"], plan["steps"] // 2),
     }
     times = {}

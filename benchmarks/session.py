@@ -62,7 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def _list_of(item: Callable[[str], Any], known: Iterable[str] | None = None) -> Callable[[str], list[Any]]:
     def parse(text: str) -> list[Any]:
         words = text.split(";" if ";" in text else ",")
-        if known is not None and words[0] not in known and text in known:
+        if known is not None and text in known:
             words = [text]  # a name with a comma in it
         if unknown := [word for word in words if known is not None and word not in known]:
             raise argparse.ArgumentTypeError(f"there is no {unknown[0]!r}, but {', '.join(known or ())}")

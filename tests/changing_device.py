@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 
-from namespaces import delete, enter_namespace, ip
+from namespaces import connect, delete, enter_namespace, lay_cable, make
 
 IP, TCP, UDP = b"\x08\x00", 6, 17
 
@@ -37,17 +37,12 @@ class Device:
         self._thread = threading.Thread(target=self._carry)
 
     def open(self) -> None:
-        for name in self.names:
-            ip("netns", "add", name)
-            ip("-n", name, "link", "set", "lo", "up")
+        make(*self.names)
         for host, address in enumerate(self.addresses):
             name, port = self.names[host], f"port{host}"
-            peer = ["type", "veth", "peer", "name", port, "netns", self.names[2]]
-            ip("-n", name, "link", "add", "cable", *peer)
-            ip("-n", name, "addr", "add", f"{address}/24", "dev", "cable")
-            ip("-n", name, "link", "set", "cable", "gso_max_segs", "1")  # frames as a wire has them
-            ip("-n", name, "link", "set", "cable", "up")
-            ip("-n", self.names[2], "link", "set", port, "up")
+            lay_cable(name, "cable", self.names[2], port)
+            connect(name, "cable", f"{address}/24", "gso_max_segs", "1")  # frames as a wire has them
+            connect(self.names[2], port)
         self._thread.start()
 
     def change(self, smallest: int, largest: int, skip: int, bit: int) -> None:

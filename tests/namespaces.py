@@ -1,4 +1,7 @@
-"""Hosts for tests: network namespaces that cables join. They need root and the command ip (the fixture `needs_root`)."""
+"""Hosts for tests and benchmarks: network namespaces that cables join.
+
+They need root and the command ip (the fixture `needs_root`).
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,31 @@ CLONE_NEWNET = 0x40000000
 def ip(*words: str) -> str:
     """Runs the command ip; gives what it prints."""
     return subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20).stdout
+
+
+def make(*names: str) -> None:
+    """Namespaces, in each of which the loopback works."""
+    for name in names:
+        ip("netns", "add", name)
+        ip("-n", name, "link", "set", "lo", "up")
+
+
+def make_switch(name: str, *options: str) -> None:
+    """In a namespace; connect(..., switched=True) joins others to it."""
+    ip("-n", name, "link", "add", "name", "switch", "type", "bridge", *options)
+    ip("-n", name, "link", "set", "switch", "up")
+
+
+def lay_cable(name: str, end: str, other: str, other_end: str) -> None:
+    """From one namespace to another; connect() each end."""
+    ip("-n", name, "link", "add", end, "type", "veth", "peer", "name", other_end, "netns", other)
+
+
+def connect(name: str, end: str, address: str = "", *settings: str, switched: bool = False) -> None:
+    """One end of a cable. address: with its number of bits. settings: of `ip link set`."""
+    if address:
+        ip("-n", name, "addr", "add", address, "dev", end)
+    ip("-n", name, "link", "set", end, *(["master", "switch"] if switched else []), *settings, "up")
 
 
 def inside(name: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -57,15 +85,11 @@ class Hosts:
         self.addresses = [[f"10.{218 + n}.{third}.{host}" for n in range(cables)] for host in (1, 2)]
 
     def open(self) -> None:
-        for name in self.names:
-            ip("netns", "add", name)
-            ip("-n", name, "link", "set", "lo", "up")
+        make(*self.names)
         for number, cable in enumerate(self.cables):
-            peer = ["type", "veth", "peer", "name", cable, "netns", self.names[1]]
-            ip("-n", self.names[0], "link", "add", cable, *peer)
+            lay_cable(self.names[0], cable, self.names[1], cable)
             for name, addresses in zip(self.names, self.addresses, strict=True):
-                ip("-n", name, "addr", "add", f"{addresses[number]}/30", "dev", cable)
-                ip("-n", name, "link", "set", cable, "up")
+                connect(name, cable, f"{addresses[number]}/30")
 
     def close(self) -> None:
         delete(*self.names)
@@ -104,17 +128,12 @@ class Switched:
         self.addresses = [f"10.217.{third}.{host}" for host in range(1, hosts + 1)]
 
     def open(self) -> None:
-        for name in (*self.names, self.switch):
-            ip("netns", "add", name)
-        ip("-n", self.switch, "link", "add", "name", "switch", "type", "bridge")
-        ip("-n", self.switch, "link", "set", "switch", "up")
+        make(*self.names, self.switch)
+        make_switch(self.switch)
         for name, address in zip(self.names, self.addresses, strict=True):
-            peer = ["type", "veth", "peer", "name", name, "netns", self.switch]
-            ip("-n", name, "link", "add", "cable0", *peer)
-            ip("-n", self.switch, "link", "set", name, "master", "switch", "up")
-            ip("-n", name, "addr", "add", f"{address}/29", "dev", "cable0")
-            ip("-n", name, "link", "set", "cable0", "up")
-            ip("-n", name, "link", "set", "lo", "up")
+            lay_cable(name, "cable0", self.switch, name)
+            connect(self.switch, name, switched=True)
+            connect(name, "cable0", f"{address}/29")
 
     def close(self) -> None:
         delete(*self.names, self.switch)

@@ -124,6 +124,19 @@ def test_arguments(load, capsys):
     assert "nccl" in capsys.readouterr().err
 
 
+def test_a_name_with_a_comma_is_one_name(load):
+    known = ("vgg", "vgg, fast link")
+    for text, wanted in (
+        ("vgg, fast link", [known[1]]),
+        ("vgg;vgg, fast link", list(known)),
+        ("vgg", ["vgg"]),
+    ):
+        assert (
+            load("session").options("Doc.", ["--cases", text], ("--cases", ["vgg"], "", known)).cases
+            == wanted
+        )
+
+
 @pytest.mark.mpi
 @pytest.mark.long(40)
 def test_a_tiny_run(open_mpi, tmp_path):

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 import yaml
-from namespaces import delete, ip
+from namespaces import connect, delete, lay_cable, make, make_switch
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -120,12 +120,10 @@ class Pod:
 
     def _make_network(self) -> None:
         end, tag = f"v{secrets.token_hex(4)}", self.cluster.tag
-        ip("netns", "add", self.namespace)
-        ip("-n", tag, "link", "add", end, "type", "veth", "peer", "name", "eth0", "netns", self.namespace)
-        ip("-n", tag, "link", "set", end, "master", "bridge", "up")
-        ip("-n", self.namespace, "addr", "add", f"{self.address}/24", "dev", "eth0")
-        ip("-n", self.namespace, "link", "set", "eth0", "up")
-        ip("-n", self.namespace, "link", "set", "lo", "up")
+        make(self.namespace)
+        lay_cable(tag, end, self.namespace, "eth0")
+        connect(tag, end, switched=True)
+        connect(self.namespace, "eth0", f"{self.address}/24")
 
     def _start(self) -> subprocess.Popen[bytes]:
         inside = [
@@ -246,9 +244,8 @@ class Cluster:
         }
         (folder / "nsswitch.conf").write_text("hosts: files\n")
         (folder / "hosts").write_text("127.0.0.1 localhost\n")
-        ip("netns", "add", self.tag)
-        ip("-n", self.tag, "link", "add", "bridge", "type", "bridge", "stp_state", "0", "forward_delay", "0")
-        ip("-n", self.tag, "link", "set", "bridge", "up")
+        make(self.tag)
+        make_switch(self.tag, "stp_state", "0", "forward_delay", "0")
 
     def next_address(self) -> str:
         self._last += 1

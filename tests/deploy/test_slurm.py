@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from namespaces import delete, ip
+from namespaces import connect, delete, lay_cable, make, make_switch
 
 pytest.importorskip("numpy")
 pytest.importorskip("horoclone._core", reason="the native module is not built: pip install -e .")
@@ -99,20 +99,13 @@ class Slurm:
 
     def _make_network(self, net: str) -> None:
         """The controller's namespace has the switch to which the nodes' are joined."""
-        for space in self.spaces:
-            ip("netns", "add", space)
-            ip("-n", space, "link", "set", "lo", "up")
-        ip("-n", self.tag, "link", "add", "bridge", "type", "bridge", "stp_state", "0", "forward_delay", "0")
-        ip("-n", self.tag, "addr", "add", f"{net}.1/24", "dev", "bridge")
-        ip("-n", self.tag, "link", "set", "bridge", "up")
+        make(*self.spaces)
+        make_switch(self.tag, "stp_state", "0", "forward_delay", "0")
+        connect(self.tag, "switch", f"{net}.1/24")
         for number, space in enumerate(self.spaces[1:], 1):
-            ip(
-                "-n", self.tag, "link", "add", f"v{number}", "type", "veth", "peer", "name", "eth0", "netns",
-                space
-            )  # fmt: skip
-            ip("-n", self.tag, "link", "set", f"v{number}", "master", "bridge", "up")
-            ip("-n", space, "addr", "add", f"{net}.{number + 1}/24", "dev", "eth0")
-            ip("-n", space, "link", "set", "eth0", "up")
+            lay_cable(self.tag, f"v{number}", space, "eth0")
+            connect(self.tag, f"v{number}", switched=True)
+            connect(space, "eth0", f"{net}.{number + 1}/24")
 
     def on(self, host: str, *words: str) -> list[str]:
         """A command on the controller's host or on a node: its network, its name, and the names of all."""
