@@ -16,30 +16,6 @@ ROOT = Path(__file__).resolve().parents[2]
 # Whose package this machine need not have, or whose import takes seconds; test_without_all_of_them has them all.
 BINDINGS = ("torch", "tensorflow", "keras", "jax", "cupy", "_keras", "lightning", "spark", "ray")
 
-# Forks for each part, so that torch, which several parts import, is imported once.
-WITHOUT_EACH = """
-import os, pathlib, runpy, sys, traceback
-import torch
-tree, parts = pathlib.Path(sys.argv[1]), sys.argv[3].split()
-for part in parts:
-    folder = tree / "horoclone" / part.replace(".", "/")
-    away = folder.rename(tree / "away")
-    if not (child := os.fork()):
-        sys.stdout = open(tree / f"{part}.said", "w")
-        try:
-            runpy.run_path(str(tree / "import_all.py"))
-            code = 1  # it ends with what --help ends with
-        except SystemExit as end:
-            code = end.code or 0
-        except BaseException:
-            traceback.print_exc()
-            code = 1
-        sys.stdout.flush()
-        os._exit(code)
-    _, status = os.waitpid(child, 0)
-    away.rename(folder)
-    assert status == 0, part
-"""
 IMPORT_ALL = """
 import importlib, pathlib, sys
 without, absent, count = sys.argv[2].split(), [], 0
@@ -91,14 +67,12 @@ def test_every_part_is_a_folder() -> None:
         assert (ROOT / "horoclone" / part.replace(".", "/") / "__init__.py").exists()
 
 
-def test_without_one_of_them_the_rest_is_imported(tmp_path: Path) -> None:
-    whole = copy_without(tmp_path)
-    (whole / "import_all.py").write_text(IMPORT_ALL)
-    run(whole, "-c", WITHOUT_EACH, str(whole), " ".join(BINDINGS), " ".join(optional.PARTS))
-    for part in optional.PARTS:
-        said = (whole / f"{part}.said").read_text()
-        assert int(said.split()[0]) > 100 and "usage: horoclonerun" in said, (part, said)
-        assert "show a running job" in said and ("measure a model" in said) == (part != "plan"), (part, said)
+@pytest.mark.in_turn
+@pytest.mark.parametrize("part", optional.PARTS)
+def test_without_one_of_them_the_rest_is_imported(tmp_path: Path, part: str) -> None:
+    said = run(copy_without(tmp_path, part), "-c", IMPORT_ALL, str(tmp_path), " ".join(BINDINGS))
+    assert int(said.split()[0]) > 100 and "usage: horoclonerun" in said, said
+    assert "show a running job" in said and ("measure a model" in said) == (part != "plan"), said
 
 
 def test_without_all_of_them_two_ranks_work_and_what_is_asked_for_is_named(tmp_path: Path) -> None:

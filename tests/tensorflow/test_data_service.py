@@ -66,6 +66,7 @@ def test_two_workers_feed_two_training_ranks(launch: Any, tmp_path: Path) -> Non
     assert not job.left_over()
 
 
+@pytest.mark.long(25)
 def test_each_training_rank_may_have_a_dispatcher_and_a_worker_of_its_own(
     launch: Any, tmp_path: Path
 ) -> None:
