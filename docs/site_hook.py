@@ -2,7 +2,8 @@
 
 README.md, CONTRIBUTING.md and CHANGELOG.md are pages. Another file that a page links to becomes a page that shows it,
 and so does a folder: the site has the links that the repository has, and needs no server for them.
-Decisions are for those who change the code: they are no pages, and of a link to one the text stays.
+Decisions are for those who change the code: they are no pages. A link to one in brackets is left out, else its text
+stays.
 llms.txt lists the pages with a sentence each, for programs that read (https://llmstxt.org).
 """
 
@@ -19,10 +20,10 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parent.parent
 # Files of the repository -> their pages; what lies in docs/ is a page of its own.
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-DECISIONS = "docs/decisions"
 LANGUAGES = {".py": "python", ".sbatch": "bash", ".yaml": "yaml", ".sh": "bash", ".h": "cpp", ".cc": "cpp"}
 
 _FENCE = re.compile(r"^(`{3,}|~{3,})")
+_TO_DECISION = r"\[([^\]]*)\]\((?:\.\./)*(?:docs/)?decisions/[^)]*\)"
 _LINK = re.compile(r"(`+[^`]*`+)|\]\(([^)\s#]*)(#[^)\s]*)?\)")
 
 _origins: dict[str, str] = {}  # page -> the file of the repository that it shows
@@ -148,9 +149,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         if not target or "://" in target:
             return found[0]
         name = posixpath.normpath(posixpath.join(folder, target))
-        if name.startswith(DECISIONS):
-            return "]"
         linked = page_of(name)
         return f"]({posixpath.relpath(linked, posixpath.dirname(here) or '.')}{anchor})"
 
-    return outside_code(markdown, lambda line: _LINK.sub(change, line))
+    def changed(line: str) -> str:
+        line = re.sub(_TO_DECISION, r"\1", re.sub(rf" ?\({_TO_DECISION}\)", "", line))
+        return _LINK.sub(change, line)
+
+    return outside_code(markdown, changed)
