@@ -211,6 +211,7 @@ def test_every_flag_that_a_sentence_names_exists() -> None:
         "benchmarks/*.py",
         "horoclone/tensorflow/data/compute_worker.py",
         "docs/*.py",
+        "tests/conftest.py",  # flags of pytest
     ):
         for script in ROOT.glob(place):
             known |= flags_of(script)
