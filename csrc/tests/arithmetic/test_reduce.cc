@@ -14,6 +14,7 @@
 #include "arithmetic/reduce.h"
 #include "base/half.h"
 #include "base/status.h"
+#include "tests/elements.h"
 #include "tests/sanitized.h"
 
 namespace {
@@ -128,49 +129,25 @@ bool bool_element(Reduce op, const std::vector<uint8_t>& sources) {
   return op == Reduce::kMin || op == Reduce::kProduct || op == Reduce::kAnd ? all : any;
 }
 
-template <class T>
-void put(Bytes& out, size_t i, T value) {
-  std::memcpy(out.data() + i * sizeof(T), &value, sizeof(T));
-}
-
 Bytes expected(DType dtype, Reduce op, const std::vector<Bytes>& s, size_t count, const Scale& scale) {
   if (s.size() == 1 && scale.pre == 1 && scale.post == 1 && (scale.divisor == 1 || is_float(dtype))) return s[0];
   Bytes out(count * size_of(dtype));
-  for (size_t i = 0; i < count; ++i) switch (dtype) {
-      case DType::kBool:
-        put(out, i, static_cast<uint8_t>(bool_element(op, elements<uint8_t>(s, i))));
-        break;
-      case DType::kU8:
-        put(out, i, integer_element(op, elements<uint8_t>(s, i), scale));
-        break;
-      case DType::kI8:
-        put(out, i, integer_element(op, elements<int8_t>(s, i), scale));
-        break;
-      case DType::kU16:
-        put(out, i, integer_element(op, elements<uint16_t>(s, i), scale));
-        break;
-      case DType::kI16:
-        put(out, i, integer_element(op, elements<int16_t>(s, i), scale));
-        break;
-      case DType::kI32:
-        put(out, i, integer_element(op, elements<int32_t>(s, i), scale));
-        break;
-      case DType::kI64:
-        put(out, i, integer_element(op, elements<int64_t>(s, i), scale));
-        break;
-      case DType::kF16:
-        put(out, i, half_element(op, elements<Float16>(s, i), scale, to_float16));
-        break;
-      case DType::kBF16:
-        put(out, i, half_element(op, elements<BFloat16>(s, i), scale, to_bfloat16));
-        break;
-      case DType::kF32:
-        put(out, i, float_element(op, elements<float>(s, i), scale));
-        break;
-      case DType::kF64:
-        put(out, i, float_element(op, elements<double>(s, i), scale));
-        break;
+  with_element(dtype, [&]<class T>(T value) {
+    for (size_t i = 0; i < count; ++i) {
+      const std::vector<T> sources = elements<T>(s, i);
+      if constexpr (std::is_same_v<T, Float16>)
+        value = half_element(op, sources, scale, to_float16);
+      else if constexpr (std::is_same_v<T, BFloat16>)
+        value = half_element(op, sources, scale, to_bfloat16);
+      else if constexpr (std::is_floating_point_v<T>)
+        value = float_element(op, sources, scale);
+      else if (dtype == DType::kBool)
+        value = static_cast<T>(bool_element(op, elements<uint8_t>(s, i)));
+      else
+        value = integer_element(op, sources, scale);
+      std::memcpy(out.data() + i * sizeof value, &value, sizeof value);
     }
+  });
   return out;
 }
 
@@ -200,14 +177,7 @@ class Data {
     const size_t kind = below(8);
     if (kind < 4) return;
     const float value = kind == 4 ? edges[below(std::size(edges))] : std::normal_distribution<float>()(random_);
-    if (dtype == DType::kF16) write(at, to_float16(value));
-    if (dtype == DType::kBF16) write(at, to_bfloat16(value));
-    if (dtype == DType::kF32) write(at, value);
-    if (dtype == DType::kF64) write(at, static_cast<double>(value));
-  }
-  template <class T>
-  void write(std::byte* at, T value) {
-    std::memcpy(at, &value, sizeof value);
+    store(dtype, at, value);
   }
   std::mt19937 random_{20260131};
 };
