@@ -101,13 +101,15 @@ def accepted(knob: dict[str, str]) -> str:
     """What the table says, without what the page says once."""
     if knob["read_by"] != "core":
         return cell(knob["type"])
-    text = knob["accepts"].replace(", or with a suffix KiB, MiB, GiB", "")
-    text = re.sub(r"\d{7,}", lambda found: with_unit(int(found[0])), text).replace(
-        "whole bytes from", "bytes from"
+    text = (
+        knob["accepts"]
+        .replace(", or with a suffix KiB, MiB, GiB", "")
+        .replace(" (also false, true, no, yes, off, on)", "")
     )
-    text = text.replace(" (also false, true, no, yes, off, on)", "")
+    text = re.sub(r"\d{7,}", lambda found: with_unit(int(found[0])), text)
+    text = re.sub(r"^(whole bytes|a (whole )?number) from |^one of |^any ", "", text)
     return cell(
-        text.replace("a whole number from", "from").replace("a number from", "from").replace("one of ", "")
+        text.replace("0 or 1", "0, 1").replace(" (s)", " s").replace(" (ms)", " ms").replace(" (us)", " us")
     )
 
 
