@@ -17,14 +17,14 @@ from typing import NamedTuple
 from horoclone.errors import Mismatch
 from horoclone.runtime import logs
 from horoclone.runtime.native_module import core
-from horoclone.settings import setting
+from horoclone.settings import COMPARE, comparison
 
-WARN, REPAIR, ERROR, OFF = range(4)  # where ranks were told different things, the greatest counts
-ACTIONS = {"warn": WARN, "repair": REPAIR, "error": ERROR, "off": OFF}
+WARN, REPAIR, ERROR, OFF = range(len(COMPARE))  # where ranks were told different things, the greatest counts
 PLACES = 64  # of a check
 SHARES = 10  # that the values are cut into, at most
 SMALL_BYTES = 256 << 10  # that a share has at least
 EVERYTHING = -1  # in place of a share
+FIRST = 10  # of the steps that are numbered: in it everything is compared
 
 log = logs.logger()
 
@@ -38,12 +38,7 @@ class Policy(NamedTuple):
 
 def policy(environ: Mapping[str, str] = os.environ) -> Policy:
     """As HOROCLONE_COMPARE and HOROCLONE_COMPARE_STEPS say. ValueError for anything else than they may be."""
-    action, steps = setting(environ, "COMPARE", "warn"), setting(environ, "COMPARE_STEPS", "100")
-    if action not in ACTIONS:
-        raise ValueError(f"HOROCLONE_COMPARE={action!r} must be one of {', '.join(ACTIONS)}.")
-    if not steps.isascii() or not steps.isdigit() or len(steps) > 9:
-        raise ValueError(f"HOROCLONE_COMPARE_STEPS={steps!r} must be a number of steps, 0 or more.")
-    return Policy(ACTIONS[action], int(steps))
+    return Policy(*comparison(environ))
 
 
 def hashes(addresses: Sequence[int], nbytes: Sequence[int]) -> list[int]:
@@ -83,11 +78,12 @@ class Rotation:
         self._count = 0
 
     def at(self, number: int) -> int | None:
-        """As next() for steps that are numbered, from 0: none in the first, after which scripts broadcast; everything
-        in the second; then a share at a time."""
-        if number == 1:
+        """As next() for steps that are numbered, from 0: everything in the step FIRST, and a share at a time. None in
+        the first two, and few before FIRST: scripts broadcast after their first batch, in which they may have made
+        several."""
+        if number == FIRST:
             return EVERYTHING
-        if number == 0 or not self.every or number % self.every:
+        if number < 2 or not self.every or number % self.every:
             return None
         return number // self.every % len(self.shares)
 

@@ -158,6 +158,19 @@ def setting(environ: Mapping[str, str], name: str, default: str) -> str:
     return text.strip().lower()
 
 
+COMPARE = ("warn", "repair", "error", "off")
+
+
+def comparison(environ: Mapping[str, str]) -> tuple[int, int]:
+    """HOROCLONE_COMPARE by its place in COMPARE, and HOROCLONE_COMPARE_STEPS. ValueError for what they cannot be."""
+    action, steps = setting(environ, "COMPARE", "warn"), setting(environ, "COMPARE_STEPS", "100")
+    if action not in COMPARE:
+        raise ValueError(f"HOROCLONE_COMPARE={action!r} must be one of {', '.join(COMPARE)}.")
+    if not steps.isascii() or not steps.isdigit() or len(steps) > 9:
+        raise ValueError(f"HOROCLONE_COMPARE_STEPS={steps!r} must be a number of steps, 0 or more.")
+    return COMPARE.index(action), int(steps)
+
+
 def flag(environ: Mapping[str, str], name: str, default: str = "0") -> bool:
     """The setting is neither 0, false, no nor off."""
     return setting(environ, name, default) not in ("0", "false", "no", "off")

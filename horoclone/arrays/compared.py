@@ -13,7 +13,7 @@ import numpy as np
 
 from horoclone import arrays, comparison
 from horoclone.arrays import host_memory
-from horoclone.comparison import DRIFTED, EVERYTHING, MENDED, OFF, PLACES, Difference, Policy
+from horoclone.comparison import DRIFTED, EVERYTHING, FIRST, MENDED, OFF, PLACES, Difference, Policy
 from horoclone.ops import Max, Sum
 from horoclone.process_sets import ProcessSet
 from horoclone.runtime import steps
@@ -60,7 +60,7 @@ class ArrayComparison(comparison.Comparison):
 
     @property
     def every(self) -> int:
-        """Steps from one check to the next; 0: none but that of the second step."""
+        """Steps from one check to the next; 0: none but that of the step FIRST."""
         return self._rotation.every
 
     def share(self, number: int) -> list[int]:
@@ -82,7 +82,7 @@ class ArrayComparison(comparison.Comparison):
     ) -> dict[int, Bytes]:
         """Where a check has failed, on every rank: says what differs, and gives what is to be repaired, by place. May
         raise Mismatch. hashes: of all values; values: themselves, where these can be repaired."""
-        if steps.held:
+        if number < steps.held:
             return {}
         own = [self.own.steps, number, len(hashes), *hashes]
         ranks, mine = self._set.ranks or [0], self._set.rank() or 0
@@ -101,11 +101,11 @@ class ArrayComparison(comparison.Comparison):
             return {}
         shortest = 1 + len(ABOUT) + min(row[len(ABOUT)] for row in present)
         rows = [row[1:shortest] if row[0] else [] for row in table.tolist()]
-        last = number - self._rotation.every * len(self._rotation.shares)
-        self._when = f"after step {number}"
-        if number > 1:
-            self._when += f", and not yet {f'after step {last}' if last > 1 else 'in the first steps'},"
-        self._why = DRIFTED if number > 1 else self._forgotten
+        last = number - self._rotation.every * len(self._rotation.shares) if self._rotation.every else 0
+        last = max(last, FIRST) if number > FIRST else last
+        is_new = last > 1  # all of them have been compared before
+        self._when = f"after step {number}{f', and not yet after step {last},' if is_new else ''}"
+        self._why = DRIFTED if is_new else self._forgotten
         mended: dict[int, Bytes] = {}
 
         def mend(found: list[Difference]) -> str:
@@ -143,7 +143,7 @@ class VariableComparison(ArrayComparison):
     def fill(self, variables: Callable[[], Sequence[tuple[str, Any]]]) -> list[int]:
         """Once in a step, before its reduction. variables: with what they are called in a text. What travels."""
         number, self._steps = self._steps, self._steps + 1
-        if number != 1 and not self.share(number):
+        if number not in (2, FIRST) and not self.share(number):  # sizes become known in these
             return NOTHING
         pairs = self.listed(variables)
         share = [self._read(pairs[i][1]) for i in self.share(number)]

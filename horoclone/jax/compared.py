@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from horoclone.arrays.compared import FORGOTTEN, ArrayComparison
-from horoclone.comparison import ERROR, OFF, PLACES, REPAIR, Policy
+from horoclone.comparison import ERROR, FIRST, OFF, PLACES, REPAIR, Policy
 from horoclone.jax import native
 from horoclone.jax.operations import MOVABLE
 from horoclone.process_sets import ProcessSet
@@ -88,10 +88,11 @@ class Watch:
             return places(share) if share else nothing
         number, every = values.number, self._comparison.every
         shares = self._comparison.shares
-        which = jnp.where(number == 1, 1, 0)
+        which = jnp.int32(0)
         if every:
             is_due = (number > 1) & (number % every == 0)
             which = jnp.where(is_due, 2 + number // every % len(shares), which)
+        which = jnp.where(number == FIRST, 1, which)
         arms: list[Callable[[], Any]] = [lambda: nothing, lambda: places(range(len(arrays)))]
         arms += [partial(places, share) for share in shares] if every else []
         return jax.lax.switch(which, arms)

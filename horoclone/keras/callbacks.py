@@ -19,7 +19,7 @@ from horoclone import runtime
 from horoclone.errors import Unsupported
 from horoclone.keras import learning_rate as rates
 from horoclone.keras.compared import native_of, slots_of
-from horoclone.keras.flavor import LEGACY, backend, keras
+from horoclone.keras.flavor import LEGACY, backend, keras, to_numpy
 from horoclone.keras.values import allgather_object, broadcast_variables
 from horoclone.runtime import steps
 from horoclone.tracking import Log, MetricsLog
@@ -80,7 +80,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self._build_optimizer(model)
             if self._ready_everywhere(not self._is_replaced()):
                 self._send(model)
-        steps.held = not self._sent  # a batch may hold several steps of the optimizer
+        if not self._sent:
+            steps.restart()
+            steps.held = _steps_before(model)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Raises ValueError, on every rank, when the ranks have different learning rates. Not in the first epoch of a
@@ -153,6 +155,13 @@ def _state_of(model: Any) -> list[Any]:
     variables = [] if optimizer is None else optimizer.variables
     found = [*model.weights, *(variables() if callable(variables) else variables)]
     return list({id(variable): variable for variable in found}.values())
+
+
+def _steps_before(model: Any) -> int:
+    """The number that the optimizer's steps have reached at the end of the first batch, which may hold several."""
+    many = getattr(model, "_steps_per_execution" if LEGACY else "steps_per_execution", None)
+    made = getattr(model.optimizer, "iterations", 0) if backend() == "jax" else 0  # there it counts them
+    return int(to_numpy(1 if many is None else many)) + int(to_numpy(made))
 
 
 def _without_xla(model: Any) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from horoclone.arrays.compared import NOTHING, Bytes, VariableComparison, bytes_of, hashes_of
-from horoclone.comparison import OFF, PLACES, Policy
+from horoclone.comparison import FIRST, OFF, PLACES, Policy
 from horoclone.ops import Adasum, Average, Max, Sum
 from horoclone.process_sets import ProcessSet
 from horoclone.runtime import steps
@@ -62,12 +62,13 @@ class Watch:
             places.set_shape([PLACES])
             return tf.cast(places, dtype)
 
-        which = tf.where(tf.equal(number, 1), 1, 0)
+        which = tf.constant(0)
         arms = [lambda: tf.zeros([PLACES], dtype), partial(check, range(len(pairs)))]
         if every:
             is_due = (number % every == 0) & (number > 1)
             which = tf.where(is_due, 2 + tf.cast(number // every % len(shares), tf.int32), which)
             arms += [partial(check, share) for share in shares]
+        which = tf.where(tf.equal(number, FIRST), 1, which)
         return tf.switch_case(which, arms)
 
     def _check(self, number: Any, *read: Any) -> Any:

@@ -50,6 +50,17 @@ def test_what_changes_nothing_is_mentioned_and_nothing_else(environ, said):
         assert line.startswith(text)
 
 
+@ranks(1, init=False)
+def test_init_refuses_what_the_comparison_of_values_cannot_be() -> None:
+    for name, value in ("HOROCLONE_COMPARE", "maybe"), ("HOROCLONE_COMPARE_STEPS", "-1"):
+        os.environ[name] = value
+        with pytest.raises(ValueError, match=f"{name}='{value}' must be"):
+            hvd.init()
+        del os.environ[name]
+    hvd.init()
+    hvd.shutdown()
+
+
 def test_every_variable_of_the_table_is_silent_at_its_default():
     core = pytest.importorskip("horoclone._core", reason="the native module is not built")
     knobs = json.loads(core.knobs())

@@ -63,7 +63,7 @@ class Training:
 
 
 @ranks(2, limit_s=180)
-def test_a_forgotten_broadcast_is_found_at_the_second_step_and_one_after_the_first_is_none() -> None:
+def test_a_forgotten_broadcast_is_found_and_one_after_the_first_step_is_none() -> None:
     for program in (False, True):
         with told("warn") as lines:
             training = Training(program, hvd.rank())
@@ -71,7 +71,7 @@ def test_a_forgotten_broadcast_is_found_at_the_second_step_and_one_after_the_fir
             assert not lines
             training.steps(3)
             assert len(lines) == (hvd.rank() == 0), lines
-            assert all("after step 1 the ranks" in line for line in lines)
+            assert all("after step 2 the ranks" in line for line in lines)
         with told("error"):
             training = Training(program, hvd.rank())
             training.steps(1)
@@ -89,6 +89,22 @@ def test_a_forgotten_broadcast_is_found_at_the_second_step_and_one_after_the_fir
             if hvd.rank() == 1:
                 training.flip()
             with pytest.raises(Exception, match="cannot be repaired"):
+                training.steps(1)
+
+
+@ranks(2, limit_s=180)
+def test_several_steps_before_the_broadcast_are_no_fault_and_more_are() -> None:
+    for program in (False, True):
+        with told("error", 100):
+            training = Training(program, hvd.rank())
+            training.steps(8)
+            training.params, training.state = hvd.broadcast((training.params, training.state), 0)
+            training.steps(4)
+            training = Training(program, hvd.rank())
+            training.steps(10)
+            with pytest.raises(
+                Exception, match="after step 10 the ranks .* before the first step or after it"
+            ):
                 training.steps(1)
 
 

@@ -48,7 +48,7 @@ class Training:
 
 
 @ranks(2)
-def test_a_forgotten_broadcast_is_found_at_the_second_step_and_one_after_the_first_is_none() -> None:
+def test_a_forgotten_broadcast_is_found_and_one_after_the_first_step_is_none() -> None:
     for graph in (False, True):
         with told("warn") as lines:
             training = Training(graph, hvd.rank())
@@ -57,7 +57,7 @@ def test_a_forgotten_broadcast_is_found_at_the_second_step_and_one_after_the_fir
             training.steps(3)
             assert len(lines) == (hvd.rank() == 0), lines
             assert all(
-                "after step 1 the ranks" in line and "hvd.broadcast_variables" in line for line in lines
+                "after step 2 the ranks" in line and "hvd.broadcast_variables" in line for line in lines
             )
         with told("error"):
             training = Training(graph, hvd.rank())
@@ -68,6 +68,22 @@ def test_a_forgotten_broadcast_is_found_at_the_second_step_and_one_after_the_fir
                 training.flip()
             with pytest.raises(
                 Exception, match="and not yet after step 3, the ranks do not have the same values"
+            ):
+                training.steps(1)
+
+
+@ranks(2)
+def test_several_steps_before_the_broadcast_are_no_fault_and_more_are() -> None:
+    for graph in (False, True):
+        with told("error", 100):
+            training = Training(graph, hvd.rank())
+            training.steps(8)
+            hvd.broadcast_variables(training.variables, 0)
+            training.steps(4)
+            training = Training(graph, hvd.rank())
+            training.steps(10)
+            with pytest.raises(
+                Exception, match="after step 10 the ranks .* before the first step or after it"
             ):
                 training.steps(1)
 
@@ -190,11 +206,11 @@ def test_a_check_reads_its_share_alone() -> None:
 
                 run = tf.function(step) if graph else step
                 counts = []
-                for _ in range(5):
+                for _ in range(12):
                     sizes.clear()
                     run()
                     counts.append(len(sizes))
-                assert counts == [0, 3, 1, 1, 1], (graph, counts)
+                assert counts == [0, 0, *[1] * 8, 3, 1], (graph, counts)
     finally:
         compared.bytes_of = read
 
