@@ -150,6 +150,11 @@ def single_calls(size: int, rank: int) -> dict[str, Step]:
     x, out, whole = torch.ones(2048), torch.ones(2048), torch.ones(2048 * size)
     one, many, group = torch.ones(1), torch.ones(32768), dist.distributed_c10d._get_default_group()
 
+    # As the experts of a model get tokens: the last rank the most.
+    goes = [2048 // size - 8 * (size - 1 - 2 * r) for r in range(size)]
+    comes = [goes[rank]] * size
+    routed, apart = torch.ones(sum(comes)), [torch.ones(2048) for _ in range(size)]
+
     def messages() -> None:
         if rank % 2:
             dist.recv(out, rank - 1)
@@ -170,6 +175,11 @@ def single_calls(size: int, rank: int) -> dict[str, Step]:
         "all_gather_into_tensor async, wait": lambda: gather(waits=True).wait(),
         "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(out, whole),
         "all_to_all_single": lambda: dist.all_to_all_single(out, x),
+        "all_to_all_single of unequal parts": lambda: dist.all_to_all_single(routed, x, comes, goes),
+        "all_to_all": lambda: dist.all_to_all(list(out.chunk(size)), list(x.chunk(size))),
+        "all_gather": lambda: dist.all_gather(apart, out),
+        "gather": lambda: dist.gather(x, apart if rank == 0 else None),
+        "reduce": lambda: dist.reduce(x, 0),
         "broadcast": lambda: dist.broadcast(x, 0),
         "barrier": dist.barrier,
         "functional all_reduce": lambda: functional.wait_tensor(functional.all_reduce(x, "sum", group)),

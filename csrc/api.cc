@@ -74,6 +74,7 @@ hc::Status read_request(const hc_request& r, const hc_tensor* tensors, int32_t n
   s->priority = r.priority;
   s->left_out = r.left_out;
   if (r.splits) s->splits = {r.splits, static_cast<size_t>(r.split_count)};
+  if (r.awaited) s->awaited = {r.awaited, static_cast<size_t>(r.awaited_count)};
   s->will_wait = r.will_wait != 0;
   s->place = {r.device != HC_CUDA || r.op == HC_BARRIER, r.device_index};
   s->stream = r.stream;

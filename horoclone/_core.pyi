@@ -64,13 +64,24 @@ class FastPath:
         reduce: int,
         root: int,  # of a message: the other rank
         tag: int,
+        rows: object = None,  # alltoall: how source
+        awaited_rows: object = None,  # and target are cut along their first dimension; None: in equal parts
         /,
     ) -> bool | int | None:
         """A blocking operation of torch.distributed. True: done. Else the handle of what failed, is not over in time,
         or has a result of the core's, because the ranks' sizes differ. In ranks of the world, with the tensors shown to
         the core as torch/c10d/group.py does."""
     def start_collective(
-        self, op: int, source: object, target: object, reduce: int, root: int, tag: int, /
+        self,
+        op: int,
+        source: object,
+        target: object,
+        reduce: int,
+        root: int,
+        tag: int,
+        rows: object = None,
+        awaited_rows: object = None,
+        /,
     ) -> bool | int | None:
         """As collective, without the wait. True: done already. A handle: under way, and the caller keeps the tensors."""
     def end_collective(self, handle: int, /) -> bool:

@@ -61,10 +61,10 @@ HC_EXPORT void hc_status_destroy(hc_status* status);
 
 /* One tensor of a request. `out` NULL: the core owns the result, whose size may be unknown before the agreement; see
  * hc_result. allgather into `out`: it must hold this rank's rows times the number of ranks. If any rank gives another
- * number of rows, `out` is unchanged and the core owns the result. alltoall into `out`: it must hold as many rows as
- * `in`; the same where any rank's splits are not equal parts of as many rows. reduce and gather have a result on the
- * root only. scatter: only the root passes a tensor. receive: pass a tensor to receive into (`out`), or none; without
- * one, HC_CUDA asks for a result on that GPU, and a message from host memory still arrives in host memory. */
+ * number of rows, `out` is unchanged and the core owns the result. alltoall into `out`: it must hold the rows of
+ * hc_request.awaited; the same where others come. reduce and gather have a result on the root only. scatter: only the
+ * root passes a tensor. receive: pass a tensor to receive into (`out`), or none; without one, HC_CUDA asks for a result
+ * on that GPU, and a message from host memory still arrives in host memory. */
 typedef struct hc_tensor {
   const void* in;
   void* out;
@@ -91,6 +91,9 @@ typedef struct hc_request {
   double prescale, postscale;
   const int64_t* splits; /* alltoall, scatter's root: rows for each rank of the set; NULL = equal */
   int32_t split_count;
+  const int64_t* awaited; /* alltoall into `out`: rows that it has room for from each rank of the set; NULL = equal
+                             parts of as many rows as `in` has */
+  int32_t awaited_count;
   void* stream;      /* HC_CUDA: the CUstream that produces the input (NULL: the default stream), */
   void* ready_event; /* or a CUevent already recorded behind it, which lives until the operation is done */
   hc_done done;      /* may be NULL */

@@ -11,6 +11,7 @@
 #include <climits>
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 #include "interruption.h"
 #include "plain_tensors.h"
@@ -263,59 +264,24 @@ bool overlap(const hc_tensor& a, int64_t a_bytes, const hc_tensor& b, int64_t b_
   return from < to + static_cast<uintptr_t>(b_bytes) && to < from + static_cast<uintptr_t>(a_bytes);
 }
 
-// Shows the tensors of a collective to the core as the slow path does (c10d/group.py): an allreduce as they are, what
-// is moved as one row, what is scattered as a row for each rank, messages as they are. False: not plain. shape: two
-// entries, behind `out`.
-bool describe(const FastPath* fast_path, int32_t op, PyObject* source, PyObject* target, int64_t* shape,
-              hc_tensor* out) {
-  PlainTensors tensors(fast_path->exchange);
-  hc_tensor to{};
-  if (!fast_path->exchange) return false;
-  if (op == HC_SEND || op == HC_RECEIVE) {
-    PyObject* const given = op == HC_SEND ? source : target;
-    if (!is_one_of(fast_path->kinds, given) || !tensors.read(given, op == HC_RECEIVE, out)) return false;
-    if (op == HC_SEND)
-      out->out = nullptr;
-    else
-      out->in = nullptr;
-    return true;
+// The elements of each rank's part. rows: the parts' sizes along the first dimension; None or an empty list: equal
+// parts, for which `parts` stays empty. False: they are not the tensor's.
+bool read_parts(PyObject* rows, const hc_tensor& t, int64_t size, std::vector<int64_t>* parts) {
+  if (t.rank == 0) return false;
+  if (rows == Py_None || (is_listing(rows) && PySequence_Fast_GET_SIZE(rows) == 0)) return t.shape[0] % size == 0;
+  if (!is_listing(rows) || PySequence_Fast_GET_SIZE(rows) != size) return false;
+  const int64_t row = elements_of(t) / t.shape[0];
+  int64_t left = t.shape[0];
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    int32_t count = 0;
+    if (!read_int(PySequence_Fast_GET_ITEM(rows, i), 0, INT32_MAX, &count)) return false;
+    left -= count;
+    parts->push_back(count * row);
   }
-  if (!is_one_of(fast_path->kinds, source) || !tensors.read(source, false, out)) return false;
-  if (source == target) {
-    to = *out;
-  } else if (!is_one_of(fast_path->kinds, target) || !tensors.read(target, true, &to)) {
-    return false;
-  }
-  const int64_t size = hc_get(fast_path->rt, HC_SIZE), given = elements_of(*out), wanted = elements_of(to),
-                given_bytes = given * kBytesOf[static_cast<size_t>(out->dtype)],
-                wanted_bytes = wanted * kBytesOf[static_cast<size_t>(to.dtype)];
-  out->out = to.out;
-  if (op == HC_ALLREDUCE) return source == target;
-  if (op == HC_BROADCAST || op == HC_ALLGATHER) {
-    if (op == HC_BROADCAST ? source != target : wanted_bytes != size * given_bytes) return false;
-    if (op == HC_ALLGATHER && (out->dtype != to.dtype || overlap(*out, given_bytes, to, wanted_bytes))) return false;
-    shape[0] = given;
-    *out = {out->in, to.out, shape, 1, out->dtype};
-    return true;
-  }
-  if (op == HC_ALLTOALL) {
-    if (out->dtype != to.dtype || given != wanted || out->rank == 0 || to.rank == 0 || out->shape[0] % size != 0 ||
-        to.shape[0] % size != 0 || overlap(*out, given_bytes, to, wanted_bytes))
-      return false;
-    shape[0] = given;
-    *out = {out->in, to.out, shape, 1, out->dtype};
-    return true;
-  }
-  if (op != HC_REDUCESCATTER || out->dtype != to.dtype || given != size * wanted ||
-      overlap(*out, given_bytes, to, wanted_bytes))
-    return false;
-  shape[0] = size;
-  shape[1] = wanted;
-  *out = {out->in, to.out, shape, 2, out->dtype};
-  return true;
+  return left == 0;
 }
 
-enum : Py_ssize_t { kOp, kFrom, kTo, kHow, kRoot, kTag, kCollectiveCount };
+enum : Py_ssize_t { kOp, kFrom, kTo, kHow, kRoot, kTag, kRows, kAwaited, kCollectiveCount };
 
 // An operation of c10d: its arguments, and its tensor where it has one.
 struct Collective {
@@ -323,6 +289,7 @@ struct Collective {
   int64_t shape[2] = {};
   hc_tensor tensor{};
   bool has_tensor = false;
+  std::vector<int64_t> splits, awaited;
 
   // False: not plain.
   bool read(const FastPath* fast_path, PyObject* const* args, Py_ssize_t count) {
@@ -330,20 +297,95 @@ struct Collective {
     request.version = HC_VERSION;
     request.device_index = -1;
     request.prescale = request.postscale = 1;
-    if (count != kCollectiveCount || !read_int(args[kOp], 0, HC_RECEIVE, &request.op) ||
+    if ((count != kRows && count != kCollectiveCount) || !read_int(args[kOp], 0, HC_RECEIVE, &request.op) ||
         !read_int(args[kHow], 0, HC_REDUCTIONS - 1, &request.reduce) ||
         !read_int(args[kRoot], 0, INT32_MAX, &request.root) || !read_int(args[kTag], 0, INT32_MAX, &tag))
       return false;
     request.tag = tag;
     has_tensor = request.op != HC_BARRIER;
-    return !has_tensor || describe(fast_path, request.op, args[kFrom], args[kTo], shape, &tensor);
+    if (!has_tensor) return true;
+    const bool has_rows = count == kCollectiveCount;
+    return describe(fast_path, args[kFrom], args[kTo], has_rows ? args[kRows] : Py_None,
+                    has_rows ? args[kAwaited] : Py_None);
   }
   const hc_tensor* data() const { return has_tensor ? &tensor : nullptr; }
+
+ private:
+  // Shows the tensors to the core as the slow path does (c10d/group.py): what is reduced and messages as they are, what
+  // is moved as one row, what is scattered as a row for each rank. False: not plain.
+  bool describe(const FastPath* fast_path, PyObject* source, PyObject* target, PyObject* rows, PyObject* awaited_rows) {
+    PlainTensors tensors(fast_path->exchange);
+    const int32_t op = request.op;
+    if (!fast_path->exchange) return false;
+    if (op == HC_SEND || op == HC_RECEIVE) {
+      PyObject* const given = op == HC_SEND ? source : target;
+      if (!is_one_of(fast_path->kinds, given) || !tensors.read(given, op == HC_RECEIVE, &tensor)) return false;
+      if (op == HC_SEND)
+        tensor.out = nullptr;
+      else
+        tensor.in = nullptr;
+      return true;
+    }
+    if (!is_one_of(fast_path->kinds, source) || !tensors.read(source, false, &tensor)) return false;
+    hc_tensor to = tensor;
+    if (target == Py_None)
+      to.out = nullptr;
+    else if (source != target && (!is_one_of(fast_path->kinds, target) || !tensors.read(target, true, &to)))
+      return false;
+    if (op == HC_REDUCE || op == HC_GATHER) {  // the root alone has a result
+      if ((target != Py_None) != (request.root == hc_get(fast_path->rt, HC_RANK))) return false;
+    } else if (target == Py_None) {
+      return false;
+    }
+    tensor.out = to.out;
+    if (op == HC_ALLREDUCE || op == HC_REDUCE) return source == target || target == Py_None;
+    return op == HC_BROADCAST ? source == target && move(elements_of(tensor))
+                              : describe_parts(to, hc_get(fast_path->rt, HC_SIZE), rows, awaited_rows);
+  }
+
+  // to: the target; without memory: there is none.
+  bool describe_parts(const hc_tensor& to, int64_t size, PyObject* rows, PyObject* awaited_rows) {
+    const int64_t given = elements_of(tensor), wanted = elements_of(to),
+                  bytes_of_one = kBytesOf[static_cast<size_t>(tensor.dtype)];
+    if (to.out && (tensor.dtype != to.dtype || overlap(tensor, given * bytes_of_one, to, wanted * bytes_of_one)))
+      return false;
+    if (request.op == HC_ALLGATHER || request.op == HC_GATHER)
+      return (!to.out || wanted == size * given) && move(given);
+    if (request.op == HC_ALLTOALL) {
+      if (!read_parts(rows, tensor, size, &splits) || !read_parts(awaited_rows, to, size, &awaited)) return false;
+      const auto are_equal = [](const std::vector<int64_t>& parts) {
+        return std::all_of(parts.begin(), parts.end(), [&](int64_t part) { return part == parts[0]; });
+      };
+      if (given != wanted || !are_equal(splits) || !are_equal(awaited)) {
+        if (splits.empty()) splits.assign(static_cast<size_t>(size), given / size);
+        if (awaited.empty()) awaited.assign(static_cast<size_t>(size), wanted / size);
+        request.splits = splits.data();
+        request.awaited = awaited.data();
+        request.split_count = request.awaited_count = static_cast<int32_t>(size);
+      }
+      return move(given);
+    }
+    if (request.op != HC_REDUCESCATTER || given != size * wanted) return false;
+    shape[0] = size;
+    shape[1] = wanted;
+    tensor.shape = shape;
+    tensor.rank = 2;
+    return true;
+  }
+
+  // As one row.
+  bool move(int64_t elements) {
+    shape[0] = elements;
+    tensor.shape = shape;
+    tensor.rank = 1;
+    return true;
+  }
 };
 
-// collective(op, source, target, reduce, root, tag): waits. True: done. A handle: it failed, the limit is over, or the
-// core owns the result, because the ranks' sizes differ. None: not plain. A barrier has no tensors: None twice; a
-// message has one.
+// collective(op, source, target, reduce, root, tag[, rows, awaited_rows]): waits. True: done. A handle: it failed, the
+// limit is over, or the core owns the result, because the ranks' sizes differ. None: not plain. A barrier has no
+// tensors: None twice; a message has one, and so has who gives to the root of a reduce or gather. rows: how an alltoall
+// cuts the source, awaited_rows: of whom the target's rows are to come; None: in equal parts.
 PyObject* collective(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   const auto* fast_path = reinterpret_cast<const FastPath*>(self);
   Collective call;

@@ -24,7 +24,10 @@ def polled(work: Any) -> None:
     work.wait()
 
 
-KINDS = ("all_reduce", "broadcast", "gather", "gather_apart", "scatter", "exchange", "barrier", "messages")
+KINDS = (
+    "all_reduce", "reduce", "broadcast", "all_gather_into_tensor", "all_gather", "gather", "reduce_scatter",
+    "exchange", "exchange_parts", "exchange_lists", "barrier", "messages",
+)  # fmt: skip
 ENDS = (
     lambda work: work.wait(),
     lambda work: work.wait(timedelta(seconds=60)),
@@ -49,18 +52,42 @@ def test_every_operation_ended_in_every_way() -> None:
                 works, got, wanted = [dist.all_reduce(mine, async_op=True)], mine, total
             elif kind == "broadcast":
                 works, got, wanted = [dist.broadcast(mine, root, async_op=True)], mine, parts[root]
-            elif kind == "gather":
+            elif kind == "reduce":
+                works, got = [dist.reduce(mine, root, async_op=True)], mine
+                wanted = total if rank == root else parts[rank]
+            elif kind == "all_gather_into_tensor":
                 got, wanted = torch.empty(n * size * size, dtype=torch.float64), torch.cat(parts)
                 works = [dist.all_gather_into_tensor(got, mine, async_op=True)]
-            elif kind == "gather_apart":
-                got, wanted = torch.empty(n * size * size, dtype=torch.float64), torch.cat(parts)
-                works = [dist.all_gather(list(got.chunk(size)), mine, async_op=True)]
-            elif kind == "scatter":
+            elif kind in ("all_gather", "gather"):
+                whole = torch.zeros(size, n * size + step % 2, dtype=torch.float64)  # with and without gaps
+                outputs = list(whole[:, : n * size])
+                if kind == "all_gather":
+                    works, wanted = [dist.all_gather(outputs, mine, async_op=True)], torch.stack(parts)
+                else:
+                    outputs = outputs if rank == root else None
+                    works = [dist.gather(mine, outputs, root, async_op=True)]
+                    wanted = torch.stack(parts) if rank == root else torch.zeros(size, n * size)
+                got = whole[:, : n * size]
+            elif kind == "reduce_scatter":
                 got, wanted = torch.empty(n, dtype=torch.float64), total[chunk]
                 works = [dist.reduce_scatter_tensor(got, mine, async_op=True)]
             elif kind == "exchange":
                 got, wanted = torch.empty_like(mine), torch.cat([part[chunk] for part in parts])
                 works = [dist.all_to_all_single(got, mine, async_op=True)]
+            elif kind in ("exchange_parts", "exchange_lists"):
+                # Rank r gives rank d some of what it has, more to those behind it.
+                cuts = [
+                    [n * size // (2 * size + (r + 2 * d + step % 3) % 4) for d in range(size)]
+                    for r in range(size)
+                ]
+                cut = [part[: sum(rows)].split(rows) for part, rows in zip(parts, cuts, strict=True)]
+                wanted = torch.cat([of_rank[rank] for of_rank in cut])
+                sent, awaited = cuts[rank], [rows[rank] for rows in cuts]
+                got = torch.zeros_like(wanted)
+                if kind == "exchange_parts":
+                    works = [dist.all_to_all_single(got, mine[: sum(sent)], awaited, sent, async_op=True)]
+                else:
+                    works = [dist.all_to_all(list(got.split(awaited)), list(cut[rank]), async_op=True)]
             elif kind == "barrier":
                 works, got, wanted = [dist.barrier(async_op=True)], mine, parts[rank]
             else:
@@ -99,13 +126,19 @@ def test_sizes_that_differ_are_told_when_the_work_is_waited_for() -> None:
     with distributed() as (rank, _):
         for waits in (True, False):
             n = 4 + 4 * rank
+            out, mine, cuts = torch.zeros(2 * n), torch.ones(n), [n // 4, 3 * n // 4]
             calls = (
-                lambda **more: dist.all_gather_into_tensor(torch.empty(2 * n), torch.ones(n), **more),  # noqa: B023
-                lambda **more: dist.all_to_all_single(torch.empty(n), torch.ones(n), **more),  # noqa: B023
+                (out, lambda **more: dist.all_gather_into_tensor(out, mine, **more)),  # noqa: B023
+                (out, lambda **more: dist.all_gather(list(out.chunk(2)), mine, **more)),  # noqa: B023
+                (out[:n], lambda **more: dist.all_to_all_single(out[:n], mine, **more)),  # noqa: B023
+                (out[:n], lambda **more: dist.all_to_all_single(out[:n], mine, cuts, cuts, **more)),  # noqa: B023
+                (out[:4], lambda **more: dist.all_to_all_single(out[:4], mine, [2, 2], cuts, **more)),  # noqa: B023
+                (out, lambda **more: dist.all_to_all([out[:n], out[n:]], list(mine.chunk(2)), **more)),  # noqa: B023
             )
-            for call in calls:
+            for target, call in calls:
                 with pytest.raises(ValueError, match="different sizes|ranks sent"):
                     call() if waits else call(async_op=True).wait()
+                assert not target.any()
                 x = torch.ones(3)
                 dist.all_reduce(x)
                 assert x.tolist() == [2.0, 2.0, 2.0]

@@ -72,6 +72,8 @@ Status check_rows(const Submission& s, int size) {
   const auto& t = s.tensors[0];
   if (t.shape.empty()) return wrong(s, "the tensor must have at least one dimension");
   if (Status fits = check_splits(s.op, s.splits, t.shape[0], size); !fits.is_ok()) return wrong(s, fits.text());
+  if (!s.awaited.empty() && s.awaited.size() != static_cast<size_t>(size))
+    return wrong(s, "rows are awaited from ", s.awaited.size(), " ranks of ", size);
   return Status::ok();
 }
 

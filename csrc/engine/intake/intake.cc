@@ -46,6 +46,8 @@ void Intake::fill(Operation* op, const Submission& s, const Members& set) const 
     op->in.push_back(static_cast<const std::byte*>(t.in));
     op->out.push_back(static_cast<std::byte*>(t.out));
   }
+  op->awaited.assign(s.awaited.begin(), s.awaited.end());
+  if (s.op == Op::kAlltoall && s.awaited.empty()) op->awaited.assign(set.size(), s.tensors[0].shape[0] / set.size());
   write_signature(s, set, op->bucket.set >= 0, &op->request.signature);
 }
 

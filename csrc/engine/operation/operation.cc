@@ -99,6 +99,7 @@ void Handles::recycle(Operation* op) {
   op->handle = 0;
   op->in.clear();
   op->out.clear();
+  op->awaited.clear();
   op->results.clear();
   op->work.reset();
   op->first_dimension.clear();

@@ -53,6 +53,7 @@ struct Operation {
   Request request;
   std::vector<const std::byte*> in;  // per tensor
   std::vector<std::byte*> out;       // per tensor; null: the core owns the result
+  std::vector<int64_t> awaited;      // alltoall: the rows from each rank that `out` has room for
   NameRecord* name_record = nullptr;
   BucketId bucket;                    // of a declared set
   std::unique_ptr<BackendWork> work;  // null: host memory

@@ -38,9 +38,10 @@ struct Submission {
   };
   std::span<const Tensor> tensors;
   std::span<const int64_t> splits;
-  int64_t tag = 0;       // messages
-  int32_t priority = 0;  // higher runs before lower, once both are ready
-  int32_t left_out = 0;  // steps without this allreduce since the last one
+  std::span<const int64_t> awaited;  // alltoall into `out`: its rows from each rank; empty: equal parts
+  int64_t tag = 0;                   // messages
+  int32_t priority = 0;              // higher runs before lower, once both are ready
+  int32_t left_out = 0;              // steps without this allreduce since the last one
   bool will_wait = false;
   Placement place;              // of the tensors (join: of this rank's identity elements)
   void* stream = nullptr;       // not in host memory: it produces the input,

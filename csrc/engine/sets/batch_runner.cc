@@ -285,13 +285,16 @@ Status BatchRunner::prepare_each(Status (BatchRunner::*one)(size_t, size_t, size
   return Status::ok();
 }
 
-Result<std::byte*> BatchRunner::result_memory(Operation* op, size_t tensor, int64_t rows, size_t row_bytes) {
+Result<std::byte*> BatchRunner::result_memory(Operation* op, size_t tensor, int64_t rows, size_t row_bytes, bool fits) {
   op->first_dimension.resize(std::max<size_t>(1, op->in.size()));
   op->results.resize(op->first_dimension.size());
   op->first_dimension[tensor] = rows;
   const size_t bytes = static_cast<size_t>(rows) * row_bytes;
   bytes_ += bytes;
-  if (tensor < op->out.size() && op->out[tensor]) return op->out[tensor];
+  if (fits && tensor < op->out.size() && op->out[tensor]) {
+    op->results[tensor] = nullptr;  // of a round of the bypass that it has stepped back from
+    return op->out[tensor];
+  }
   op->results_in_work = backend_ != nullptr;
   if (backend_) return backend_->result_memory(op, tensor, bytes);
   auto memory = Memory::make_private(bytes);
@@ -327,10 +330,9 @@ Status BatchRunner::prepare_allgather(size_t entry, size_t tensor, size_t flat) 
   task.counts = elements_in(of_rank, per_row);
   const int64_t rows = std::accumulate(of_rank.begin(), of_rank.end(), int64_t{0});
   const bool alike = std::all_of(of_rank.begin(), of_rank.end(), [&](int64_t n) { return n == of_rank[group_.rank]; });
-  // The caller's memory has room for this rank's rows times the ranks; only the agreement knows what the others have.
+  // The caller's memory has room for this rank's rows times the ranks.
   Operation* op = operations_[entry];
-  if (!alike && tensor < op->out.size()) op->out[tensor] = nullptr;
-  auto out = result_memory(op, tensor, rows, per_row * size_of(meta.dtype));
+  auto out = result_memory(op, tensor, rows, per_row * size_of(meta.dtype), alike);
   if (!out.is_ok()) return out.status();
   task.pieces = {{op->in[tensor], out.value(), task.counts[group_.rank]}};
   if (rows * static_cast<int64_t>(per_row) > 0) tasks_.push_back(std::move(task));
@@ -358,7 +360,6 @@ Status BatchRunner::prepare_alltoall(size_t entry, size_t tensor, size_t) {
   Task task = task_for(entry, meta.dtype);
   Operation* op = operations_[entry];
   int64_t rows = 0, longest = 0;
-  bool equal = true;
   op->rows_from.clear();  // of a round of the bypass that it has stepped back from
   for (size_t r = 0; r < n; ++r) {
     task.counts.push_back(static_cast<size_t>(batch_.rows[me * n + r]) * per_row);
@@ -367,14 +368,9 @@ Status BatchRunner::prepare_alltoall(size_t entry, size_t tensor, size_t) {
     task.received_counts.push_back(static_cast<size_t>(from) * per_row);
     rows += from;
   }
-  for (int64_t r : batch_.rows) {
-    longest = std::max(longest, r);
-    equal = equal && r == batch_.rows[0];
-  }
-  // The caller's memory has room for as many rows as it sends; only the agreement knows what comes.
-  if (!equal && tensor < op->out.size()) op->out[tensor] = nullptr;
+  for (int64_t r : batch_.rows) longest = std::max(longest, r);
   task.longest_part = static_cast<size_t>(longest) * per_row;
-  auto out = result_memory(op, tensor, rows, per_row * size_of(meta.dtype));
+  auto out = result_memory(op, tensor, rows, per_row * size_of(meta.dtype), op->rows_from == op->awaited);
   if (!out.is_ok()) return out.status();
   task.pieces = {{op->in[tensor], out.value(), static_cast<size_t>(rows) * per_row}};
   if (task.longest_part) tasks_.push_back(std::move(task));

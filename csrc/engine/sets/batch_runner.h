@@ -68,8 +68,9 @@ class BatchRunner {
   bool scales_before(size_t entry) const;
   // The rows that each rank contributes to a tensor, or receives of it. flat: its position among the batch's tensors.
   Status rows_by_rank(size_t flat, std::span<const int64_t>* rows) const;
-  // The out pointer for a result of `rows` rows: the caller's memory, or the core's.
-  Result<std::byte*> result_memory(Operation* op, size_t tensor, int64_t rows, size_t row_bytes);
+  // The out pointer for a result of `rows` rows: the caller's memory, or the core's. fits: whether these are the rows
+  // that the caller's memory has room for, which only the agreement knows.
+  Result<std::byte*> result_memory(Operation* op, size_t tensor, int64_t rows, size_t row_bytes, bool fits = true);
   Status piece_for(size_t entry, size_t tensor, Piece* piece);
   void scale_before(size_t entry, size_t tensor, Piece* piece);
 

@@ -31,7 +31,7 @@ from horoclone.torch.c10d.tensors import (
     check_exchanged,
     check_filled,
     copy_apart,
-    joined,
+    elements_of_parts,
     listed,
     number_at,
     ops_name,
@@ -39,6 +39,7 @@ from horoclone.torch.c10d.tensors import (
     put_back,
     reducible,
     reduction,
+    room_for,
     there,
     whole,
 )
@@ -150,28 +151,32 @@ class HorocloneGroup(GroupFacts):
         return Work(self._flight, handle, outputs, kept, finish, **more)
 
     def _begin(
-        self, opts: Any, op: int, source: Any, target: Any, *, reduces: bool = False, root: int = 0,
-        outputs: Tensors | None = None,
+        self, opts: Any, op: int, source: Any, target: Any, *cuts: Any, reduces: bool = False, root: int = 0,
+        outputs: Tensors | None = None, after: Callable[[], None] | None = None,
     ) -> Any:  # fmt: skip
         """Of a plain call (plain_calls.py) its work, None where torch waits and it has succeeded; NotImplemented of any
-        other. Raises what the work would raise where torch waits. outputs: what the work gives, unless the target."""
+        other. Raises what the work would raise where torch waits. cuts: of an alltoall, how source and target are cut.
+        outputs: what the work gives, unless the target; after: is called at the end."""
         if outputs is None:
             outputs = () if target is None else (target,)
-        waits, begun = self._plain.begin(opts, op, source, target, reduces=reduces, root=root)
+        waits, begun = self._plain.begin(opts, op, source, target, *cuts, reduces=reduces, root=root)
         if begun is None:
             return NotImplemented
         if begun is True:
+            if after is not None:
+                after()
             return None if waits else Finished(outputs)
         finish = None
-        if op == ops.ALLGATHER:
-            finish = lambda runtime, handle: check_filled(runtime.result(handle), source, target)  # noqa: E731
+        if op in (ops.ALLGATHER, ops.GATHER) and target is not None:
+            finish = lambda runtime, handle: check_filled(runtime.result(handle), source, target, outputs)  # noqa: E731
         elif op == ops.ALLTOALL:
-            expected = [target.numel() // self._size] * self._size
+            expected = elements_of_parts(target, cuts[1], self._size, "output", target.numel())
             finish = lambda runtime, handle: check_exchanged(runtime.result(handle), expected)  # noqa: E731
         work = PlainWork(
             self._flight, begun, outputs, (source, target), finish, what=ops_name(op), group=self._name,
             limit_s=self._limit_s,
         )  # fmt: skip
+        work.after = after
         if not waits:
             return work
         work.wait_no_longer()
@@ -211,10 +216,15 @@ class HorocloneGroup(GroupFacts):
 
     allreduce_coalesced = allreduce
 
-    def reduce(self, tensors: Any, opts: Any = None, op: Any = None) -> Work:
+    def reduce(self, tensors: Any, opts: Any = None, op: Any = None) -> Work | None:
         """Reduces into the tensor of rank opts.rootRank; the others' tensors stay as they are."""
         (tensor,) = listed(tensors)
         root = opts.rootRank if hasattr(opts, "rootRank") else int(opts)
+        if op is None and hasattr(opts, "reduceOp"):
+            target = tensor if self._rank == root else None
+            begun = self._begin(opts, ops.REDUCE, tensor, target, reduces=True, root=root, outputs=[tensor])
+            if begun is not NotImplemented:
+                return begun  # type: ignore[no-any-return]
         _, reduce, factor = reduction(op if op is not None else opts)
         data = reducible(whole(tensor), reduce)
         target = data if self._rank == root else None
@@ -330,12 +340,18 @@ class HorocloneGroup(GroupFacts):
         (source,) = listed(sources)
         if len(parts) != self._size:
             raise ValueError(f"all_gather: {len(parts)} outputs for {self._size} ranks")
-        # As all_gather_object has them.
-        if (row := joined(parts)) is not None and row.numel() == source.numel() * self._size:
-            begun = self._begin(opts, ops.ALLGATHER, source, row, outputs=parts)
-            if begun is not NotImplemented:
-                return begun  # type: ignore[no-any-return]
+        begun = self._begin_gather(opts, ops.ALLGATHER, source, parts)
+        if begun is not NotImplemented:
+            return begun  # type: ignore[no-any-return]
         return self._gather_apart(as_row(source), list(parts), source)
+
+    def _begin_gather(self, opts: Any, op: int, source: torch.Tensor, parts: Tensors, root: int = 0) -> Any:
+        """_begin() where all parts have the source's size. No parts: this rank only gives."""
+        n = source.numel()
+        if not source.is_cpu or any(part.numel() != n for part in parts):
+            return NotImplemented
+        target, after = room_for(parts) if parts else (None, None)
+        return self._begin(opts, op, source, target, root=root, outputs=parts, after=after)
 
     def _gather_apart(self, data: torch.Tensor, outputs: Tensors, kept: Any) -> Work:
         for output in outputs:
@@ -364,7 +380,7 @@ class HorocloneGroup(GroupFacts):
             return self._gather_apart(data, [output], source)
 
         def finish(runtime: Runtime, handle: int) -> None:
-            check_filled(runtime.result(handle), data, target)
+            check_filled(runtime.result(handle), data, target, [output])
             if back is not None:
                 back(runtime, handle)
 
@@ -400,7 +416,7 @@ class HorocloneGroup(GroupFacts):
         outputs = [output for of_rank in output_lists for output in of_rank]
         return self._gather_apart(torch.cat(as_rows(sources)), outputs, sources)
 
-    def gather(self, outputs: Any, sources: Any, opts: Any = None) -> Work:
+    def gather(self, outputs: Any, sources: Any, opts: Any = None) -> Work | None:
         """Collects everybody's tensor on rank opts.rootRank in its list of outputs; sizes may differ."""
         (source,) = listed(sources)
         data, parts = as_row(source), []
@@ -410,6 +426,9 @@ class HorocloneGroup(GroupFacts):
                 raise ValueError(f"gather: {len(parts)} outputs for {self._size} ranks")
             for part in parts:
                 as_row(part)
+        begun = self._begin_gather(opts, ops.GATHER, source, parts, opts.rootRank)
+        if begun is not NotImplemented:
+            return begun  # type: ignore[no-any-return]
 
         def finish(runtime: Runtime, handle: int) -> None:
             if parts:
@@ -443,40 +462,30 @@ class HorocloneGroup(GroupFacts):
         self, output: torch.Tensor, source: torch.Tensor, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> Work | None:  # fmt: skip
         """Cuts source along its first dimension (input_splits rows for each rank, or equal parts)."""
-        if self._in_equal_parts(source, input_splits) and self._in_equal_parts(output, output_splits):
-            begun = self._begin(opts, ops.ALLTOALL, source, output)
-            if begun is not NotImplemented:
-                return begun  # type: ignore[no-any-return]
-        sizes = []
-        for tensor, splits, what in ((source, input_splits, "input"), (output, output_splits, "output")):
-            rows = tensor.shape[0] if tensor.dim() else 0
-            row = as_row(tensor).numel() // rows if rows else 0
-            if not splits:
-                if rows % self._size:
-                    raise ValueError(f"all_to_all_single: {rows} {what} rows for {self._size} ranks")
-                splits = [rows // self._size] * self._size
-            if len(splits) != self._size or sum(splits) != rows:
-                raise ValueError(f"all_to_all_single: {what} splits {list(splits)} for {rows} rows")
-            sizes.append([int(count) * row for count in splits])
-        return self._exchange(as_row(source), sizes[0], [output], sizes[1], source)
+        begun = self._begin(opts, ops.ALLTOALL, source, output, input_splits, output_splits)
+        if begun is not NotImplemented:
+            return begun  # type: ignore[no-any-return]
+        data, target = as_row(source), as_row(output)
+        given = elements_of_parts(source, input_splits, self._size, "input", data.numel())
+        expected = elements_of_parts(output, output_splits, self._size, "output", target.numel())
+        return self._exchange(data, given, [output], expected, source)
 
     all_to_all_single = alltoall_base
 
-    def _in_equal_parts(self, tensor: torch.Tensor, splits: Any) -> bool:
-        if not splits:
-            return True
-        rows = splits[0]
-        return (
-            list(splits) == [rows] * self._size and tensor.dim() > 0 and tensor.shape[0] == rows * self._size
-        )
-
-    def alltoall(self, outputs: Tensors, sources: Tensors, opts: Any = None) -> Work:
+    def alltoall(self, outputs: Tensors, sources: Tensors, opts: Any = None) -> Work | None:
         """Sets outputs[r] to what rank r has in sources[this rank]."""
         if len(outputs) != self._size or len(sources) != self._size:
             raise ValueError(f"all_to_all: needs {self._size} inputs and as many outputs")
-        parts = as_rows(sources)
-        expected = [part.numel() for part in as_rows(outputs)]
-        return self._exchange(torch.cat(parts), [p.numel() for p in parts], outputs, expected)
+        given, expected = [[part.numel() for part in as_rows(parts)] for parts in (sources, outputs)]
+        data = torch.cat(as_rows(sources))
+        if data.is_cpu:
+            target, after = room_for(outputs)
+            begun = self._begin(
+                opts, ops.ALLTOALL, data, target, given, expected, outputs=outputs, after=after
+            )
+            if begun is not NotImplemented:
+                return begun  # type: ignore[no-any-return]
+        return self._exchange(data, given, outputs, expected)
 
     def _exchange(
         self, data: torch.Tensor, splits: Sequence[int], outputs: Tensors,

@@ -49,12 +49,12 @@ class PlainCalls:
             self._fast_path.set_limit(limit_s or 0.0)
 
     def begin(
-        self, opts: Any, op: int, source: Any, target: Any, *, reduces: bool = False, root: int = 0
+        self, opts: Any, op: int, source: Any, target: Any, *more: Any, reduces: bool = False, root: int = 0
     ) -> tuple[bool, bool | int | None]:
         """(whether torch waits for it, None: not plain; True: done; else the handle of what is under way, or, where
         torch waits, of what did not succeed in time).
 
-        opts: torch's, with asyncOp; reduces: with reduceOp as well.
+        opts: torch's, with asyncOp; reduces: with reduceOp as well; more: of an alltoall how source and target are cut.
         """
         if profiler._is_profiler_enabled:
             return False, None
@@ -62,8 +62,8 @@ class PlainCalls:
         if reduce is None:
             return False, None
         if getattr(opts, "asyncOp", True):
-            return False, self._start(op, source, target, reduce, root, 0)
-        done = self._run(op, source, target, reduce, root, 0)
+            return False, self._start(op, source, target, reduce, root, 0, *more)
+        done = self._run(op, source, target, reduce, root, 0, *more)
         if done is not None and done is not True:
             self._unfinished.pop(done, None)
         return True, done

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -166,6 +167,29 @@ def joined(tensors: Tensors) -> torch.Tensor | None:
     return first.detach().as_strided((n * len(tensors),), (1,), begin)
 
 
+def room_for(outputs: Tensors) -> tuple[torch.Tensor, Callable[[], None] | None]:
+    """A row for all elements of the outputs: where they lie in one memory, that, else new memory, and what copies it
+    into them."""
+    row = joined(outputs)
+    if row is not None:
+        return row, None
+    row = torch.empty(sum(output.numel() for output in outputs), dtype=outputs[0].dtype)
+    return row, partial(copy_apart, row, outputs)
+
+
+def elements_of_parts(tensor: torch.Tensor, splits: Any, size: int, what: str, elements: int) -> list[int]:
+    """How many of its elements each rank gives or gets. splits: rows for each rank; none: equal parts. ValueError where
+    they are not the tensor's."""
+    rows = tensor.shape[0] if tensor.dim() else 0
+    if not splits:
+        if rows % size:
+            raise ValueError(f"all_to_all_single: {rows} {what} rows for {size} ranks")
+        splits = [rows // size] * size
+    if len(splits) != size or sum(splits) != rows:
+        raise ValueError(f"all_to_all_single: {what} splits {list(splits)} for {rows} rows")
+    return [int(count) * (elements // rows if rows else 0) for count in splits]
+
+
 def copy_apart(flat: torch.Tensor, outputs: Tensors) -> None:
     """Cuts `flat` (of the outputs' dtype, or bytes) into the outputs. ValueError when it does not fit."""
     flat = flat.reshape(-1)
@@ -191,11 +215,17 @@ def check_exchanged(result: Any, expected: Sequence[int]) -> None:
         )
 
 
-def check_filled(result: Any, source: torch.Tensor, target: torch.Tensor) -> None:
-    """After an allgather into `target`: the core leaves it alone where a rank gave another number of elements."""
-    if result.nbytes or result.device >= 0 or result.first_dimension != target.numel():
+def check_filled(result: Any, source: torch.Tensor, target: torch.Tensor, outputs: Tensors) -> None:
+    """After a gather or allgather into `target`: the core leaves it alone where a rank gave another number of
+    elements."""
+    if not result.nbytes and result.device < 0 and result.first_dimension == target.numel():
+        return
+    if len(outputs) != 1:
         raise ValueError(
-            "all_gather_into_tensor: the ranks' inputs have different sizes, "
-            f"{result.first_dimension} elements together; this rank's has {source.numel()}. Use all_gather where "
-            "sizes differ."
+            f"the ranks sent {result.first_dimension} elements, the outputs have {[list(o.shape) for o in outputs]}"
         )
+    raise ValueError(
+        "all_gather_into_tensor: the ranks' inputs have different sizes, "
+        f"{result.first_dimension} elements together; this rank's has {source.numel()}. Use all_gather where "
+        "sizes differ."
+    )

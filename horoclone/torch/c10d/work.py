@@ -430,11 +430,19 @@ class Work(dist.Work):
 
 class PlainWork(Work):
     """Of a plain operation, whose result lies where the caller wants it (plain_calls.py). `finish` is called only where
-    the core owns the result, because the ranks' sizes differ, and raises."""
+    the core owns the result, because the ranks' sizes differ, and raises; `after` where it has succeeded."""
+
+    after: Callable[[], None] | None = None
 
     def _take(self) -> None:
         if not self._flight.end_plain(self.handle):  # type: ignore[misc]  # such works come from there
-            super()._take()
+            return super()._take()
+        try:
+            if self.after is not None:
+                self.after()
+        except Exception as error:  # as above
+            self._error = error
+        return None
 
 
 class Finished(Work):
