@@ -38,6 +38,7 @@ from horoclone.torch.sync_batch_norm import SyncBatchNorm
 
 if TYPE_CHECKING:
     from horoclone import checkpoint as checkpoint
+    from horoclone.torch.load_balance import LoadBalancedBatchSampler
     from horoclone.torch.local_sgd import DiLoCo, LocalSGD
     from horoclone.torch.virtual_ranks import VirtualLoader, VirtualRanks
 
@@ -49,13 +50,13 @@ __all__ = [
     "NotInitialized", "PeerLost", "SyncBatchNorm", "Timeout", "Unsupported", "allgather_object", "broadcast_object",
     "DiLoCo", "LocalSGD", "broadcast_optimizer_state", "broadcast_parameters", "c10d", "check_extension", "checkpoint",
     "elastic", "flat_metrics", "flight_record", "metrics",
-    "EvaluationSampler", "metric_mean", "metric_sum", "VirtualLoader", "VirtualRanks",
+    "EvaluationSampler", "LoadBalancedBatchSampler", "metric_mean", "metric_sum", "VirtualLoader", "VirtualRanks",
 ]  # fmt: skip
 
 
 if not TYPE_CHECKING:  # a type checker would take it for a sign that every name is there
     _MODULE_OF = {
-        "DiLoCo": "local_sgd", "LocalSGD": "local_sgd",
+        "DiLoCo": "local_sgd", "LocalSGD": "local_sgd", "LoadBalancedBatchSampler": "load_balance",
         "VirtualLoader": "virtual_ranks", "VirtualRanks": "virtual_ranks",
     }  # fmt: skip
     _offered = optional.offers(__name__, __all__, checkpoint="checkpoint", ps="ps.torch")

@@ -71,6 +71,11 @@ def join(text: str) -> None:
     assert (few, many, last) == (60, 120, 1) and error < 0.05
 
 
+def load_balance(text: str) -> None:
+    fast, slow, error = last_line(r"shares \[(\d+), (\d+)\], largest error ([\de.+-]+)", text)
+    assert fast + slow == 60 and fast > slow and error < 0.01
+
+
 def embedding(text: str) -> None:
     rows, low, high, loss = last_line(r"(\d+) rows on 2 ranks as \[(\d+), (\d+)\], final loss ([\d.]+)", text)
     assert low + high == rows == 1000 and loss < 0.1
@@ -147,6 +152,7 @@ CLAIMS = {
     "torch_synthetic_benchmark.py": synthetic,
     "torch_process_sets.py": process_sets,
     "torch_join.py": join,
+    "torch_load_balance.py": load_balance,
     "torch_alltoall_embedding.py": embedding,
     "torch_evaluation.py": evaluation,
     "torch_amp.py": mixed,
