@@ -22,12 +22,22 @@ using CuStream = struct CuStreamTag*;  // null: the legacy default stream of the
 using CuEvent = struct CuEventTag*;
 using CuModule = struct CuModuleTag*;
 using CuFunction = struct CuFunctionTag*;
+using CuMemPool = struct CuMemPoolTag*;
 struct CuUuid {
   unsigned char bytes[16];
 };
 
 struct CuIpcHandle {  // passed by value
   char bytes[64];
+};
+
+struct CuMemPoolProps {
+  int allocation = 1;  // CU_MEM_ALLOCATION_TYPE_PINNED: the only one
+  int handles = 0;     // no other process maps its memory
+  int location = 1;    // CU_MEM_LOCATION_TYPE_DEVICE, and which one
+  int device = 0;
+  void* security = nullptr;  // Windows
+  char reserved[64] = {};
 };
 
 inline constexpr CuResult kCuSuccess = 0;
@@ -38,9 +48,10 @@ inline constexpr unsigned kCuStreamNonBlocking = 1;
 inline constexpr unsigned kCuEventDisableTiming = 2;
 inline constexpr int kCuCaptureRelaxed = 2;  // of a thread: its calls may come while another thread captures a graph
 // Attributes of a device.
-inline constexpr int kCuProcessors = 16, kCuCapabilityMajor = 75, kCuCapabilityMinor = 76;
+inline constexpr int kCuProcessors = 16, kCuCapabilityMajor = 75, kCuCapabilityMinor = 76, kCuMemoryPools = 115;
+inline constexpr int kCuPoolReleaseThreshold = 4;  // attribute of a pool: uint64_t
 
-// X(name here, name in the library, arguments). Every one of them is needed; all are there since CUDA 11.
+// X(name here, name in the library, arguments). Every one of them is needed; all are there since CUDA 11.4.
 // clang-format off
 #define HC_CUDA_SYMBOLS(X)                                                                                     \
   X(cuInit, "cuInit", (unsigned))                                                                              \
@@ -71,6 +82,11 @@ inline constexpr int kCuProcessors = 16, kCuCapabilityMajor = 75, kCuCapabilityM
   X(cuEventQuery, "cuEventQuery", (CuEvent))                                                                   \
   X(cuMemAlloc, "cuMemAlloc_v2", (CuPointer*, size_t))                                                         \
   X(cuMemFree, "cuMemFree_v2", (CuPointer))                                                                    \
+  X(cuMemPoolCreate, "cuMemPoolCreate", (CuMemPool*, const CuMemPoolProps*))                                   \
+  X(cuMemPoolDestroy, "cuMemPoolDestroy", (CuMemPool))                                                         \
+  X(cuMemPoolSetAttribute, "cuMemPoolSetAttribute", (CuMemPool, int, void*))                                   \
+  X(cuMemAllocFromPoolAsync, "cuMemAllocFromPoolAsync", (CuPointer*, size_t, CuMemPool, CuStream))             \
+  X(cuMemFreeAsync, "cuMemFreeAsync", (CuPointer, CuStream))                                                   \
   X(cuMemHostAlloc, "cuMemHostAlloc", (void**, size_t, unsigned))                                              \
   X(cuMemFreeHost, "cuMemFreeHost", (void*))                                                                   \
   X(cuMemcpyDtoDAsync, "cuMemcpyDtoDAsync_v2", (CuPointer, CuPointer, size_t, CuStream))                       \

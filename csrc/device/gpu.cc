@@ -9,6 +9,9 @@ namespace hc {
 namespace {
 
 constexpr size_t kSmallestBlock = 64u << 10, kLargeBlock = 32u << 20, kLargeUnit = 2u << 20;
+// A pool keeps so much that nobody uses, so that small buffers of each step cost no page tables; what is beyond goes
+// back to the device when somebody next waits for a stream or an event.
+constexpr uint64_t kPoolKeeps = 32u << 20;
 constexpr double kCloseLimitS = 2;
 constexpr unsigned kPortable = 1;  // CU_MEMHOSTALLOC_PORTABLE
 
@@ -17,11 +20,6 @@ constexpr unsigned kPortable = 1;  // CU_MEMHOSTALLOC_PORTABLE
 size_t rounded(size_t bytes) {
   if (bytes > kLargeBlock) return (bytes + kLargeUnit - 1) / kLargeUnit * kLargeUnit;
   return std::bit_ceil(std::max(bytes, kSmallestBlock));
-}
-
-// Of the stock: a large one may be a quarter larger than what is wanted.
-bool fits(size_t block, size_t wanted) {
-  return block == wanted || (wanted > kLargeBlock && block > wanted && block - wanted <= wanted / 4);
 }
 
 // What the scopes of Gpu::Current have done on this thread.
@@ -79,7 +77,19 @@ void Gpu::give_back(CuEvent event) {
   events_.push_back(event);
 }
 
-GpuMemory::~GpuMemory() { gpu_->give_back(kind_, {data_, bytes_, std::move(last_use_)}); }
+GpuStream::~GpuStream() { gpu_->end_stream(stream_); }
+
+GpuMemory::~GpuMemory() {
+  if (data_) give_back_behind(stream_ ? stream_->get() : nullptr);
+}
+
+void GpuMemory::give_back_behind(CuStream stream) {
+  std::byte* const data = std::exchange(data_, nullptr);
+  if (kind_ == Kind::kPool) return gpu_->free_behind(stream, cu_pointer(data));
+  if (kind_ == Kind::kDevice)
+    if (auto used = gpu_->record(stream); used.is_ok()) last_use_ = used.take();
+  gpu_->give_back(kind_, {data, bytes_, std::move(last_use_)});
+}
 
 Result<std::shared_ptr<Gpu>> Gpu::adopt(std::shared_ptr<const CudaApi> api, int index) {
   std::shared_ptr<Gpu> gpu(new Gpu(std::move(api), index));
@@ -91,6 +101,8 @@ Result<std::shared_ptr<Gpu>> Gpu::adopt(std::shared_ptr<const CudaApi> api, int 
   if (!active)
     return error(Code::kUnsupported, "device ", index,
                  " has no CUDA context in this process: the tensor's framework makes it, and did not for this device");
+  // Not cuDeviceGetUuid_v2, which tells the instances of one GPU (MIG) apart: NCCL refuses two ranks on one GPU,
+  // whatever their instances.
   HC_TRY(cuda.check(cuda.cuDeviceGetUuid(&gpu->uuid_, gpu->device_), "cuDeviceGetUuid"));
   HC_TRY(cuda.check(cuda.cuDevicePrimaryCtxRetain(&gpu->context_, gpu->device_), "cuDevicePrimaryCtxRetain"));
   return gpu;
@@ -103,6 +115,7 @@ Gpu::~Gpu() {
   {
     const Current current(*this);
     for (CuEvent event : events_) (void)api_->cuEventDestroy(event);
+    if (pool_) (void)api_->cuMemPoolDestroy(pool_);
   }
   (void)api_->cuDevicePrimaryCtxRelease(device_);
 }
@@ -119,14 +132,14 @@ Result<GpuKernels*> Gpu::kernels(const KernelOptions& options) {
   return kernels_.get();
 }
 
-Result<CuStream> Gpu::make_stream() {
+Result<GpuStreamPtr> Gpu::make_stream() {
   const Current current(*this);
   int least = 0, greatest = 0;
   HC_TRY(api_->check(api_->cuCtxGetStreamPriorityRange(&least, &greatest), "cuCtxGetStreamPriorityRange"));
   CuStream stream = nullptr;
   HC_TRY(api_->check(api_->cuStreamCreateWithPriority(&stream, kCuStreamNonBlocking, greatest),
                      "cuStreamCreateWithPriority"));
-  return stream;
+  return std::make_shared<GpuStream>(shared_from_this(), stream);
 }
 
 void Gpu::end_stream(CuStream stream) {
@@ -173,13 +186,50 @@ Result<bool> Gpu::is_captured(CuStream stream) {
   return status != 0;
 }
 
-Result<GpuMemoryPtr> Gpu::device_memory(size_t bytes, CuStream stream) {
-  auto block = take(GpuMemory::Kind::kDevice, bytes);
+CuMemPool Gpu::pool() {
+  MutexLock lock(mu_);
+  if (std::exchange(pool_sought_, true)) return pool_;
+  const Current current(*this);
+  int has_pools = 0;
+  CuMemPoolProps props;
+  props.device = device_;
+  if (api_->cuDeviceGetAttribute(&has_pools, kCuMemoryPools, device_) != kCuSuccess || !has_pools ||
+      api_->cuMemPoolCreate(&pool_, &props) != kCuSuccess)
+    return pool_ = nullptr;
+  uint64_t keeps = kPoolKeeps;
+  (void)api_->cuMemPoolSetAttribute(pool_, kCuPoolReleaseThreshold, &keeps);
+  return pool_;
+}
+
+// In the order of streams: nobody waits, and cuMemFree, which waits for the device, is not called.
+Result<GpuMemoryPtr> Gpu::device_memory(size_t bytes, const GpuStreamPtr& stream) {
+  using Kind = GpuMemory::Kind;
+  if (const CuMemPool pool = this->pool()) {
+    const Current current(*this, Current::For::kStreams);
+    CuPointer at = 0;
+    const size_t wanted = std::max<size_t>(bytes, 1);
+    if (Status made =
+            api_->check(api_->cuMemAllocFromPoolAsync(&at, wanted, pool, stream->get()), "cuMemAllocFromPoolAsync");
+        !made.is_ok())
+      return full(std::move(made), wanted);
+    return std::make_shared<GpuMemory>(shared_from_this(), Kind::kPool, reinterpret_cast<std::byte*>(at), wanted,
+                                       stream);
+  }
+  auto block = take(Kind::kDevice, bytes);
   HC_TRY(block.status());
-  Block b = block.take();
-  auto memory = std::make_shared<GpuMemory>(shared_from_this(), GpuMemory::Kind::kDevice, b.data, b.bytes);
-  if (b.last_use) HC_TRY(wait(stream, b.last_use->get()));
-  return memory;
+  const Block b = block.take();
+  return std::make_shared<GpuMemory>(shared_from_this(), Kind::kDevice, b.data, b.bytes, stream);
+}
+
+void Gpu::free_behind(CuStream stream, CuPointer memory) {
+  const Current current(*this, Current::For::kStreams);
+  (void)api_->cuMemFreeAsync(memory, stream);
+}
+
+Status Gpu::full(Status status, size_t bytes) {
+  was_full_.store(true);
+  return status.with(text_of(bytes, " bytes for device ", index_, ", where the framework leaves too little free: ",
+                             "smaller batches or models, or torch.cuda.set_per_process_memory_fraction(0.9)"));
 }
 
 Result<GpuMemoryPtr> Gpu::pinned_memory(size_t bytes) {
@@ -189,16 +239,15 @@ Result<GpuMemoryPtr> Gpu::pinned_memory(size_t bytes) {
   return std::make_shared<GpuMemory>(shared_from_this(), GpuMemory::Kind::kPinned, b.data, b.bytes);
 }
 
-// From the stock, or new. The host uses pinned memory at once: only blocks whose last use is over will do.
+// From the stock, a block whose last use is over; or new.
 Result<Gpu::Block> Gpu::take(GpuMemory::Kind kind, size_t bytes) {
   const size_t wanted = rounded(bytes);
   {
     const Current current(*this);
     MutexLock lock(mu_);
-    auto& stock = stock_[static_cast<int>(kind)];
+    auto& stock = stock_[kind];
     const auto at = std::find_if(stock.begin(), stock.end(), [&](const Block& b) {
-      if (!fits(b.bytes, wanted)) return false;
-      return kind == GpuMemory::Kind::kDevice || !b.last_use || api_->cuEventQuery(b.last_use->get()) == kCuSuccess;
+      return b.bytes == wanted && (!b.last_use || api_->cuEventQuery(b.last_use->get()) == kCuSuccess);
     });
     if (at != stock.end()) {
       Block found = std::move(*at);
@@ -213,9 +262,7 @@ Result<Gpu::Block> Gpu::take(GpuMemory::Kind kind, size_t bytes) {
     allocated = allocate(kind, &made);
   }
   if (allocated.is_ok()) return made;
-  was_full_.store(true);
-  return allocated.with(text_of(wanted, " bytes for device ", index_, ", where the framework leaves too little free: ",
-                                "smaller batches or models, or torch.cuda.set_per_process_memory_fraction(0.9)"));
+  return full(std::move(allocated), wanted);
 }
 
 Status Gpu::allocate(GpuMemory::Kind kind, Block* block) {
@@ -256,7 +303,7 @@ void Gpu::drop_stock(GpuMemory::Kind kind, double limit_s) {
   std::vector<Block> dropped, kept;
   {
     MutexLock lock(mu_);
-    dropped.swap(stock_[static_cast<int>(kind)]);
+    dropped.swap(stock_[kind]);
   }
   const Deadline deadline = Deadline::in(limit_s);
   for (Block& block : dropped) {
@@ -266,7 +313,7 @@ void Gpu::drop_stock(GpuMemory::Kind kind, double limit_s) {
       kept.push_back(std::move(block));
   }
   MutexLock lock(mu_);
-  auto& stock = stock_[static_cast<int>(kind)];
+  auto& stock = stock_[kind];
   std::move(kept.begin(), kept.end(), std::back_inserter(stock));
 }
 
@@ -274,7 +321,7 @@ void Gpu::give_back(GpuMemory::Kind kind, Block block) {
   {
     MutexLock lock(mu_);
     if (!closed_) {
-      stock_[static_cast<int>(kind)].push_back(std::move(block));
+      stock_[kind].push_back(std::move(block));
       return;
     }
   }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -31,26 +32,44 @@ class GpuEvent {
 };
 using GpuEventPtr = std::shared_ptr<GpuEvent>;
 
-// Memory of the device, or host memory that it copies from and to fast. Goes back to the stock; whoever gets it next
-// waits for `last_use`.
+// A stream of the highest priority. Ends with its last owner; what it was given is done all the same.
+class GpuStream {
+ public:
+  GpuStream(std::shared_ptr<Gpu> gpu, CuStream stream) : gpu_(std::move(gpu)), stream_(stream) {}
+  ~GpuStream();
+  GpuStream(const GpuStream&) = delete;
+  GpuStream& operator=(const GpuStream&) = delete;
+  CuStream get() const { return stream_; }
+
+ private:
+  const std::shared_ptr<Gpu> gpu_;
+  const CuStream stream_;
+};
+using GpuStreamPtr = std::shared_ptr<GpuStream>;
+
+// Memory of the device for use on one stream, to whose end it goes back; or host memory that the device copies from and
+// to fast, which goes back to the stock, and whoever gets it next waits for `last_use`.
 class GpuMemory {
  public:
-  enum class Kind { kDevice, kPinned };
-  GpuMemory(std::shared_ptr<Gpu> gpu, Kind kind, std::byte* data, size_t bytes)
-      : gpu_(std::move(gpu)), kind_(kind), data_(data), bytes_(bytes) {}
+  enum class Kind { kPool, kDevice, kPinned };  // kDevice: of a device that has no pools
+  GpuMemory(std::shared_ptr<Gpu> gpu, Kind kind, std::byte* data, size_t bytes, GpuStreamPtr stream = nullptr)
+      : gpu_(std::move(gpu)), kind_(kind), data_(data), bytes_(bytes), stream_(std::move(stream)) {}
   ~GpuMemory();
   GpuMemory(const GpuMemory&) = delete;
   GpuMemory& operator=(const GpuMemory&) = delete;
   std::byte* data() const { return data_; }
   CuPointer at() const { return cu_pointer(data_); }
   size_t bytes() const { return bytes_; }
-  void used_until(GpuEventPtr event) { last_use_ = std::move(event); }
+  void used_until(GpuEventPtr event) { last_use_ = std::move(event); }  // of host memory
+  // Another stream is the last that uses it: it goes back behind what that has been given. Nothing is left here.
+  void give_back_behind(CuStream stream);
 
  private:
   std::shared_ptr<Gpu> gpu_;
   const Kind kind_;
   std::byte* data_;
   const size_t bytes_;
+  const GpuStreamPtr stream_;
   GpuEventPtr last_use_;
 };
 using GpuMemoryPtr = std::shared_ptr<GpuMemory>;
@@ -92,14 +111,13 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   // capture, so that scopes cost no call of the driver after the first.
   static void own_this_thread();
 
-  Result<CuStream> make_stream();  // of the highest priority; the caller's until end_stream
-  void end_stream(CuStream stream);
+  Result<GpuStreamPtr> make_stream();
   Result<GpuEventPtr> record(CuStream stream);  // behind everything in the stream so far
   Status wait(CuStream stream, CuEvent event);  // the stream does, not the caller
   Result<bool> passed(const GpuEvent& event);
   Result<bool> is_captured(CuStream stream);  // what it is given goes into a graph
   // For use on `stream` from now on.
-  Result<GpuMemoryPtr> device_memory(size_t bytes, CuStream stream);
+  Result<GpuMemoryPtr> device_memory(size_t bytes, const GpuStreamPtr& stream);
   Result<GpuMemoryPtr> pinned_memory(size_t bytes);
   // Whether memory was wanted in vain since the last question.
   bool was_full() { return was_full_.exchange(false); }
@@ -109,7 +127,9 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   Status copy_to_host(std::byte* to, CuPointer from, size_t bytes, CuStream stream);
   Status copy_from_host(CuPointer to, const std::byte* from, size_t bytes, CuStream stream);
 
-  // Back to the stock, by GpuEvent and GpuMemory at their end.
+  // Back to the driver or the stock, by GpuStream, GpuEvent and GpuMemory at their end.
+  void end_stream(CuStream stream);
+  void free_behind(CuStream stream, CuPointer memory);
   struct Block {
     std::byte* data = nullptr;
     size_t bytes = 0;
@@ -120,6 +140,8 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
 
  private:
   Gpu(std::shared_ptr<const CudaApi> api, int index) : api_(std::move(api)), index_(index) {}
+  CuMemPool pool();  // of device memory; null: the device has none
+  Status full(Status status, size_t bytes);
   Result<Block> take(GpuMemory::Kind kind, size_t bytes);
   Status allocate(GpuMemory::Kind kind, Block* block);
   void free(GpuMemory::Kind kind, const Block& block);
@@ -138,7 +160,9 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   std::unique_ptr<GpuKernels> kernels_ HC_GUARDED_BY(kernels_mu_);
   Mutex mu_;
   std::vector<CuEvent> events_ HC_GUARDED_BY(mu_);
-  std::vector<Block> stock_[2] HC_GUARDED_BY(mu_);
+  std::map<GpuMemory::Kind, std::vector<Block>> stock_ HC_GUARDED_BY(mu_);
+  CuMemPool pool_ HC_GUARDED_BY(mu_) = nullptr;
+  bool pool_sought_ HC_GUARDED_BY(mu_) = false;
 };
 
 }  // namespace hc

@@ -2,12 +2,13 @@
 // is host memory, a stream is a worker thread with a queue, an event is a ticket in that queue. It is stricter than the
 // original: a device pointer must lie in what cuMemAlloc gave, and most calls need a current context.
 //   HC_FAKE_DEVICES=n        devices (default 4)
-//   HC_FAKE_DELAY_US=n       before each thing that a stream does (default 0)
+//   HC_FAKE_DELAY_US=n       before each thing that a stream does (default 0); n@d: on device d only
 //   HC_FAKE_CUDA_FAIL=f:n:r  the n-th call (from 1) of function f returns r
 //   HC_FAKE_CUDA_VERSION=n   default 12080
 //   HC_FAKE_MEMORY_BYTES=n   of all devices together, at most; default without limit
 //   HC_FAKE_CUDA_STICKY=f:n:r  the same, and so does every call from then on, as after an illegal access
 //   HC_FAKE_CAPABILITY=n     of every device; default 90
+//   HC_FAKE_WITHOUT_POOLS=1  no device has memory pools
 // Streams can be captured into a graph, which a replay then runs. As with the original, what would disturb a capture is
 // refused in threads that have not said that they know, and ends the capture in vain (but only on the same device:
 // ranks are threads here). What loads, frees, maps or waits disturbs; what is only enqueued does not.
@@ -29,6 +30,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -42,7 +44,7 @@ namespace {
 
 constexpr int kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kNotInitialized = 3, kInvalidDevice = 101,
               kInvalidImage = 200, kInvalidContext = 201, kInvalidHandle = 400, kNotFound = 500, kNotReady = 600,
-              kIllegalAddress = 700, kHighestPriority = -5;
+              kIllegalAddress = 700, kNotSupported = 801, kHighestPriority = -5;
 constexpr size_t kShareableBytes = 2u << 20;  // smaller ones share a page with others in the original
 constexpr int kCaptureUnsupported = 900, kCaptureInvalidated = 901, kCaptureMerge = 902, kCaptureUnmatched = 903,
               kCaptureUnjoined = 904, kCaptureIsolation = 905, kCapturedEvent = 907, kRelaxed = 2;
@@ -52,6 +54,12 @@ using hc_fake::Nodes;
 long number_from(const char* name, long otherwise) {
   const char* text = std::getenv(name);
   return text && *text ? std::atol(text) : otherwise;
+}
+int current_device();
+long delay_here() {
+  const char* text = std::getenv("HC_FAKE_DELAY_US");
+  const char* device = text ? std::strchr(text, '@') : nullptr;
+  return device && std::atoi(device + 1) != current_device() ? 0 : number_from("HC_FAKE_DELAY_US", 0);
 }
 
 struct Context {
@@ -92,7 +100,7 @@ class Stream {
   explicit Stream(bool urgent = false) : urgent(urgent), worker_([this] { run(); }) {}
   const bool urgent;  // of the highest priority
   // Read by the thread that makes it: one of its own would read the environment while a test changes it.
-  const std::chrono::microseconds delay{number_from("HC_FAKE_DELAY_US", 0)};
+  const std::chrono::microseconds delay{delay_here()};
   ~Stream() {
     {
       std::lock_guard lock(mu_);
@@ -144,19 +152,42 @@ class Stream {
   std::thread worker_;
 };
 
+// What was taken from a pool and has been freed stays there until somebody waits for a stream, if that is more than the
+// pool may keep. Owned by its creator and by what is on its way back.
+struct Pool {
+  std::mutex mu;
+  size_t keeps = 0;  // bytes
+  std::map<uint64_t, size_t> unused;
+  size_t unused_bytes() {
+    size_t all = 0;
+    for (const auto& [at, bytes] : unused) all += bytes;
+    return all;
+  }
+  void trim(size_t to) {
+    std::lock_guard lock(mu);
+    if (unused_bytes() <= to) return;
+    for (const auto& [at, bytes] : unused) std::free(reinterpret_cast<void*>(at));
+    unused.clear();
+  }
+  ~Pool() { trim(0); }
+};
+
 struct Driver {
   std::mutex mu;
-  std::map<int, Context> contexts;    // by device; addresses are stable
-  std::map<int, int> retained;        // ever, by device
-  std::map<uint64_t, size_t> memory;  // of ours and what is mapped of other processes
-  std::map<uint64_t, int> shared;     // large allocations: the descriptor that others can map
-  std::map<uint64_t, size_t> mapped;  // of other processes
-  std::map<std::string, int> calls;   // that a wish has counted
+  std::map<Pool*, std::shared_ptr<Pool>> pools;
+  std::map<uint64_t, std::shared_ptr<Pool>> pooled;  // what is in use of them
+  std::set<uint64_t> leaving;                        // what nobody may be given, and earlier work still finds
+  std::map<int, Context> contexts;                   // by device; addresses are stable
+  std::map<int, int> retained;                       // ever, by device
+  std::map<uint64_t, size_t> memory;                 // of ours and what is mapped of other processes
+  std::map<uint64_t, int> shared;                    // large allocations: the descriptor that others can map
+  std::map<uint64_t, size_t> mapped;                 // of other processes
+  std::map<std::string, int> calls;                  // that a wish has counted
   std::map<int, std::unique_ptr<Stream>> default_streams;
   std::map<int, int> captures;                        // under way, by device
   std::map<Capture*, std::vector<Stream*>> captured;  // the streams of each
   std::atomic<int> streams{0}, urgent_streams{0}, events{0}, modules{0}, launches{0}, rows{0}, pinned{0}, pinned_now{0};
-  std::atomic<int> calls_in_all{0}, events_made{0}, copies{0}, look_ups{0};
+  std::atomic<int> calls_in_all{0}, events_made{0}, copies{0}, look_ups{0}, illegal{0};
 
   std::atomic<int> process{0};  // that has called cuInit: a child of it cannot go on
   std::atomic<int> stuck{0};    // what every call returns
@@ -186,11 +217,13 @@ struct Driver {
     *result = std::atoi(text.c_str() + second + 1);
     return true;
   }
-  bool holds(uint64_t at, size_t bytes) {
+  // at_call: for what is to be done from now on.
+  bool holds(uint64_t at, size_t bytes, bool at_call = true) {
     std::lock_guard lock(mu);
     auto after = memory.upper_bound(at);
     if (after == memory.begin()) return false;
     --after;
+    if (at_call && leaving.contains(after->first)) return false;
     return at + bytes <= after->first + after->second;
   }
 };
@@ -200,6 +233,7 @@ Driver& driver() {
 }
 
 thread_local std::vector<Context*> current;
+int current_device() { return current.empty() ? -1 : current.back()->device; }
 thread_local int capture_mode = 0;  // of this thread: global
 
 // A call that is not allowed while something is captured, unless the thread has said that it knows. As in the original
@@ -273,39 +307,39 @@ void* own_symbol(const std::string& name) {
   return dlsym(self, name.c_str());
 }
 
-bool all_held(const unsigned long long* at, int count) {
+bool all_held(const unsigned long long* at, int count, bool at_call) {
   for (int i = 0; i < count; ++i)
-    if (!driver().holds(at[i], 1)) return false;
+    if (!driver().holds(at[i], 1, at_call)) return false;
   return true;
 }
 
 // Whether all that a kernel is given lies in memory of the device.
-bool holds_arguments(const Function& f, const void* arguments, unsigned rows) {
+bool holds_arguments(const Function& f, const void* arguments, unsigned rows, bool at_call) {
   if (f.name.find("_reduce_") != std::string::npos) {
     const auto& a = *static_cast<const hc::ReduceArguments*>(arguments);
-    return all_held(a.in, a.sources) && all_held(a.out, a.destinations);
+    return all_held(a.in, a.sources, at_call) && all_held(a.out, a.destinations, at_call);
   }
+  const auto holds = [at_call](uint64_t at, size_t bytes) { return driver().holds(at, bytes, at_call); };
   if (f.name == "hc_adasum_fold") {
     const auto& a = *static_cast<const hc::AdasumFoldArguments*>(arguments);
     const size_t in = 3 * sizeof(double) * a.lanes_in, out = 3 * sizeof(double) * a.lanes_out;
     for (unsigned r = 0; r < rows; ++r)
-      if (a.sum[r].count && !driver().holds(a.from + a.sum[r].first * in, a.sum[r].count * in)) return false;
-    return driver().holds(a.to, rows * out);
+      if (a.sum[r].count && !holds(a.from + a.sum[r].first * in, a.sum[r].count * in)) return false;
+    return holds(a.to, rows * out);
   }
   if (f.name.find("_adasum_") != std::string::npos) {
     const auto& a = *static_cast<const hc::AdasumArguments*>(arguments);
     const bool wide = f.name.ends_with("f64"), makes = f.name.find("products") != std::string::npos;
     const size_t item = wide ? 8 : 4, sums = 3 * sizeof(double) * (makes ? hc::kAdasumLanes : 1);
     for (unsigned r = 0; r < rows; ++r)
-      if (!driver().holds(a.row[r].a, a.row[r].count * item) || !driver().holds(a.row[r].b, a.row[r].count * item) ||
-          !driver().holds(a.sums + a.row[r].place * sums, sums))
+      if (!holds(a.row[r].a, a.row[r].count * item) || !holds(a.row[r].b, a.row[r].count * item) ||
+          !holds(a.sums + a.row[r].place * sums, sums))
         return false;
     return true;
   }
   const auto& a = *static_cast<const hc::PackArguments*>(arguments);
   for (unsigned r = 0; r < rows; ++r)
-    if (!driver().holds(a.piece[r].at, a.piece[r].count) || !driver().holds(a.packed + a.piece[r].place * 16ull, 1))
-      return false;
+    if (!holds(a.piece[r].at, a.piece[r].count) || !holds(a.packed + a.piece[r].place * 16ull, 1)) return false;
   return a.packed % hc::kPlaceBytes == 0;
 }
 
@@ -334,12 +368,22 @@ FAKE_API int hc_fake_holds(const void* at, size_t bytes) {
 }
 // what: "memory" (allocations), "streams", "urgent streams" (of the highest priority), "events", "modules", "launches"
 // (of kernels, ever), "rows" (of blocks in these), "pinned" (allocations of host memory, ever), "pinned now",
-// "contexts" (ever made on `device`), "calls" (of the driver, ever), "events made" (ever), "copies" (within devices,
-// ever), "look-ups" (of kernels that are there, ever)
+// "pools", "unused" (bytes that pools keep and nobody uses), "contexts" (ever made on `device`), "calls" (of the
+// driver, ever), "events made" (ever), "copies" (within devices, ever), "illegal" (launches whose memory was gone when
+// they ran, ever), "look-ups" (of kernels that are there, ever)
 FAKE_API int hc_fake_count(const char* what, int device) {
   std::lock_guard lock(driver().mu);
   const std::string name = what;
   if (name == "memory") return static_cast<int>(driver().memory.size());
+  if (name == "pools") return static_cast<int>(driver().pools.size());
+  if (name == "unused") {
+    size_t all = 0;
+    for (const auto& [at, pool] : driver().pools) {
+      std::lock_guard inside(pool->mu);
+      all += pool->unused_bytes();
+    }
+    return static_cast<int>(all);
+  }
   if (name == "streams") return driver().streams.load();
   if (name == "urgent streams") return driver().urgent_streams.load();
   if (name == "events") return driver().events.load();
@@ -351,10 +395,12 @@ FAKE_API int hc_fake_count(const char* what, int device) {
   if (name == "calls") return driver().calls_in_all.load();
   if (name == "events made") return driver().events_made.load();
   if (name == "copies") return driver().copies.load();
+  if (name == "illegal") return driver().illegal.load();
   if (name == "look-ups") return driver().look_ups.load();
   return driver().retained[device];
 }
 
+FAKE_API int hc_fake_device() { return current_device(); }
 FAKE_API int cuInit(unsigned) {
   CALLED;
   MAY_FAIL;
@@ -516,6 +562,8 @@ FAKE_API int cuStreamSynchronize(void* stream) {
   auto ticket = std::make_shared<Ticket>();
   stream_of(stream)->push([ticket] { ticket->finish(); });
   ticket->wait();
+  std::lock_guard lock(driver().mu);
+  for (const auto& [at, pool] : driver().pools) pool->trim(pool->keeps);
   return kSuccess;
 }
 FAKE_API int cuStreamWaitEvent(void* stream, void* event, unsigned) {
@@ -595,17 +643,92 @@ FAKE_API int cuEventQuery(void* event) {
   if (e->captured) return kCapturedEvent;
   return !e->last || e->last->poll() ? kSuccess : kNotReady;
 }
+// Whether so many bytes more find place; a pool takes first what it has itself.
+static bool has_place(size_t bytes, Pool* taker) {
+  const auto most = static_cast<size_t>(number_from("HC_FAKE_MEMORY_BYTES", 0));
+  if (!most) return true;
+  std::lock_guard lock(driver().mu);
+  for (const auto& [at, size] : driver().memory)
+    if (!taker || !driver().leaving.contains(at)) bytes += size;
+  for (const auto& [at, pool] : driver().pools) {
+    if (pool.get() == taker) continue;
+    std::lock_guard inside(pool->mu);
+    bytes += pool->unused_bytes();
+  }
+  return bytes <= most;
+}
+FAKE_API int cuMemPoolCreate(void** pool, const void* properties) {
+  CALLED;
+  NEEDS_CONTEXT;
+  int given[4] = {};  // the kind of allocation, handles, the kind of place, the device
+  std::memcpy(given, properties, sizeof given);
+  if (given[0] != 1 || given[1] != 0 || given[2] != 1 || given[3] != current.back()->device) return kInvalidValue;
+  if (number_from("HC_FAKE_WITHOUT_POOLS", 0)) return kNotSupported;
+  auto made = std::make_shared<Pool>();
+  std::lock_guard lock(driver().mu);
+  driver().pools[made.get()] = made;
+  *pool = made.get();
+  return kSuccess;
+}
+FAKE_API int cuMemPoolDestroy(void* pool) {
+  CALLED;
+  std::lock_guard lock(driver().mu);
+  return driver().pools.erase(static_cast<Pool*>(pool)) ? kSuccess : kInvalidValue;
+}
+FAKE_API int cuMemPoolSetAttribute(void* pool, int attribute, void* value) {
+  CALLED;
+  if (attribute != 4) return kInvalidValue;
+  std::lock_guard lock(static_cast<Pool*>(pool)->mu);
+  static_cast<Pool*>(pool)->keeps = *static_cast<const uint64_t*>(value);
+  return kSuccess;
+}
+// On a stream that is captured the original makes nodes of the graph, which nobody here means.
+FAKE_API int cuMemAllocFromPoolAsync(uint64_t* pointer, size_t bytes, void* pool, void* stream) {
+  CALLED;
+  NEEDS_CONTEXT;
+  if (!bytes || stream_of(stream)->capture()) return kInvalidValue;
+  if (!has_place(bytes, static_cast<Pool*>(pool))) return kOutOfMemory;
+  void* made = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
+  if (!made) return kOutOfMemory;
+  std::memset(made, 0xcd, std::min<size_t>(bytes, 4096));
+  std::lock_guard lock(driver().mu);
+  *pointer = reinterpret_cast<uint64_t>(made);
+  driver().memory[*pointer] = bytes;
+  driver().pooled[*pointer] = driver().pools.at(static_cast<Pool*>(pool));
+  return kSuccess;
+}
+// From now on nobody may be given it; what the stream was given before still finds it.
+FAKE_API int cuMemFreeAsync(uint64_t pointer, void* stream) {
+  CALLED;
+  NEEDS_CONTEXT;
+  if (stream_of(stream)->capture()) return kInvalidValue;
+  std::shared_ptr<Pool> pool;
+  size_t bytes = 0;
+  {
+    std::lock_guard lock(driver().mu);
+    const auto at = driver().pooled.find(pointer);
+    if (at == driver().pooled.end()) return kInvalidValue;
+    pool = std::move(at->second);
+    driver().pooled.erase(at);
+    bytes = driver().memory[pointer];
+    driver().leaving.insert(pointer);
+  }
+  stream_of(stream)->push([=] {
+    std::memset(host(pointer), 0xdd, std::min<size_t>(bytes, 4096));
+    std::lock_guard lock(driver().mu);
+    driver().memory.erase(pointer);
+    driver().leaving.erase(pointer);
+    std::lock_guard inside(pool->mu);
+    pool->unused[pointer] = bytes;
+  });
+  return kSuccess;
+}
 FAKE_API int cuMemAlloc_v2(uint64_t* pointer, size_t bytes) {
   CALLED;
   NEEDS_CONTEXT;
   MUST_NOT_DISTURB;
   if (!bytes) return kInvalidValue;
-  if (const auto most = static_cast<size_t>(number_from("HC_FAKE_MEMORY_BYTES", 0))) {
-    std::lock_guard lock(driver().mu);
-    size_t held = bytes;
-    for (const auto& [at, size] : driver().memory) held += size;
-    if (held > most) return kOutOfMemory;
-  }
+  if (!has_place(bytes, nullptr)) return kOutOfMemory;
   const bool large = bytes >= kShareableBytes;
   const int fd = large ? memfd_create("hc fake", MFD_CLOEXEC) : -1;
   if (large && (fd < 0 || ftruncate(fd, static_cast<off_t>(bytes)) != 0)) return kOutOfMemory;
@@ -625,7 +748,8 @@ FAKE_API int cuMemFree_v2(uint64_t pointer) {
   MUST_NOT_DISTURB;
   std::lock_guard lock(driver().mu);
   const auto at = driver().memory.find(pointer);
-  if (at == driver().memory.end() || driver().mapped.contains(pointer)) return kInvalidValue;
+  if (at == driver().memory.end() || driver().mapped.contains(pointer) || driver().pooled.contains(pointer))
+    return kInvalidValue;  // the original takes back what comes from a pool, but waits for the device
   if (const auto shared = driver().shared.find(pointer); shared != driver().shared.end()) {
     munmap(host(pointer), at->second);
     close(shared->second);
@@ -725,6 +849,7 @@ FAKE_API int cuDeviceGetAttribute(int* value, int attribute, int device) {
   if (device < 0 || device >= number_from("HC_FAKE_DEVICES", 4)) return kInvalidDevice;
   const int capability = static_cast<int>(number_from("HC_FAKE_CAPABILITY", 90));
   *value = attribute == 75 ? capability / 10 : attribute == 76 ? capability % 10 : attribute == 16 ? 132 : 0;
+  if (attribute == 115) *value = !number_from("HC_FAKE_WITHOUT_POOLS", 0);
   return kSuccess;
 }
 FAKE_API int cuModuleLoadData(void** module, const void* image) {
@@ -772,7 +897,7 @@ FAKE_API int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, un
   const auto* f = static_cast<const Function*>(function);
   if (!grid_x || !grid_y || grid_z != 1 || block_x != hc::kThreadsPerBlock || block_y != 1 || block_z != 1)
     return kInvalidValue;
-  if (!holds_arguments(*f, parameters[0], grid_y)) return kInvalidValue;
+  if (!holds_arguments(*f, parameters[0], grid_y, true)) return kInvalidValue;
   // As the original does, the arguments are copied now.
   const auto* from = static_cast<const unsigned char*>(parameters[0]);
   auto arguments = std::make_shared<std::vector<unsigned char>>(from, from + f->bytes);
@@ -780,6 +905,10 @@ FAKE_API int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, un
   ++driver().launches;
   driver().rows += static_cast<int>(grid_y);
   stream_of(stream)->push([f, arguments, threads, grid_y] {
+    if (!holds_arguments(*f, arguments->data(), grid_y, false)) {  // an illegal access in the original
+      ++driver().illegal;
+      return;
+    }
     for (unsigned row = 0; row < grid_y; ++row)
       for (unsigned long long thread = 0; thread < threads; ++thread)
         f->body(arguments->data(), hc::Place{thread, threads, row});

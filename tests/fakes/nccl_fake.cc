@@ -8,6 +8,10 @@
 //   HC_FAKE_NCCL_IN_PROGRESS_US=n  time that a group, or a registration, is in progress: on a thread of its own, with
 //                              the communicator's state, or in the call where the communicator blocks. Other calls on
 //                              it are refused meanwhile; before 2.27, every call of the thread that launched
+//   NCCL_LAUNCH_ORDER_IMPLICIT=1   as in the original: groups of two threads that are launched on one device at once
+//   are
+//                              an error
+//   NCCL_HOSTID (or HOROCLONE_NODE) is the host: two ranks on one device of one host are refused
 //   HC_FAKE_NCCL_WITHOUT_WINDOWS=1  windows are registered with success and a null handle
 // -DHC_FAKE_WITHOUT_AVERAGING leaves a symbol out.
 #include <dlfcn.h>
@@ -69,6 +73,11 @@ struct Mail {  // one direction between two ranks
 };
 struct Shared {
   std::atomic<int> attached, left;
+  struct Place {
+    uint64_t host;
+    int device;
+    bool shares;  // the device with other ranks
+  } place[kMaxRanks];
   std::atomic<unsigned> arrived, phase;
   std::atomic<bool> mismatched;
   Call call[kMaxRanks];
@@ -101,6 +110,7 @@ struct Comm {
   bool blocking = true;
   Shared* shared = nullptr;
   std::string name;
+  int device = 0;
   std::atomic<int> state{kSuccess};
   std::atomic<bool> aborted{false};
   std::atomic<int> running{0};  // batches that live
@@ -146,6 +156,24 @@ template <class Function>
 Function from_cuda_fake(const char* name) {
   void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
   return library ? reinterpret_cast<Function>(dlsym(library, name)) : nullptr;
+}
+
+// The group that each device was given last.
+struct LaunchOrder {
+  std::mutex mu;
+  std::map<int, const void*> last;
+  void begin(int device, const void* group) {
+    std::lock_guard lock(mu);
+    last[device] = group;
+  }
+  bool ends(int device, const void* group) {
+    std::lock_guard lock(mu);
+    return last[device] == group;
+  }
+};
+LaunchOrder& launch_order() {
+  static auto* one = new LaunchOrder;
+  return *one;
 }
 
 template <class Done>
@@ -409,7 +437,13 @@ int launch_all() {
     auto* batch = new Batch(c, merged(launches, c));
     std::erase_if(launches, [&](const Launch& l) { return l.comm == c; });
     fail_on_demand(c);
-    const int done = progress(c, [=] {
+    const bool ordered = number_from("NCCL_LAUNCH_ORDER_IMPLICIT", 0) == 1;
+    launch_order().begin(c->device, batch);
+    const int done = progress(c, [=, device = c->device] {
+      if (ordered && !launch_order().ends(device, batch)) {
+        delete batch;
+        return fail(kInvalidUsage, "fake: host threads racing to launch NCCL on the same device");
+      }
       return enqueue(stream, run_batch, batch, drop_batch) != 0 ? fail(1, "fake: no such stream") : kSuccess;
     });
     if (done != kSuccess && done != kInProgress) return done;
@@ -438,6 +472,7 @@ int collective(Call call, const void* in, void* out, size_t in_count, size_t out
   if ((reads && !on_device(in, in_count * e)) || (writes && !on_device(out, out_count * e)))
     return fail(kInvalidArgument, "fake: a pointer is not device memory");
   ++collectives[call.kind];
+  if (c->size == 1 && in == out && call.op < 4) return kSuccess;  // the original launches nothing
   Job job{call, static_cast<const char*>(in), static_cast<char*>(out), 1.0, {}};
   if (call.op == 4) {
     job.scale = 1.0 / c->size;
@@ -453,6 +488,24 @@ int collective(Call call, const void* in, void* out, size_t in_count, size_t out
   return add({c, stream, std::move(job)});
 }
 
+Shared::Place place_of(const Comm* c) {
+  const char* host = std::getenv("NCCL_HOSTID");
+  if (!host) host = std::getenv("HOROCLONE_NODE");
+  const bool shares = number_from("NCCL_MULTI_RANK_GPU_ENABLE", 0) == 1;
+  return {std::hash<std::string>{}(host ? host : ""), c->device,
+          shares && number_from("HC_FAKE_NCCL_VERSION", 22809) >= 23003};
+}
+
+bool shares_a_device(const Comm* c) {
+  const Shared::Place& mine = c->shared->place[c->rank];
+  for (int r = 0; r < c->size; ++r) {
+    const Shared::Place& other = c->shared->place[r];
+    if (r != c->rank && other.host == mine.host && other.device == mine.device && !(other.shares && mine.shares))
+      return true;
+  }
+  return false;
+}
+
 void attach(Comm* c, std::string name) {
   if (const long us = number_from("HC_FAKE_NCCL_INIT_US", 0))
     std::this_thread::sleep_for(std::chrono::microseconds(us));
@@ -464,8 +517,13 @@ void attach(Comm* c, std::string name) {
   void* at = mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   close(fd);
   c->shared = static_cast<Shared*>(at);
+  c->shared->place[c->rank] = place_of(c);
   if (c->shared->attached.fetch_add(1) + 1 == c->size) shm_unlink(name.c_str());
-  if (wait_for(c, [&] { return c->shared->attached.load() >= c->size; })) c->state.store(kSuccess);
+  if (wait_for(c, [&] { return c->shared->attached.load() >= c->size; })) {
+    const bool refused = shares_a_device(c);
+    if (refused) c->trouble = "fake: Duplicate GPU detected";
+    c->state.store(refused ? kInvalidUsage : kSuccess);
+  }
 }
 
 int end(Comm* c) {
@@ -606,6 +664,8 @@ FAKE_API int ncclCommInitRankConfig(void** comm, int size, Id id, int rank, cons
   c->size = size;
   c->blocking = config->blocking != 0;
   c->name = id.bytes;
+  static const auto device_now = from_cuda_fake<int (*)()>("hc_fake_device");
+  c->device = device_now ? device_now() : 0;
   c->state.store(kInProgress);
   ++communicators;
   ++c->inside;

@@ -112,7 +112,7 @@ class AdasumTree {
       const CuPointer to[] = {from[0]};
       const double one_of = 1.0 / static_cast<double>(members.size());
       if (members.size() > 1)
-        HC_TRY(kernels().reduce({work_, Reduce::kSum, 1, one_of, 1, from, to, layout_.slice()}, device_.stream));
+        HC_TRY(kernels().reduce({work_, Reduce::kSum, 1, one_of, 1, from, to, layout_.slice()}, device_.stream->get()));
       live_.push_back(members[0]);
     }
     return Status::ok();
@@ -128,12 +128,11 @@ class AdasumTree {
                                  {&between_, sums * (kAdasumLanes + kLanesBetween) * kSumBytes},
                                  {&sums_, sums * kSumBytes}}) {
       if (*memory && (*memory)->bytes() >= bytes) continue;  // the first level is the largest, but for the folding one
-      if (*memory) spent_.push_back(*memory);
       auto made = device_.gpu->device_memory(bytes, device_.stream);
       HC_TRY(made.status());
       *memory = made.take();
     }
-    HC_TRY(kernels().adasum_products(work_, lines_memory_->at(), rows(false), device_.stream));
+    HC_TRY(kernels().adasum_products(work_, lines_memory_->at(), rows(false), device_.stream->get()));
     return fold(sums);
   }
   const GpuMemory& sums() const { return *sums_; }
@@ -141,15 +140,9 @@ class AdasumTree {
 
   // Ends the level: the sums are those of all ranks.
   Status combine() {
-    HC_TRY(kernels().adasum_combine(work_, sums_->at(), rows(true), device_.stream));
+    HC_TRY(kernels().adasum_combine(work_, sums_->at(), rows(true), device_.stream->get()));
     for (size_t pair = 0, n = pairs(); pair < n; ++pair) live_.erase(live_.begin() + static_cast<long>(pair) + 1);
     return Status::ok();
-  }
-
-  void used_until(const GpuEventPtr& event) {
-    spent_.insert(spent_.end(), {lines_memory_, between_, sums_});
-    for (const GpuMemoryPtr& memory : spent_)
-      if (memory) memory->used_until(event);
   }
 
  private:
@@ -184,10 +177,10 @@ class AdasumTree {
         of_parts.push_back({static_cast<unsigned>(pair * layout_.parts().size()) + tensor.first, tensor.count});
     for (size_t i = 0; i < sums; ++i) each.push_back({static_cast<unsigned>(i), 1});
     const CuPointer one_line = between_->at(), few = one_line + sums * kAdasumLanes * kSumBytes;
-    HC_TRY(
-        kernels().adasum_fold({lines_memory_->at(), one_line, kAdasumLanes, kAdasumLanes}, of_parts, device_.stream));
-    HC_TRY(kernels().adasum_fold({one_line, few, kAdasumLanes, kLanesBetween}, each, device_.stream));
-    return kernels().adasum_fold({few, sums_->at(), kLanesBetween, 1}, each, device_.stream);
+    HC_TRY(kernels().adasum_fold({lines_memory_->at(), one_line, kAdasumLanes, kAdasumLanes}, of_parts,
+                                 device_.stream->get()));
+    HC_TRY(kernels().adasum_fold({one_line, few, kAdasumLanes, kLanesBetween}, each, device_.stream->get()));
+    return kernels().adasum_fold({few, sums_->at(), kLanesBetween, 1}, each, device_.stream->get());
   }
 
   const DeviceState& device_;
@@ -196,7 +189,6 @@ class AdasumTree {
   CuPointer vectors_{};
   std::vector<int> live_;  // the vectors that are left, in rank order
   GpuMemoryPtr lines_memory_, between_, sums_;
-  std::vector<GpuMemoryPtr> spent_;  // too small for a later level
 };
 
 class DeviceAdasum : public Collective {
@@ -236,7 +228,7 @@ class DeviceAdasum : public Collective {
  private:
   enum class Stage { kAveraged, kExchanged, kSummed, kGathered, kGatheredWithin, kOver };  // what was enqueued last
 
-  CuStream stream() const { return device_.stream; }
+  CuStream stream() const { return device_.stream->get(); }
   GpuKernels& kernels() const { return *device_.kernels; }
   size_t row_item() const { return size_of(row_type_); }
 
@@ -264,7 +256,7 @@ class DeviceAdasum : public Collective {
 
   Status begin() {
     if (!layout_.is_packed()) return exchange();
-    auto memory = gpu_.device_memory(std::max<size_t>(1, layout_.whole() * row_item()), stream());
+    auto memory = gpu_.device_memory(std::max<size_t>(1, layout_.whole() * row_item()), device_.stream);
     HC_TRY(memory.status());
     packed_ = memory.take();
     const double factor = levels_ ? task_.scale.pre / levels_->place().inner_size : 1;
@@ -310,7 +302,7 @@ class DeviceAdasum : public Collective {
   }
 
   Status exchange() {
-    auto memory = gpu_.device_memory(vectors_bytes(row_type_), stream());
+    auto memory = gpu_.device_memory(vectors_bytes(row_type_), device_.stream);
     HC_TRY(memory.status());
     received_ = memory.take();
     for (int r = 0; r < layout_.ranks(); ++r) {
@@ -367,7 +359,7 @@ class DeviceAdasum : public Collective {
     const double factor = levels_ ? 1 : task_.scale.pre;  // with levels it is in the average
     CuPointer to = received_->at();
     if (row_type_ != work_) {
-      auto memory = gpu_.device_memory(vectors_bytes(work_), stream());
+      auto memory = gpu_.device_memory(vectors_bytes(work_), device_.stream);
       HC_TRY(memory.status());
       widened_ = memory.take();
       to = widened_->at();
@@ -408,11 +400,6 @@ class DeviceAdasum : public Collective {
       const double factor = levels_ ? task_.scale.post : 1;
       HC_TRY(kernels().unpack({task_.dtype, row_type_, factor, 1}, packed_->at(), packed_pieces(false), stream()));
     }
-    auto used = gpu_.record(stream());
-    HC_TRY(used.status());
-    tree_.used_until(used.value());
-    for (const GpuMemoryPtr& memory : {packed_, received_, widened_})
-      if (memory) memory->used_until(used.value());
     return Status::ok();
   }
 

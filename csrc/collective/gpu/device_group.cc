@@ -3,12 +3,15 @@
 #include <algorithm>
 #include <thread>
 
+#include "base/thread.h"
 #include "collective/shared/shared.h"
 
 namespace hc {
 
 namespace {
-constexpr double kFarewellS = 2;         // for what runs on the device, and for the communicator to end in peace
+constexpr double kFarewellS = 2;  // for what runs on the device, and for the communicator to end in peace
+// For NCCL to be told of memory, or to forget it. Nothing else goes on meanwhile, nor is a rank's death noticed.
+constexpr double kTellS = 30;
 constexpr ptrdiff_t kFlightsAtOnce = 4;  // that one look at the device is about
 }  // namespace
 
@@ -22,8 +25,6 @@ DeviceGroup::~DeviceGroup() {
   }
   if (state_.peers) leave_peers();
   abort();
-  if (state_.stream) state_.gpu->end_stream(state_.stream);
-  if (capture_stream_) state_.gpu->end_stream(capture_stream_);
 }
 
 std::unique_ptr<Collective> DeviceGroup::make_setup(Tag tag) {
@@ -43,15 +44,15 @@ bool DeviceGroup::registers() const { return launches_alone() && state_.nccl.reg
 
 Status DeviceGroup::register_memory(std::byte* at, size_t bytes, std::shared_ptr<void> owner) {
   if (!registers()) return error(Code::kUnsupported, "this NCCL registers no memory");
-  return state_.nccl.register_memory(at, bytes, std::move(owner), options_.init_timeout_s);
+  return state_.nccl.register_memory(at, bytes, std::move(owner), std::min(options_.init_timeout_s, kTellS));
 }
 
 Status DeviceGroup::forget_memory(const std::byte* at) {
   if (!state_.nccl.knows(at)) return Status::ok();
-  if (!flights_land(options_.init_timeout_s))
-    return error(Code::kTimeout, "work on the GPU has not ended within ", options_.init_timeout_s,
-                 " s, so NCCL cannot forget memory");
-  state_.nccl.forget_memory(at, options_.init_timeout_s);
+  const double limit_s = std::min(options_.init_timeout_s, kTellS);
+  if (!flights_land(limit_s))
+    return error(Code::kTimeout, "work on the GPU has not ended within ", limit_s, " s, so NCCL cannot forget memory");
+  state_.nccl.forget_memory(at, limit_s);
   return Status::ok();
 }
 
@@ -93,37 +94,56 @@ std::string DeviceGroup::under_way(TimePoint now, double older_than_s, double* l
                  flights_.size() > 1 ? text_of(" (behind it: ", flights_.size() - 1, " more)") : "");
 }
 
-// Memory that others have mapped is not given back before they have forgotten it, nor is what this rank still works
-// with.
-void DeviceGroup::leave_peers() {
-  const Deadline deadline = Deadline::in(kFarewellS);
-  const auto wait_until = [&](auto&& over) {
-    while (!over() && !deadline.passed()) std::this_thread::sleep_for(std::chrono::microseconds(100));
-    return over();
-  };
-  const bool idle = wait_until([&] {
-    const Gpu::Current current(*state_.gpu);
-    return state_.gpu->api().cuStreamQuery(state_.stream) != kCuNotReady;
-  });
-  if (!idle) return state_.peers->abandon();
+void DeviceGroup::await_abort(const Deadline& limit) {
+  state_.nccl.await_abort(limit);
+  if (state_.peers) (void)close_peers(limit);
+}
+
+// Once nothing of this rank works with it any more, forgets the others' memory and tells them; false: not so far.
+bool DeviceGroup::close_peers(const Deadline& limit) {
+  const Gpu::Current current(*state_.gpu);
+  while (state_.gpu->api().cuStreamQuery(state_.stream->get()) == kCuNotReady) {
+    if (limit.passed()) return false;
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
   state_.peers->close();
-  SharedSegment& shared_segment = *group_.shared_segment;
-  shared_segment.publish(shared_segment.mine().peers_closed, 1);
-  const bool forgotten = wait_until([&] {
-    if (aborted_) return true;
-    for (int m = 0; m < shared_segment.size(); ++m)
-      if (!shared_segment.flags(m).peers_closed.load(std::memory_order_acquire)) return false;
+  group_.shared_segment->publish(group_.shared_segment->mine().peers_closed, 1);
+  return true;
+}
+
+// Memory that others have mapped is not given back before they have forgotten it, nor is what this rank still works
+// with. After an abort nobody waits for that here: of those who do not say so some have died, and the rest have nothing
+// to begin with it any more.
+void DeviceGroup::leave_peers() {
+  if (!close_peers(Deadline::in(kFarewellS))) return state_.peers->abandon();
+  const auto forgotten = [](const SharedSegment& segment) {
+    const Deadline limit = Deadline::in(kFarewellS);
+    for (int m = 0; m < segment.size(); ++m)
+      while (!segment.flags(m).peers_closed.load(std::memory_order_acquire)) {
+        if (limit.passed()) return false;
+        std::this_thread::sleep_for(std::chrono::microseconds(100));
+      }
     return true;
-  });
-  if (!forgotten) state_.peers->abandon();
-  state_.peers.reset();
+  };
+  const std::shared_ptr<PeerMemory> peers(std::move(state_.peers));
+  if (!aborted_) {
+    if (!forgotten(*group_.shared_segment)) peers->abandon();
+    return;
+  }
+  NamedThread later;
+  const Status started = later.start(
+      "hc-peers-end", [peers, segment = std::make_shared<const SharedSegment>(*group_.shared_segment), forgotten] {
+        Gpu::own_this_thread();
+        (void)forgotten(*segment);
+      });
+  started.is_ok() ? later.detach() : peers->abandon();
 }
 
 Status DeviceGroup::prepare_to_capture() {
   if (capture_stream_ || !launches_alone()) return Status::ok();
   auto made = state_.gpu->make_stream();
   HC_TRY(made.status());
-  capture_stream_ = made.value();
+  capture_stream_ = made.take();
   return Status::ok();
 }
 
@@ -134,7 +154,7 @@ Result<GpuEventPtr> DeviceGroup::capture(Task task, CuStream from) {
   HC_TRY(state_.nccl.until_enqueued(options_.init_timeout_s));  // what was launched before
   auto ready = state_.gpu->record(from);
   HC_TRY(ready.status());
-  HC_TRY(state_.gpu->wait(capture_stream_, ready.value()->get()));
+  HC_TRY(state_.gpu->wait(capture_stream_->get(), ready.value()->get()));
   state_.nccl.note_capture();
   state_.nccl.set_flat_only(true);
   std::swap(state_.stream, capture_stream_);
@@ -142,7 +162,7 @@ Result<GpuEventPtr> DeviceGroup::capture(Task task, CuStream from) {
   std::swap(state_.stream, capture_stream_);
   state_.nccl.set_flat_only(false);
   HC_TRY(done);
-  return state_.gpu->record(capture_stream_);
+  return state_.gpu->record(capture_stream_->get());
 }
 
 Status DeviceGroup::run_captured(Task task) {

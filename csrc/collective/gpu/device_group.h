@@ -25,7 +25,7 @@ class DeviceGroup {
   // This rank's device; null on a rank that has joined before it used one. May be given later than the first batch.
   void use(const std::shared_ptr<Gpu>& gpu) { state_.gpu = gpu; }
   Gpu* gpu() const { return state_.gpu.get(); }
-  CuStream stream() const { return state_.stream; }
+  const GpuStreamPtr& stream() const { return state_.stream; }
 
   // Everything that must have happened before a batch: the agreement on who moves the data, stream and communicator.
   // Stepped by every rank at the same batch. Empty once it is done for good: nothing to do.
@@ -76,10 +76,11 @@ class DeviceGroup {
   Status check();
   // Begins to end what runs on the device, so that streams that wait for it go on. Nothing works afterwards.
   void abort();
-  void await_abort(const Deadline& limit) { state_.nccl.await_abort(limit); }
+  void await_abort(const Deadline& limit);
 
  private:
   Status run_captured(Task task);
+  bool close_peers(const Deadline& limit);
   void leave_peers();
   bool flights_land(double limit_s);
 
@@ -88,7 +89,7 @@ class DeviceGroup {
   DeviceState state_;
   // What the backend cannot do, or all while there is none.
   const std::unique_ptr<GpuBackend> staged_ = make_staged_backend(&state_, group_);
-  CuStream capture_stream_ = nullptr;  // takes part in captures; the other one goes on
+  GpuStreamPtr capture_stream_;  // takes part in captures; the other one goes on
   bool aborted_ = false;
   std::deque<Flight> flights_;
 };

@@ -59,14 +59,13 @@ DeviceLink::~DeviceLink() {
     std::this_thread::sleep_for(std::chrono::microseconds(100));
   if (comm_ && up_ && oldest_flight_s(Clock::now()) == 0 && comm_->finish(kLinkFarewellS)) comm_.reset();
   abort();
-  if (stream_) gpu_->end_stream(stream_);
 }
 
-Result<CuStream> DeviceLink::stream() {
+Result<GpuStreamPtr> DeviceLink::stream() {
   if (!stream_) {
     auto made = gpu_->make_stream();
     HC_TRY(made.status());
-    stream_ = made.value();
+    stream_ = made.take();
   }
   return stream_;
 }
@@ -97,7 +96,7 @@ Result<bool> DeviceLink::is_up() {
 }
 
 Status DeviceLink::launch(bool sends, std::byte* data, size_t bytes, int place_of_peer) {
-  return comm_->launch({[=, stream = stream_](const NcclApi& nccl, NcclHandle comm) {
+  return comm_->launch({[=, stream = stream_->get()](const NcclApi& nccl, NcclHandle comm) {
     return nccl.check(sends ? nccl.ncclSend(data, bytes, kNcclU8, place_of_peer, comm, stream)
                             : nccl.ncclRecv(data, bytes, kNcclU8, place_of_peer, comm, stream),
                       sends ? "ncclSend" : "ncclRecv", comm);

@@ -41,7 +41,7 @@ class DeviceLink {
   ~DeviceLink();  // ends the communicator, the peer willing; else aborts it
 
   const std::shared_ptr<Gpu>& gpu() const { return gpu_; }
-  Result<CuStream> stream();
+  Result<GpuStreamPtr> stream();
 
   Result<NcclId> make_id() const;
   bool has_begun() const { return begun_; }
@@ -65,7 +65,7 @@ class DeviceLink {
   const std::shared_ptr<Gpu> gpu_;
   const std::shared_ptr<const NcclApi> nccl_;  // null: there is none
   const double init_timeout_s_;
-  CuStream stream_ = nullptr;
+  GpuStreamPtr stream_;
   std::unique_ptr<NcclComm> comm_;
   bool begun_ = false, up_ = false;
   Deadline deadline_ = Deadline::in(0);

@@ -5,11 +5,11 @@ namespace hc {
 Status DeviceMessage::await_ready() {
   auto stream = link_.stream();
   HC_TRY(stream.status());
-  return end_.ready ? link_.gpu()->wait(stream.value(), end_.ready) : Status::ok();
+  return end_.ready ? link_.gpu()->wait(stream.value()->get(), end_.ready) : Status::ok();
 }
 
 Status DeviceMessage::record_done() {
-  auto done = link_.gpu()->record(link_.stream().value());
+  auto done = link_.gpu()->record(link_.stream().value()->get());
   HC_TRY(done.status());
   done_ = done.take();
   link_.launched(done_);
@@ -99,7 +99,7 @@ class StagedMessage : public DeviceMessage {
     pinned_ = memory.take();
     HC_TRY(await_ready());
     if (!end_.sends) return Status::ok();
-    const CuStream stream = link_.stream().value();
+    const CuStream stream = link_.stream().value()->get();
     HC_TRY(link_.gpu()->copy_to_host(pinned_->data(), cu_pointer(end_.data), end_.bytes, stream));
     HC_TRY(record_done());
     copied_out_ = done_;
@@ -113,7 +113,7 @@ class StagedMessage : public DeviceMessage {
   }
 
   Status copy_in() {
-    const CuStream stream = link_.stream().value();
+    const CuStream stream = link_.stream().value()->get();
     HC_TRY(link_.gpu()->copy_from_host(cu_pointer(end_.data), pinned_->data(), end_.bytes, stream));
     HC_TRY(record_done());
     pinned_->used_until(done_);

@@ -397,7 +397,7 @@ Status DeviceState::make_stream() {
   if (stream || !gpu) return Status::ok();
   auto made = gpu->make_stream();
   HC_TRY(made.status());
-  stream = made.value();
+  stream = made.take();
   return Status::ok();
 }
 

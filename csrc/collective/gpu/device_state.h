@@ -30,7 +30,7 @@ struct DeviceOptions {
 
 struct DeviceState {
   std::shared_ptr<Gpu> gpu;  // null on a rank that has joined before it used one
-  CuStream stream = nullptr;
+  GpuStreamPtr stream;
   Communicators nccl;
   GpuKernels* kernels = nullptr;  // this rank's; the Gpu's own
   Status kernels_missing;

@@ -66,7 +66,7 @@ class NcclCollective : public Collective {
     size_t count;  // of each rank of the node
   };
   NcclComm& comm() const { return *device_.nccl.world(); }
-  CuStream stream() const { return device_.stream; }
+  CuStream stream() const { return device_.stream->get(); }
 
   // Of the next group. What it works with is copied: it may run later.
   template <class Call>
@@ -172,7 +172,7 @@ class NcclCollective : public Collective {
       }
     packs_ = small > 1;
     if (!packs_) return Status::ok();
-    auto memory = gpu_.device_memory(bytes, stream());
+    auto memory = gpu_.device_memory(bytes, device_.stream);
     HC_TRY(memory.status());
     packed_ = memory.take();
     packed_count_ = bytes / item;
@@ -209,7 +209,7 @@ class NcclCollective : public Collective {
     }
     const size_t output = task_.op == Op::kReducescatter ? bytes : 0;  // others reduce in place
     if (output) bytes += GpuKernels::packed_bytes(task_.pieces[0].count, wire);
-    auto memory = gpu_.device_memory(bytes, stream());
+    auto memory = gpu_.device_memory(bytes, device_.stream);
     HC_TRY(memory.status());
     packed_ = memory.take();
     HC_TRY(device_.kernels->pack({task_.dtype, wire, task_.scale.pre, 1}, packed_->at(), inputs, stream()));
@@ -245,9 +245,6 @@ class NcclCollective : public Collective {
       HC_TRY(for_packed([&](CuPointer at, const Piece& piece, size_t count) {
         return gpu_.copy(cu_pointer(piece.out), at, count, stream());
       }));
-    auto used = gpu_.record(stream());
-    HC_TRY(used.status());
-    packed_->used_until(used.take());
     packed_.reset();
     return Status::ok();
   }

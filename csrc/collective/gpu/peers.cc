@@ -294,7 +294,7 @@ class PeersCollective : public Collective {
   }
 
   CuPointer own() const { return memory_.at(static_cast<int>(rank_)); }
-  CuStream stream() const { return device_.stream; }
+  CuStream stream() const { return device_.stream->get(); }
 
   const Task task_;
   DeviceState& device_;

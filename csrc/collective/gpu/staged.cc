@@ -99,9 +99,9 @@ class StagedCollective : public Collective {
       at += input_bytes(e);
       if (piece.out) piece.out = at;
       at += aligned(e.out * item);
-      if (e.in) HC_TRY(device_.gpu->copy_to_host(input, cu_pointer(from), e.in * item, device_.stream));
+      if (e.in) HC_TRY(device_.gpu->copy_to_host(input, cu_pointer(from), e.in * item, device_.stream->get()));
     }
-    auto recorded = device_.gpu->record(device_.stream);
+    auto recorded = device_.gpu->record(device_.stream->get());
     HC_TRY(recorded.status());
     copied_out_ = recorded.take();
     host_task_ = std::move(on_host);
@@ -121,10 +121,10 @@ class StagedCollective : public Collective {
     for (const Piece& piece : task_.pieces) {
       const Extent e = extent_of(piece);
       at += input_bytes(e);
-      if (e.out) HC_TRY(device_.gpu->copy_from_host(cu_pointer(piece.out), at, e.out * item, device_.stream));
+      if (e.out) HC_TRY(device_.gpu->copy_from_host(cu_pointer(piece.out), at, e.out * item, device_.stream->get()));
       at += aligned(e.out * item);
     }
-    auto used = device_.gpu->record(device_.stream);
+    auto used = device_.gpu->record(device_.stream->get());
     HC_TRY(used.status());
     pinned_->used_until(used.take());
     return Status::ok();

@@ -38,7 +38,7 @@ Status DeviceBatch::await_inputs(const std::vector<Operation*>& operations) {
   for (const Operation* op : operations) {
     if (!op || !op->work) continue;
     if (const CuEvent ready = work_of(op)->ready_event())
-      HC_TRY(group_.gpu()->wait(group_.stream(), ready), op->describe());
+      HC_TRY(group_.gpu()->wait(group_.stream()->get(), ready), op->describe());
     input_ = work_of(op)->ready;
   }
   return Status::ok();
@@ -70,13 +70,13 @@ Result<std::byte*> DeviceBatch::identity(DType dtype, Reduce reduce, size_t coun
   held_.push_back(pinned.value());
   held_.push_back(memory.value());
   fill_identity(dtype, reduce, pinned.value()->data(), count);
-  HC_TRY(group_.gpu()->copy_from_host(memory.value()->at(), pinned.value()->data(), bytes, group_.stream()));
+  HC_TRY(group_.gpu()->copy_from_host(memory.value()->at(), pinned.value()->data(), bytes, group_.stream()->get()));
   return memory.value()->data();
 }
 
 Status DeviceBatch::finish(const std::vector<Operation*>& operations) {
   if (!group_.gpu()) return Status::ok();
-  auto done = group_.gpu()->record(group_.stream());
+  auto done = group_.gpu()->record(group_.stream()->get());
   HC_TRY(done.status());
   for (const GpuMemoryPtr& memory : held_) memory->used_until(done.value());
   held_.clear();

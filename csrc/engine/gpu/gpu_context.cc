@@ -125,9 +125,7 @@ Status GpuContext::copy_result(Operation* op, int64_t handle, size_t i, void* to
   if (i >= work.results.size() || !work.results[i] || work.results[i]->bytes() < bytes)
     return error(Code::kInvalidArgument, "handle ", handle, " has no result ", i, " of ", bytes, " bytes");
   HC_TRY(work.gpu->copy(cu_pointer(to), work.results[i]->at(), bytes, stream));
-  auto read = work.gpu->record(stream);
-  HC_TRY(read.status());
-  work.results[i]->used_until(read.take());
+  work.results[i]->give_back_behind(stream);
   work.results[i].reset();
   return Status::ok();
 }

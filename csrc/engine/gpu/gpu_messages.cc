@@ -229,11 +229,10 @@ Result<std::unique_ptr<BackendMessage>> GpuMessages::to_self(Operation* op, bool
   auto memory = work.gpu->device_memory(bytes, stream.value());
   HC_TRY(memory.status());
   message->own_copy = memory.take();
-  HC_TRY(work.gpu->wait(stream.value(), work.ready_event()));
-  HC_TRY(work.gpu->copy(message->own_copy->at(), cu_pointer(op->in[0]), bytes, stream.value()));
-  auto done = work.gpu->record(stream.value());
+  HC_TRY(work.gpu->wait(stream.value()->get(), work.ready_event()));
+  HC_TRY(work.gpu->copy(message->own_copy->at(), cu_pointer(op->in[0]), bytes, stream.value()->get()));
+  auto done = work.gpu->record(stream.value()->get());
   HC_TRY(done.status());
-  message->own_copy->used_until(done.value());
   work.done = done.take();
   return std::unique_ptr<BackendMessage>(std::move(message));
 }
@@ -244,13 +243,12 @@ Status GpuMessages::copy_to_self(Operation* op, const BackendMessage& message, c
   Gpu& gpu = *work.gpu;
   auto stream = links_.to(context_.rank()).stream();
   HC_TRY(stream.status());
-  if (const CuEvent ready = work.ready_event()) HC_TRY(gpu.wait(stream.value(), ready));
-  if (source) HC_TRY(gpu.wait(stream.value(), work_of(source)->ready_event()));
+  if (const CuEvent ready = work.ready_event()) HC_TRY(gpu.wait(stream.value()->get(), ready));
+  if (source) HC_TRY(gpu.wait(stream.value()->get(), work_of(source)->ready_event()));
   const std::byte* from = source ? source->in[0] : own_copy->data();
-  HC_TRY(gpu.copy(cu_pointer(op->out[0]), cu_pointer(from), bytes_of(*op->received), stream.value()));
-  auto done = gpu.record(stream.value());
+  HC_TRY(gpu.copy(cu_pointer(op->out[0]), cu_pointer(from), bytes_of(*op->received), stream.value()->get()));
+  auto done = gpu.record(stream.value()->get());
   HC_TRY(done.status());
-  if (own_copy) own_copy->used_until(done.value());
   if (source) work_of(source)->done = done.value();
   work.done = done.take();
   return Status::ok();

@@ -100,8 +100,9 @@ TEST_CASE("fake of CUDA and NCCL: programs that are the same on all ranks end, w
           doctest::test_suite("long")) {
   for (unsigned seed : {0u, 1u, 3u}) {  // with and without each delay
     CAPTURE(seed);
-    FakeEnvironment slow(
-        Variables{{"HC_FAKE_DELAY_US", seed % 2 ? "30" : "0"}, {"HC_FAKE_NCCL_IN_PROGRESS_US", seed % 3 ? "0" : "50"}});
+    FakeEnvironment slow(Variables{{"HC_FAKE_DELAY_US", seed % 2 ? "30" : "0"},
+                                   {"HC_FAKE_NCCL_IN_PROGRESS_US", seed % 3 ? "0" : "50"},
+                                   {"NCCL_LAUNCH_ORDER_IMPLICIT", "1"}});
     World world(4, gpu_settings());
     CHECK_OK(world.each([&](Engine& engine, int rank) {
       FrameworkOnGpu gpu(rank);

@@ -76,6 +76,74 @@ TEST_CASE("fake of CUDA and NCCL: memory that nobody can give ends the job with 
   });
 }
 
+TEST_CASE("fake of CUDA and NCCL: what large results were given goes back to the device, with and without pools") {
+  constexpr size_t kRows = 5 * kMebi;  // of each rank: 20 MiB
+  for (const char* without : {"0", "1"}) {
+    CAPTURE(std::string(without));
+    FakeEnvironment environment(Variables{{"HC_FAKE_WITHOUT_POOLS", without}});
+    const bool has_pools = without[0] == '0';
+    World world(2, gpu_settings());
+    CHECK_OK(world.each([has_pools](Engine& engine, int rank) {
+      FrameworkOnGpu gpu(rank);
+      auto* mine = gpu.tensor(std::vector<int32_t>(kRows, rank + 1));
+      auto* all = static_cast<int32_t*>(gpu.memory(2 * kRows * 4));
+      for (const size_t rows : {kRows, size_t{100}}) {
+        int64_t handle = 0;
+        CHECK_OK(submit_gpu(engine, gpu, Op::kAllgather, "rows", mine, nullptr, {static_cast<int64_t>(rows)},
+                            DType::kI32, &handle));
+        CHECK_OK(enqueued(engine, gpu, handle));
+        CHECK_OK(engine.copy_result(handle, 0, all, 2 * rows * 4, gpu.stream));
+        engine.release(handle);
+        const auto got = gpu.read(all, 2 * rows);
+        CHECK_LOCKED(got[rows - 1] == 1);
+        CHECK_LOCKED(got[2 * rows - 1] == 2);
+        all_are_here(engine, "read");
+        gpu.synchronize();
+        const int unused = fake_count("unused");
+        if (has_pools) CHECK_LOCKED(unused <= (rows == kRows ? 0 : 4096));
+        all_are_here(engine, "unused counted");
+      }
+      // Nobody takes this one, and it outlives the process set's stream.
+      int64_t handle = 0;
+      CHECK_OK(submit_gpu(engine, gpu, Op::kAllgather, "left", mine, nullptr, {100}, DType::kI32, &handle));
+      CHECK_OK(enqueued(engine, gpu, handle));
+    }));
+    CHECK(fake_count("memory") == 0);
+    CHECK(fake_count("pools") == 0);
+    CHECK(fake_count("streams") == 0);
+    CHECK(fake_count("events") == 0);
+  }
+}
+
+TEST_CASE("fake of CUDA: memory that peers map outlives an abort until they have forgotten it") {
+  FakeEnvironment slow(Variables{{"HC_FAKE_DELAY_US", "200000@1"}});
+  const int before = fake_count("illegal");
+  World world(2, gpu_settings({{"HOROCLONE_GPU_OPERATIONS", "peers"},
+                               {"HOROCLONE_GPU_PEER_BYTES", "2097152"},
+                               {"HOROCLONE_LOG_LEVEL", "error"}}));
+  (void)world.each([](Engine& engine, int rank) {
+    FrameworkOnGpu gpu(rank);
+    float* data = gpu.tensor(std::vector<float>(1000, 1.0f));
+    all_are_here(engine, "begin");
+    const int launches = fake_count("launches");
+    all_are_here(engine, "counted");
+    int64_t handle = 0;
+    CHECK_OK(submit_gpu(engine, gpu, Op::kAllreduce, "x", data, data, {1000}, DType::kF32, &handle));
+    if (rank == 0) {  // both have packed, and the slow GPU is about to read what lies on this one
+      for (const Deadline limit = Deadline::in(60); fake_count("launches") < launches + 4 && !limit.passed();)
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      engine.abort("rank 0 raised ValueError: bad batch");
+    }
+    const Status outcome = enqueued(engine, gpu, handle);
+    CHECK_LOCKED(!outcome.is_ok());
+    engine.release(handle);
+  });
+  CHECK(fake_count("illegal") == before);
+  for (const Deadline limit = Deadline::in(30); fake_count("memory") > 0 && !limit.passed();)
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  CHECK(fake_count("memory") == 0);
+}
+
 TEST_CASE("fake of CUDA and NCCL: after an error for good a GPU's tensors are refused, those of the host go on") {
   World world(2, gpu_settings());
   CHECK_OK(world.each([](Engine& engine, int rank) {

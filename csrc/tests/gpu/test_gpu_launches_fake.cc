@@ -190,6 +190,7 @@ TEST_CASE("fake of CUDA and NCCL: everything works while NCCL's calls are in pro
     CAPTURE(std::string(version));
     FakeEnvironment slow(Variables{{"HC_FAKE_NCCL_VERSION", version},
                                    {"HC_FAKE_NCCL_IN_PROGRESS_US", "300"},
+                                   {"NCCL_LAUNCH_ORDER_IMPLICIT", "1"},
                                    {"HC_FAKE_NCCL_INIT_US", "2000"},
                                    {"HC_FAKE_DELAY_US", "20"}});
     World world(2, gpu_settings());

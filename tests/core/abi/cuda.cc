@@ -17,9 +17,9 @@ bool is_known(const std::string& ours, const std::string& header) {
 
 int main() {
   using namespace hc;
-#define COMPARE(name, exported, arguments)                                                                       \
-  abi::expect(abi::SameCall<decltype(&name), CuResult(*) arguments>::value, "the call of " exported);            \
-  abi::expect(std::string(ABI_TEXT(name)) == exported || is_known(exported, ABI_TEXT(name)),                     \
+#define COMPARE(name, exported, arguments)                                                            \
+  abi::expect(abi::SameCall<decltype(&name), CuResult(*) arguments>::value, "the call of " exported); \
+  abi::expect(std::string(ABI_TEXT(name)) == exported || is_known(exported, ABI_TEXT(name)),          \
               "the header's name for " exported ": " ABI_TEXT(name));
   HC_CUDA_SYMBOLS(COMPARE)
 #undef COMPARE
@@ -41,6 +41,13 @@ int main() {
   ABI_VALUE(sizeof(CUipcMemHandle), sizeof(CuIpcHandle));
   ABI_VALUE(alignof(CUipcMemHandle), alignof(CuIpcHandle));
   ABI_VALUE(sizeof(CUuuid), sizeof(CuUuid));
+  ABI_VALUE(sizeof(CUmemPoolProps), sizeof(CuMemPoolProps));
+  ABI_VALUE(offsetof(CUmemPoolProps, location.id), offsetof(CuMemPoolProps, device));
+  ABI_VALUE(CU_MEM_ALLOCATION_TYPE_PINNED, CuMemPoolProps{}.allocation);
+  ABI_VALUE(CU_MEM_HANDLE_TYPE_NONE, CuMemPoolProps{}.handles);
+  ABI_VALUE(CU_MEM_LOCATION_TYPE_DEVICE, CuMemPoolProps{}.location);
+  ABI_VALUE(CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, kCuPoolReleaseThreshold);
+  ABI_VALUE(CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED, kCuMemoryPools);
   ABI_VALUE(sizeof(CUdeviceptr), sizeof(CuPointer));
   ABI_VALUE(sizeof(CUdevice), sizeof(CuDevice));
   ABI_VALUE(sizeof(CUresult), sizeof(CuResult));
