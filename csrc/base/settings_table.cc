@@ -237,7 +237,7 @@ constexpr LauncherSettingRow kLauncherRows[] = {
      "What a distributed optimizer does where the ranks have different weights, optimizer state or reduced gradients: "
      "warn (once), error (on every rank), repair (from a rank of the majority), off (it does not look)."},
     {"COMPARE_STEPS", "", "count", "100",
-     "In how many steps all of these are compared once, a share at a time; 0: only in the first step."},
+     "In how many steps all of these are compared once, a share at a time; 0: only at the beginning."},
     {"MPI_THREADS_DISABLE", "MPI_THREADS_DISABLE", "flag", "0",
      "1: where horoclone itself has to load mpi4py, it asks MPI for one thread only (MPI_THREAD_FUNNELED)."},
     {"NO_HOROVOD_ALIAS", "", "flag", "0",

@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define HC_VERSION 3
+#define HC_VERSION 4
 #define HC_EXPORT __attribute__((visibility("default")))
 
 typedef struct hc_runtime hc_runtime;
