@@ -34,7 +34,7 @@ def main() -> None:
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
     )
-    sampler = hvd.LoadBalancedBatchSampler(data, args.batch_size, every=10)
+    sampler = hvd.LoadBalancedBatchSampler(data, args.batch_size, every=5)
     loader = torch.utils.data.DataLoader(data, batch_sampler=sampler)
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)

@@ -9,6 +9,7 @@ from horoclone.torch import (
     EvaluationSampler as EvaluationSampler,
     HorovodInternalError as HorovodInternalError,
     HostsUpdatedInterrupt as HostsUpdatedInterrupt,
+    LoadBalancedBatchSampler as LoadBalancedBatchSampler,
     LocalSGD as LocalSGD,
     Max as Max,
     Min as Min,

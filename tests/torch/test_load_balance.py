@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 import time
+from collections import deque
+from unittest import mock
 
 import pytest
 import torch
 from world import ranks
 
 import horoclone.torch as hvd
+from horoclone.torch import load_balance
 from horoclone.torch.load_balance import shared
 
 
@@ -43,7 +46,7 @@ def test_a_rank_of_half_the_speed_takes_half_and_training_is_that_of_one_process
         torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
     )
     single = torch.optim.SGD(alone.parameters(), lr=0.1)
-    sampler = hvd.LoadBalancedBatchSampler(range(203), batch_size=30, every=5)
+    sampler = hvd.LoadBalancedBatchSampler(range(203), batch_size=30, every=4)
     data = torch.utils.data.DataLoader(range(203), batch_sampler=sampler, num_workers=workers)
     loss, seen = torch.nn.MSELoss(), []
     assert sampler.shares == [15, 15] and len(data) == 7
@@ -71,6 +74,34 @@ def test_a_rank_of_half_the_speed_takes_half_and_training_is_that_of_one_process
 
 
 @ranks(2)
+@pytest.mark.parametrize("ahead", [0, 1, 12, 20])
+def test_shares_are_those_of_the_speeds_whatever_was_fetched_ahead(ahead: int) -> None:
+    """Two samplers at once, rank 1 of half the speed; the clock is one that only computing moves."""
+    clock = [0.0]
+    with mock.patch.object(load_balance, "_own_time", lambda: clock[0]):
+        two = [hvd.LoadBalancedBatchSampler(range(60 * 400), batch_size=60, every=20) for _ in range(2)]
+        fetched: deque[int] = deque()
+        found = []
+        for parts in zip(*two, strict=True):
+            fetched.append(sum(map(len, parts)))
+            found.append(two[0].shares)
+            assert two[1].shares == found[-1]
+            if len(fetched) > ahead:
+                clock[0] += fetched.popleft() * (1 + hvd.rank())
+    assert found[0] == [30, 30] and all(one == [40, 20] for one in found[61:]), found
+
+
+@ranks(2)
+def test_a_time_that_was_not_measured_changes_nothing() -> None:
+    clock = [0.0]
+    with mock.patch.object(load_balance, "_own_time", lambda: clock[0]):
+        sampler = hvd.LoadBalancedBatchSampler(range(60), batch_size=4, every=2)
+        for _ in sampler:
+            clock[0] += hvd.rank()  # none on rank 0
+        assert sampler.shares == [2, 2]
+
+
+@ranks(2)
 def test_what_cannot_be_shared_is_refused() -> None:
     with pytest.raises(ValueError, match="batch_size=1 is of all ranks together, at least 2"):
         hvd.LoadBalancedBatchSampler(range(5), batch_size=1)
@@ -78,3 +109,9 @@ def test_what_cannot_be_shared_is_refused() -> None:
         hvd.LoadBalancedBatchSampler(range(5), batch_size=2, every=0)
     assert len(hvd.LoadBalancedBatchSampler(range(5), batch_size=4)) == 1  # one is left over for two ranks
     assert [len(part) for part in hvd.LoadBalancedBatchSampler(range(6), batch_size=4)] == [2, 1]
+    other = hvd.LoadBalancedBatchSampler(range(6), batch_size=4)
+    other._size = 3  # as after a reset
+    with pytest.raises(
+        RuntimeError, match="made for rank . of 3, and this is rank . of 2 now: make a new one"
+    ):
+        next(iter(other))

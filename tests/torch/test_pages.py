@@ -45,7 +45,8 @@ def namespace(folder: Path) -> dict[str, Any]:
     model = torch.nn.Linear(4, 4)
     return {
         "torch": torch, "hvd": hvd, "model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-        "batches": batches(), "loss_of": F.cross_entropy, "checkpoint": folder / f"{hvd.rank()}.pt",
+        "batches": batches(), "dataset": [one for pair in batches() for one in zip(*pair, strict=True)],
+        "loss_of": F.cross_entropy, "checkpoint": folder / f"{hvd.rank()}.pt",
     }  # fmt: skip
 
 
@@ -79,6 +80,8 @@ def test_every_block_runs(page: str, tmp_path: Path) -> None:
             )
             fit(names, 1)
         exec(compile(block, f"{page}, block {number}", "exec"), names)
+        if "set_weight" in block:
+            names["optimizer"].set_weight(None)
         if isinstance(names["model"], torch.nn.Linear):
             first, last = fit(names, 8)
             assert last < first, (number, first, last)
