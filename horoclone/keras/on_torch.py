@@ -79,19 +79,33 @@ def reduce(
         had, name=f"{parts[0].name}.present", op=Max, process_set=settings.process_set
     )
     running = [_submit(part, grads, variables, settings) for part in parts]
+    *reduced, present = _outcomes([*(handle for handle, _ in running), someone])
     result: dict[int, Any] = {}
-    for part, (handle, contexts) in zip(parts, running, strict=True):
-        outputs = operations.synchronize(handle)
+    for part, (_, contexts), outputs in zip(parts, running, reduced, strict=True):
         if part.compression is not None:
             outputs = [part.compression.decompress(o, c) for o, c in zip(outputs, contexts, strict=True)]
         result.update(zip(part.places, outputs, strict=True))
-    flags = operations.synchronize(someone).tolist()
+    flags = present.tolist()
     if watched is not None and compared is not None:
         compared.look(flags[len(places) :], watched.values)
     for place, present in zip(places, flags, strict=False):
         if not present:
             result[place] = None
     return result
+
+
+def _outcomes(handles: Sequence[int]) -> list[Any]:
+    """What each gives. Where one has failed its error is raised when all have ended, so that a next step may use their
+    names."""
+    outcomes, failed = [], None
+    for handle in handles:
+        try:
+            outcomes.append(operations.synchronize(handle))
+        except Exception as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
+    return outcomes
 
 
 def _submit(
