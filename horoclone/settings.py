@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import signal
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -156,6 +157,22 @@ def setting(environ: Mapping[str, str], name: str, default: str) -> str:
     """HOROCLONE_<name> or HOROVOD_<name>, without case or blanks around; `default` when unset or empty."""
     text = environ.get(f"HOROCLONE_{name}") or environ.get(f"HOROVOD_{name}") or default
     return text.strip().lower()
+
+
+def check(environ: Mapping[str, str]) -> None:
+    """Of what the core does not read itself; init() calls it, so that every rank hears of a bad value."""
+    comparison(environ)
+    notice_signal(environ)
+    for name in ("NOTICE", "ELASTIC_TIMEOUT", "REPLICA_INTERVAL"):
+        seconds(environ, name, 0.0)
+
+
+def notice_signal(environ: Mapping[str, str]) -> signal.Signals | None:
+    """HOROCLONE_NOTICE_SIGNAL, if any. ValueError for another one than USR1 or USR2."""
+    name = setting(environ, "NOTICE_SIGNAL", "").removeprefix("sig")
+    if name not in ("", "usr1", "usr2"):
+        raise ValueError(f"HOROCLONE_NOTICE_SIGNAL={name.upper()!r} must be USR1 or USR2.")
+    return signal.Signals[f"SIG{name.upper()}"] if name else None
 
 
 COMPARE = ("warn", "repair", "error", "off")

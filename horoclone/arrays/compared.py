@@ -82,7 +82,7 @@ class ArrayComparison(comparison.Comparison):
     ) -> dict[int, Bytes]:
         """Where a check has failed, on every rank: says what differs, and gives what is to be repaired, by place. May
         raise Mismatch. hashes: of all values; values: themselves, where these can be repaired."""
-        if number < steps.held:
+        if number in steps.held:
             return {}
         own = [self.own.steps, number, len(hashes), *hashes]
         ranks, mine = self._set.ranks or [0], self._set.rank() or 0

@@ -82,7 +82,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
                 self._send(model)
         if not self._sent:
             steps.restart()
-            steps.held = _steps_before(model)
+            steps.held = _steps_of_the_first_batch(model)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Raises ValueError, on every rank, when the ranks have different learning rates. Not in the first epoch of a
@@ -157,11 +157,12 @@ def _state_of(model: Any) -> list[Any]:
     return list({id(variable): variable for variable in found}.values())
 
 
-def _steps_before(model: Any) -> int:
-    """The number that the optimizer's steps have reached at the end of the first batch, which may hold several."""
+def _steps_of_the_first_batch(model: Any) -> range:
+    """Their numbers: it may hold several."""
     many = getattr(model, "_steps_per_execution" if LEGACY else "steps_per_execution", None)
     made = getattr(model.optimizer, "iterations", 0) if backend() == "jax" else 0  # there it counts them
-    return int(to_numpy(1 if many is None else many)) + int(to_numpy(made))
+    first = int(to_numpy(made))
+    return range(first, first + int(to_numpy(1 if many is None else many)))
 
 
 def _without_xla(model: Any) -> None:

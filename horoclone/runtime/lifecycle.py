@@ -32,7 +32,7 @@ from horoclone.runtime.elastic_sets import ElasticProcessSets
 from horoclone.runtime.gpu_libraries import with_libraries
 from horoclone.runtime.member import ElasticMember
 from horoclone.runtime.native_module import core, new_runtime
-from horoclone.settings import comparison, flag, remarks, settings_of, start_timeout_s
+from horoclone.settings import check, flag, remarks, settings_of, start_timeout_s
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
@@ -196,7 +196,7 @@ def _join_generation(comm: Any, wanted: list[ProcessSet]) -> None:
 def _connect(job: Job, deadline: float) -> Runtime:
     """Opens a runtime and connects it with everybody's; on failure nothing of it stays open."""
     began = time.monotonic()
-    comparison(os.environ)  # here every rank hears of a bad one
+    check(os.environ)
     wished = {**preferred, **logs.settings(os.environ), **settings_of(os.environ)}
     settings = with_libraries(member.settings_of_generation(wished))
     known: dict[str, str] = {}

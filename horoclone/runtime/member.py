@@ -28,7 +28,7 @@ from horoclone.membership.timeouts import ASK_AGAIN_S, COORDINATOR_TIMEOUT_S, FE
 from horoclone.runtime import current, replica
 from horoclone.runtime.current import say
 from horoclone.runtime.native_module import core
-from horoclone.settings import flag, seconds, setting, with_own_files
+from horoclone.settings import flag, notice_signal, seconds, with_own_files
 
 Listener = Callable[[int, int], None]
 
@@ -285,7 +285,7 @@ class ElasticMember:
     def hear_signal(self) -> None:
         """In a job of a fixed size HOROCLONE_NOTICE_SIGNAL asks its ranks to end, all at the same commit: a time limit
         comes. Main thread only, and only where nobody else handles the signal."""
-        number = _notice_signal()
+        number = notice_signal(os.environ)
         if number is None or threading.current_thread() is not threading.main_thread():
             return
         if signal.getsignal(number) == signal.SIG_DFL:
@@ -331,7 +331,7 @@ class _MembershipThread(threading.Thread):
     def begin(self) -> None:
         if threading.current_thread() is threading.main_thread():
             numbers = [signal.SIGTERM] if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL else []
-            other = _notice_signal()
+            other = notice_signal(os.environ)
             numbers += [] if other is None else [other]
             for number in numbers:
                 signal.signal(number, self._asked_to_leave)
@@ -417,8 +417,3 @@ def _end(answer: Evicted | Stop) -> NoReturn:
     if answer.code:
         say(answer.text)
     raise SystemExit(answer.code)
-
-
-def _notice_signal() -> signal.Signals | None:
-    name = setting(os.environ, "NOTICE_SIGNAL", "").removeprefix("sig")
-    return signal.Signals[f"SIG{name.upper()}"] if name in ("usr1", "usr2") else None

@@ -9,12 +9,12 @@ import weakref
 from typing import Any
 
 counted: weakref.WeakSet[Any] = weakref.WeakSet()  # restart() of each is called
-held = 0  # in so many steps weights may differ: they are broadcast after them
+held = range(0)  # steps in which weights may differ: they are broadcast after them
 
 
 def restart() -> None:
     """On all ranks: in a new life, after a join, where an elastic job takes its state from one rank."""
     global held
-    held = 0
+    held = range(0)
     for one in list(counted):
         one.restart()

@@ -51,10 +51,13 @@ def test_what_changes_nothing_is_mentioned_and_nothing_else(environ, said):
 
 
 @ranks(1, init=False)
-def test_init_refuses_what_the_comparison_of_values_cannot_be() -> None:
-    for name, value in ("HOROCLONE_COMPARE", "maybe"), ("HOROCLONE_COMPARE_STEPS", "-1"):
+def test_init_refuses_wrong_values_of_what_the_core_does_not_read() -> None:
+    for name, value in (
+        ("HOROCLONE_COMPARE", "maybe"), ("HOROCLONE_COMPARE_STEPS", "-1"), ("HOROCLONE_NOTICE_SIGNAL", "HUP"),
+        ("HOROCLONE_NOTICE", "soon"),
+    ):  # fmt: skip
         os.environ[name] = value
-        with pytest.raises(ValueError, match=f"{name}='{value}' must be"):
+        with pytest.raises(ValueError, match=f"{name}='{value}' "):
             hvd.init()
         del os.environ[name]
     hvd.init()
