@@ -148,8 +148,10 @@ class Feeder:
     def _serve(self, peer: socket.socket) -> None:
         try:
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if wire.admit(peer, self._secret, self._job, HELLO_S) and self._take():
-                self._unauthenticated.gone(peer)
+            if not wire.admit(peer, self._secret, self._job, HELLO_S):
+                return
+            self._unauthenticated.gone(peer)
+            if self._take():
                 peer.settimeout(STUCK_S)
                 try:
                     self._feed(peer)

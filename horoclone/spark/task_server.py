@@ -232,6 +232,7 @@ class TaskServer:
         try:
             keep_alive(peer)
             if wire.admit(peer, self.secret, self._job, HELLO_S):
+                self._unauthenticated.gone(peer)
                 is_in = self._take(json.loads(_introduction_of(peer)), peer)
         except (OSError, ValueError, KeyError, TypeError):
             pass  # an unauthenticated peer, or a task that has ended
