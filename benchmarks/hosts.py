@@ -6,6 +6,7 @@ no byte between the hosts can avoid the cable.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import secrets
@@ -23,10 +24,19 @@ from typing import Any
 from meeting import ADDRESS, FOLDER
 
 HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE.parent / "tests"))  # last: its folders have the frameworks' names
 
-from namespaces import connect, delete, enter_namespace, lay_cable, make  # noqa: E402
 
+def _of_the_tests(name: str) -> Any:
+    """A module of tests/, whose folder must not be on sys.path: those in it have the frameworks' names."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, HERE.parent / "tests" / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+namespaces = _of_the_tests("namespaces")
 CABLE = "cable"
 # Credit that the shaper gives for free; what is measured must be far larger. Enough for one timer tick at 10 Gbit/s.
 BURST_BYTES = 128 << 10
@@ -53,7 +63,7 @@ def inside(namespace: str, call: Callable[[], Any]) -> Any:
 
     def run() -> None:
         try:
-            enter_namespace(namespace)
+            namespaces.enter_namespace(namespace)
             result.append(call())
         except BaseException as error:
             result.append(error)
@@ -88,10 +98,10 @@ class Hosts:
         return self
 
     def _make(self) -> None:
-        make(*self.names)
-        lay_cable(self.names[0], CABLE, self.names[1], CABLE)
+        namespaces.make(*self.names)
+        namespaces.lay_cable(self.names[0], CABLE, self.names[1], CABLE)
         for name, address in zip(self.names, self.addresses, strict=True):
-            connect(name, CABLE, f"{address}/30", "mtu", str(self.mtu))
+            namespaces.connect(name, CABLE, f"{address}/30", "mtu", str(self.mtu))
             _run("tc", "-n", name, "qdisc", "add", "dev", CABLE, "root", "tbf", "rate", f"{self.gbit:g}gbit",
                  "burst", str(BURST_BYTES), "latency", "20ms")  # fmt: skip
         for host in (0, 1):
@@ -106,7 +116,7 @@ class Hosts:
         subprocess.run(self.command(host, ["sh", "-c", words]), capture_output=True, timeout=20)
 
     def __exit__(self, *_: object) -> None:
-        delete(*self.names)
+        namespaces.delete(*self.names)
 
     def command(self, host: int, words: list[str]) -> list[str]:
         """The command that runs `words` on this host."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from namespaces import connect, ip, lay_cable, make, make_switch
 from ps_cluster import SILENCE_S, Cluster
 from world import load
 
@@ -38,8 +39,7 @@ def benchmarks_hosts() -> Any:
         sys.path.remove(str(path.parent))
 
 
-namespaces = benchmarks_hosts()
-ip = namespaces.ip
+hosts = benchmarks_hosts()
 
 
 class Network:
@@ -52,19 +52,14 @@ class Network:
         self.addresses = [f"10.215.{third}.{host}" for host in (1, 2, 3)]
 
     def make(self) -> None:
-        for name in self.names:
-            ip("netns", "add", name)
-            ip("-n", name, "link", "set", "lo", "up")
+        make(*self.names)
         hub = self.names[0]
-        ip("-n", hub, "link", "add", "bridge", "type", "bridge")
+        make_switch(hub)
         for host, port in ((1, "to-a"), (2, "to-b")):
-            peer = ["type", "veth", "peer", "name", "cable", "netns"]
-            ip("-n", hub, "link", "add", port, *peer, self.names[host])
-            ip("-n", hub, "link", "set", port, "master", "bridge", "up")
-            ip("-n", self.names[host], "addr", "add", f"{self.addresses[host]}/24", "dev", "cable")
-            ip("-n", self.names[host], "link", "set", "cable", "up")
-        ip("-n", hub, "addr", "add", f"{self.addresses[0]}/24", "dev", "bridge")
-        ip("-n", hub, "link", "set", "bridge", "up")
+            lay_cable(hub, port, self.names[host], "cable")
+            connect(hub, port, switched=True)
+            connect(self.names[host], "cable", f"{self.addresses[host]}/24")
+        ip("-n", hub, "addr", "add", f"{self.addresses[0]}/24", "dev", "switch")
 
     def cut_off(self, host: int, cut: bool) -> None:
         """A host from everybody, without a word."""
@@ -77,7 +72,7 @@ class Network:
 
     def inside(self, host: int, call: Callable[[], Any]) -> Any:
         """What call() returns on a thread of this host; threads that it starts are of this host as well."""
-        return namespaces.inside(self.names[host], call)
+        return hosts.inside(self.names[host], call)
 
     def remove(self) -> None:
         for name in self.names:
