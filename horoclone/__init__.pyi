@@ -560,7 +560,8 @@ def recv(
     """Receives from rank src (a world rank; None: from whoever sends first) into `array`, which is returned.
 
     The array must have the sender's dtype and number of elements. Without one a new array of the sender's shape and
-    dtype is made (with CuPy on the current GPU, also of what comes from host memory). Errors as those of send."""
+    dtype is made (with CuPy on the GPU that this rank works on, also of what comes from host memory). Errors as
+    those of send."""
 
 def isend(
     array: ArrayLike,

@@ -106,7 +106,10 @@ def turn_of_this_tree() -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     limit_s = config.getoption("--long-s")
     long = [item for item in items if item.get_closest_marker("long")]
-    turns = [item for item in items if item.get_closest_marker("in_turn") and item not in long]
+    chooses = config.getoption("keyword") or config.getoption("markexpr")  # then all that was asked for
+    turns = (
+        [] if chooses else [item for item in items if item.get_closest_marker("in_turn") and item not in long]
+    )
     if limit_s is not None and (long or turns):
         turn = turn_of_this_tree()
         chosen = choose_long(long, limit_s, turn)
