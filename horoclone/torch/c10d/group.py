@@ -174,9 +174,8 @@ class HorocloneGroup(GroupFacts):
             finish = lambda runtime, handle: check_exchanged(runtime.result(handle), expected)  # noqa: E731
         work = PlainWork(
             self._flight, begun, outputs, (source, target), finish, what=ops_name(op), group=self._name,
-            limit_s=self._limit_s,
+            limit_s=self._limit_s, after=after,
         )  # fmt: skip
-        work.after = after
         if not waits:
             return work
         work.wait_no_longer()

@@ -432,7 +432,9 @@ class PlainWork(Work):
     """Of a plain operation, whose result lies where the caller wants it (plain_calls.py). `finish` is called only where
     the core owns the result, because the ranks' sizes differ, and raises; `after` where it has succeeded."""
 
-    after: Callable[[], None] | None = None
+    def __init__(self, *args: Any, after: Callable[[], None] | None = None, **kwargs: Any) -> None:
+        self.after = after  # before other threads may complete this work
+        super().__init__(*args, **kwargs)
 
     def _take(self) -> None:
         if not self._flight.end_plain(self.handle):  # type: ignore[misc]  # such works come from there
