@@ -49,7 +49,8 @@ inline constexpr unsigned kCuEventDisableTiming = 2;
 inline constexpr int kCuCaptureRelaxed = 2;  // of a thread: its calls may come while another thread captures a graph
 // Attributes of a device.
 inline constexpr int kCuProcessors = 16, kCuCapabilityMajor = 75, kCuCapabilityMinor = 76, kCuMemoryPools = 115;
-inline constexpr int kCuPoolReleaseThreshold = 4;  // attribute of a pool: uint64_t
+// Attributes of a pool: an int, a uint64_t.
+inline constexpr int kCuPoolReuseInternalDependencies = 3, kCuPoolReleaseThreshold = 4;
 
 // X(name here, name in the library, arguments). Every one of them is needed; all are there since CUDA 11.4.
 // clang-format off

@@ -22,6 +22,11 @@ size_t rounded(size_t bytes) {
   return std::bit_ceil(std::max(bytes, kSmallestBlock));
 }
 
+// Of the stock: a large one may be a quarter larger than what is wanted.
+bool fits(size_t block, size_t wanted) {
+  return block == wanted || (wanted > kLargeBlock && block > wanted && block - wanted <= wanted / 4);
+}
+
 // What the scopes of Gpu::Current have done on this thread.
 struct Here {
   const Gpu* gpu = nullptr;  // whose context is current
@@ -196,6 +201,9 @@ CuMemPool Gpu::pool() {
   if (api_->cuDeviceGetAttribute(&has_pools, kCuMemoryPools, device_) != kCuSuccess || !has_pools ||
       api_->cuMemPoolCreate(&pool_, &props) != kCuSuccess)
     return pool_ = nullptr;
+  // Else, where memory is short, CUDA makes a stream wait for work of another one, which may wait for another rank.
+  int waits = 0;
+  (void)api_->cuMemPoolSetAttribute(pool_, kCuPoolReuseInternalDependencies, &waits);
   uint64_t keeps = kPoolKeeps;
   (void)api_->cuMemPoolSetAttribute(pool_, kCuPoolReleaseThreshold, &keeps);
   return pool_;
@@ -208,10 +216,8 @@ Result<GpuMemoryPtr> Gpu::device_memory(size_t bytes, const GpuStreamPtr& stream
     const Current current(*this, Current::For::kStreams);
     CuPointer at = 0;
     const size_t wanted = std::max<size_t>(bytes, 1);
-    if (Status made =
-            api_->check(api_->cuMemAllocFromPoolAsync(&at, wanted, pool, stream->get()), "cuMemAllocFromPoolAsync");
-        !made.is_ok())
-      return full(std::move(made), wanted);
+    if (const CuResult result = api_->cuMemAllocFromPoolAsync(&at, wanted, pool, stream->get()); result != kCuSuccess)
+      return refused(result, "cuMemAllocFromPoolAsync", wanted);
     return std::make_shared<GpuMemory>(shared_from_this(), Kind::kPool, reinterpret_cast<std::byte*>(at), wanted,
                                        stream);
   }
@@ -226,7 +232,9 @@ void Gpu::free_behind(CuStream stream, CuPointer memory) {
   (void)api_->cuMemFreeAsync(memory, stream);
 }
 
-Status Gpu::full(Status status, size_t bytes) {
+Status Gpu::refused(CuResult result, const char* call, size_t bytes) {
+  Status status = api_->check(result, call);
+  if (result != kCuOutOfMemory) return status.with(text_of(bytes, " bytes for device ", index_));
   was_full_.store(true);
   return status.with(text_of(bytes, " bytes for device ", index_, ", where the framework leaves too little free: ",
                              "smaller batches or models, or torch.cuda.set_per_process_memory_fraction(0.9)"));
@@ -247,7 +255,7 @@ Result<Gpu::Block> Gpu::take(GpuMemory::Kind kind, size_t bytes) {
     MutexLock lock(mu_);
     auto& stock = stock_[kind];
     const auto at = std::find_if(stock.begin(), stock.end(), [&](const Block& b) {
-      return b.bytes == wanted && (!b.last_use || api_->cuEventQuery(b.last_use->get()) == kCuSuccess);
+      return fits(b.bytes, wanted) && (!b.last_use || api_->cuEventQuery(b.last_use->get()) == kCuSuccess);
     });
     if (at != stock.end()) {
       Block found = std::move(*at);
@@ -256,27 +264,28 @@ Result<Gpu::Block> Gpu::take(GpuMemory::Kind kind, size_t bytes) {
     }
   }
   Block made{nullptr, wanted, nullptr};
-  Status allocated = allocate(kind, &made);
-  if (!allocated.is_ok()) {
+  CuResult result = allocate(kind, &made);
+  if (result != kCuSuccess) {
     drop_stock(kind, 0);
-    allocated = allocate(kind, &made);
+    result = allocate(kind, &made);
   }
-  if (allocated.is_ok()) return made;
-  return full(std::move(allocated), wanted);
+  if (result == kCuSuccess) return made;
+  return refused(result, kind == GpuMemory::Kind::kPinned ? "cuMemHostAlloc" : "cuMemAlloc", wanted);
 }
 
-Status Gpu::allocate(GpuMemory::Kind kind, Block* block) {
+CuResult Gpu::allocate(GpuMemory::Kind kind, Block* block) {
   const Current current(*this);
+  CuResult result;
   if (kind == GpuMemory::Kind::kPinned) {
     void* at = nullptr;
-    HC_TRY(api_->check(api_->cuMemHostAlloc(&at, block->bytes, kPortable), "cuMemHostAlloc"));
+    result = api_->cuMemHostAlloc(&at, block->bytes, kPortable);
     block->data = static_cast<std::byte*>(at);
-    return Status::ok();
+  } else {
+    CuPointer at = 0;
+    result = api_->cuMemAlloc(&at, block->bytes);
+    block->data = reinterpret_cast<std::byte*>(at);
   }
-  CuPointer at = 0;
-  HC_TRY(api_->check(api_->cuMemAlloc(&at, block->bytes), "cuMemAlloc"));
-  block->data = reinterpret_cast<std::byte*>(at);
-  return Status::ok();
+  return result;
 }
 
 void Gpu::free(GpuMemory::Kind kind, const Block& block) {

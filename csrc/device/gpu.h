@@ -140,10 +140,10 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
 
  private:
   Gpu(std::shared_ptr<const CudaApi> api, int index) : api_(std::move(api)), index_(index) {}
-  CuMemPool pool();  // of device memory; null: the device has none
-  Status full(Status status, size_t bytes);
+  CuMemPool pool();                                                 // of device memory; null: the device has none
+  Status refused(CuResult result, const char* call, size_t bytes);  // notes that memory was short
   Result<Block> take(GpuMemory::Kind kind, size_t bytes);
-  Status allocate(GpuMemory::Kind kind, Block* block);
+  CuResult allocate(GpuMemory::Kind kind, Block* block);
   void free(GpuMemory::Kind kind, const Block& block);
   bool is_idle(const Block& block, const Deadline& deadline);
   void drop_stock(GpuMemory::Kind kind, double limit_s);

@@ -677,6 +677,8 @@ FAKE_API int cuMemPoolDestroy(void* pool) {
 }
 FAKE_API int cuMemPoolSetAttribute(void* pool, int attribute, void* value) {
   CALLED;
+  if (attribute == 3)
+    return *static_cast<const int*>(value) ? kInvalidValue : kSuccess;  // no stream waits for another here
   if (attribute != 4) return kInvalidValue;
   std::lock_guard lock(static_cast<Pool*>(pool)->mu);
   static_cast<Pool*>(pool)->keeps = *static_cast<const uint64_t*>(value);

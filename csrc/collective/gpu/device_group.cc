@@ -10,6 +10,9 @@ namespace hc {
 
 namespace {
 constexpr double kFarewellS = 2;  // for what runs on the device, and for the communicator to end in peace
+// After an abort, until memory that others have mapped goes although some have not said that they have forgotten it.
+// Longer than an abort takes, and than a rank is stopped for that is not lost; it holds up nobody.
+constexpr double kForgetS = 30;
 // For NCCL to be told of memory, or to forget it. Nothing else goes on meanwhile, nor is a rank's death noticed.
 constexpr double kTellS = 30;
 constexpr ptrdiff_t kFlightsAtOnce = 4;  // that one look at the device is about
@@ -116,8 +119,8 @@ bool DeviceGroup::close_peers(const Deadline& limit) {
 // to begin with it any more.
 void DeviceGroup::leave_peers() {
   if (!close_peers(Deadline::in(kFarewellS))) return state_.peers->abandon();
-  const auto forgotten = [](const SharedSegment& segment) {
-    const Deadline limit = Deadline::in(kFarewellS);
+  const auto forgotten = [limit_s = aborted_ ? kForgetS : kFarewellS](const SharedSegment& segment) {
+    const Deadline limit = Deadline::in(limit_s);
     for (int m = 0; m < segment.size(); ++m)
       while (!segment.flags(m).peers_closed.load(std::memory_order_acquire)) {
         if (limit.passed()) return false;

@@ -25,6 +25,7 @@ class DeviceGroup {
   // This rank's device; null on a rank that has joined before it used one. May be given later than the first batch.
   void use(const std::shared_ptr<Gpu>& gpu) { state_.gpu = gpu; }
   Gpu* gpu() const { return state_.gpu.get(); }
+  Status make_stream() { return state_.make_stream(); }  // once there is a device; again: nothing to do
   const GpuStreamPtr& stream() const { return state_.stream; }
 
   // Everything that must have happened before a batch: the agreement on who moves the data, stream and communicator.

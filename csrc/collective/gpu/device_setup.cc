@@ -176,7 +176,6 @@ class DeviceSetup : public Collective {
 
   // The kernels may have to be compiled: a thread of its own does that, and everybody waits here.
   Progress start() override {
-    if (Status ready = device_.make_stream(); !ready.is_ok()) return fail(ready);
     device_.nccl.load(device_.gpu, options_.nccl_library, options_.nccl_folders);
     Status started = loader_.start("hc-kernels", [this] {
       load_kernels();

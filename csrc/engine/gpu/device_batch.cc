@@ -12,6 +12,8 @@ Progress DeviceBatch::begin(const std::vector<Operation*>& operations, bool* mov
   if (begun_) return Progress::kDone;
   if (!set_up_) {
     if (!may_launch_()) return Progress::kPending;
+    // Who has joined may get a GPU only after the ranks have agreed, for good, on who moves the data.
+    if (status_ = group_.make_stream(); !status_.is_ok()) return Progress::kFailed;
     Progress progress = Progress::kDone;
     if (!setup_ && (setup_ = group_.make_setup(tag_))) progress = setup_->start();
     if (setup_ && progress != Progress::kFailed) progress = setup_->step(moved);

@@ -312,10 +312,12 @@ TEST_CASE("fake of CUDA and NCCL: process sets that share ranks start their work
   CHECK(fake_communicators() == 0);
 }
 
-TEST_CASE("fake of CUDA and NCCL: a joined rank takes part with identity elements") {
-  for (const bool used_before : {true, false}) {
+TEST_CASE("fake of CUDA and NCCL: a joined rank takes part with identity elements, and goes on with its GPU") {
+  for (const auto& [backend, used_before] :
+       std::vector<std::pair<std::string, bool>>{{"auto", true}, {"auto", false}, {"host", true}, {"host", false}}) {
+    CAPTURE(backend);
     CAPTURE(used_before);
-    World world(2, gpu_settings());
+    World world(2, gpu_settings({{"HOROCLONE_GPU_OPERATIONS", backend}}));
     CHECK_OK(world.each([&](Engine& engine, int rank) {
       FrameworkOnGpu gpu(rank);
       const auto ones = std::vector<float>(50, 1.0f);
@@ -343,6 +345,9 @@ TEST_CASE("fake of CUDA and NCCL: a joined rank takes part with identity element
       CHECK_OK(finish(engine, join));
       CHECK(engine.finished(join)->join_rank == 1);
       engine.release(join);
+      float* data = gpu.tensor(ones);
+      CHECK_OK(reduce_now(engine, gpu, "after", data, 50));
+      CHECK(gpu.read(data, 50)[49] == 2.0f);
     }));
   }
 }
