@@ -120,7 +120,7 @@ constexpr SettingRow kRows[] = {
      "Age of such a tensor at which the job is aborted; 0: never."},
     {&Config::deadlock_s, "DEADLOCK_TIME_SECONDS", "", seconds(0, 1e7),
      "After this time calls fail whose ranks wait for one another: each in a call that another one of them has not "
-     "made. It is said within 5 s. A rank that computes is waited for, and one that polls ten times as long. 0: never."},
+     "made. It is said within 5 s. A rank that computes is waited for; one that polls is given ten times as long. 0: never."},
     {&Config::stall_stacks, "STALL_STACKS", "", flag(),
      "Stall reports show the Python stack of late ranks, taken with a signal of its own."},
     {&Config::why, "WHY", "", flag(),

@@ -69,23 +69,25 @@ Operation* Handles::acquire() {
 }
 
 void Handles::release(int64_t handle) {
+  std::unique_ptr<BackendWork> work;  // ends behind the lock: a driver may be slow to take memory back
   MutexLock lock(mu_);
   const auto place = static_cast<size_t>(handle & kPlaceMask);
   if (handle <= 0 || place >= pool_.size()) return;
   Operation* op = pool_[place].get();
   if (op->handle != handle || op->released) return;
   op->released = true;
-  if (op->done.load(std::memory_order_acquire)) recycle(op);
+  if (op->done.load(std::memory_order_acquire)) work = recycle(op);
 }
 
 bool Handles::release_if_succeeded(int64_t handle) {
+  std::unique_ptr<BackendWork> work;
   MutexLock lock(mu_);
   const auto place = static_cast<size_t>(handle & kPlaceMask);
   if (handle <= 0 || place >= pool_.size()) return false;
   Operation* op = pool_[place].get();
   if (op->handle != handle || op->released || !op->done.load(std::memory_order_acquire) || !op->status.is_ok())
     return false;
-  recycle(op);
+  work = recycle(op);
   return true;
 }
 
@@ -94,14 +96,13 @@ size_t Handles::live() const {
   return pool_.size() - free_.size();
 }
 
-void Handles::recycle(Operation* op) {
+std::unique_ptr<BackendWork> Handles::recycle(Operation* op) {
   free_.push_back(static_cast<uint32_t>(op->handle & kPlaceMask));
   op->handle = 0;
   op->in.clear();
   op->out.clear();
   op->awaited.clear();
   op->results.clear();
-  op->work.reset();
   op->first_dimension.clear();
   op->rows_from.clear();
   op->received.reset();
@@ -121,6 +122,7 @@ void Handles::recycle(Operation* op) {
   op->traces.awaited.left.store(0, std::memory_order_relaxed);
   op->traces.polled.since.store(0, std::memory_order_relaxed);
   op->traces.polled.last.store(0, std::memory_order_relaxed);
+  return std::move(op->work);
 }
 
 }  // namespace hc

@@ -138,9 +138,10 @@ class Handles {
   bool may_run_out() const { return pooled_.load(std::memory_order_relaxed) > kMaxPooled / 2; }
   // The thread that makes progress: sets `done`; the operation may be recycled at once.
   void finished(Operation* op) {
+    std::unique_ptr<BackendWork> work;
     MutexLock lock(mu_);
     op->done.store(true, std::memory_order_release);
-    if (op->released) recycle(op);
+    if (op->released) work = recycle(op);
   }
   size_t live() const;
 
@@ -148,8 +149,8 @@ class Handles {
   static constexpr int kPlaceBits = 20;
   static constexpr size_t kMaxPooled = size_t{1} << kPlaceBits;
   static constexpr int64_t kPlaceMask = (int64_t{1} << kPlaceBits) - 1;
-  void recycle(Operation* op) HC_REQUIRES(mu_);
-  std::atomic<size_t> pooled_{0};  // pool_.size()
+  [[nodiscard]] std::unique_ptr<BackendWork> recycle(Operation* op) HC_REQUIRES(mu_);  // gives what to end unlocked
+  std::atomic<size_t> pooled_{0};                                                      // pool_.size()
   mutable Mutex mu_;
   std::vector<std::unique_ptr<Operation>> pool_ HC_GUARDED_BY(mu_);
   std::vector<uint32_t> free_ HC_GUARDED_BY(mu_);

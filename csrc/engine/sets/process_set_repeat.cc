@@ -26,7 +26,7 @@ bool is_like(const Submission& s, int root, const Signature& known) {
   return s.op == known.op && s.reduce == known.reduce && root == known.root && s.prescale == known.prescale &&
          s.postscale == known.postscale &&
          (s.op != Op::kAllreduce || (s.priority == known.priority && s.left_out == known.left_out)) &&
-         s.splits.empty() &&
+         s.splits.empty() && s.awaited.empty() &&
          std::ranges::equal(s.tensors, known.tensors, [](const auto& t, const auto& k) { return is_like(t, k); });
 }
 

@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <numeric>
 #include <random>
 #include <thread>
 
@@ -234,6 +235,30 @@ TEST_CASE("start: an alltoall writes into the caller's memory where the awaited 
       wrong += exchanged.out != (fits ? wanted : std::vector<int64_t>(room, -1));
       wrong += op && op->rows_from != comes;
       if (exchanged.handle) engine.release(exchanged.handle);
+    }
+    CHECK_LOCKED(wrong == 0);
+  }));
+}
+
+TEST_CASE("start: a call that awaits other rows is none of the equal ones that repeat") {
+  World world(2);
+  CHECK_OK(world.each([&](Engine& engine, int rank) {
+    size_t wrong = 0;
+    for (int step = 0; step < 200; ++step) {
+      const bool fits = step % 10 != 9;
+      std::vector<int64_t> in(4), out(6, -1);
+      std::iota(in.begin(), in.end(), 10 * rank);
+      const std::vector<int64_t> awaited{1, 1};
+      int64_t handle = 0;
+      CHECK_OK(submit(engine, Op::kAlltoall, "", in, &out, {4}, &handle, [&](Submission& s) {
+        s.will_wait = true;
+        if (!fits) s.awaited = awaited;
+      }));
+      CHECK_OK(finish(engine, handle));
+      std::vector<int64_t> wanted(6, -1);
+      if (fits) wanted = {2 * rank, 2 * rank + 1, 10 + 2 * rank, 11 + 2 * rank, -1, -1};
+      wrong += out != wanted;
+      if (handle) engine.release(handle);
     }
     CHECK_LOCKED(wrong == 0);
   }));
