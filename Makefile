@@ -46,7 +46,7 @@ NVCC := nvidia-cuda-nvcc==13.* nvidia-cuda-crt==13.* nvidia-nvvm==13.* nvidia-cu
 MPICH := mpich==5.0.2
 NATIVE := pyproject.toml CMakeLists.txt horoclone/__init__.py csrc/exports.map $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' | grep -v /tests/)
 
-.PHONY: help demo check test test-long downloads cpp tsan asan pytest gpu gpu-long ecosystem engines examples bench lint format docs docs-generated clean install
+.PHONY: help demo check test test-long downloads cpp cpp-arithmetic tsan asan pytest gpu gpu-long ecosystem engines examples bench lint format docs docs-generated clean install
 
 help: ## list the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -59,10 +59,10 @@ demo: $(VENV)/.ready-demo $(VENV)/.ready-package ## train a small network on two
 # after them: the core is compiled once for both.
 # LONG_S: of the long Python tests, some that take so many seconds together, others with each entry of CHANGELOG.md.
 LONG_S ?= 0
-test: $(VENV)/.ready-tools ## C++, sanitizers, Python (every example is one of its tests) without the long tests
-	@$(MAKE) --no-print-directory -j3 --output-sync=target downloads cpp tsan asan
+test: $(VENV)/.ready-tools ## C++ under both sanitizers, Python (every example is one of its tests) without the long tests
+	@$(MAKE) --no-print-directory -j3 --output-sync=target downloads asan tsan cpp-arithmetic
 	@$(MAKE) --no-print-directory pytest
-test-long: $(VENV)/.ready-test $(VENV)/.ready-package downloads ## the long Python tests: kills, soaks, browsers, images, every scheduler, packages of others (an hour or two)
+test-long: $(VENV)/.ready-test $(VENV)/.ready-package downloads cpp ## the C++ tests without a sanitizer, the long Python tests: kills, soaks, browsers, images, every scheduler, packages of others (an hour or two)
 	HC_INSTALL=1 python -m pytest -m "long or in_turn" $(ARGS)
 
 downloads: $(VENV)/.ready-test
@@ -73,6 +73,9 @@ check: $(VENV)/.ready-build $(VENV)/.ready-linters ## within a minute: C++ tests
 
 cpp: $(VENV)/.ready-tools ## C++ tests, optimised build; CASE='name*' runs some cases
 	@.ci/cpp release "" $(JOBS)
+# What the sanitizers' builds do not have: the loops as they are optimised, for each instruction set. The Python tests run the rest.
+cpp-arithmetic: $(VENV)/.ready-tools
+	@TARGETS=hc_tests_arithmetic .ci/cpp release "" $(JOBS)
 tsan: $(VENV)/.ready-tools ## C++ tests under ThreadSanitizer
 	@.ci/cpp tsan thread $(JOBS)
 asan: $(VENV)/.ready-tools ## C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
