@@ -98,6 +98,16 @@ def _own_processes() -> Iterator[int]:
                     yield int(name)
 
 
+FACTS = {
+    "id",
+    "command",
+    "started",
+    "pid",
+    "process_start",
+    "namespace",
+}  # that a launcher says about its job
+
+
 def _with_launcher(pids: Iterable[int]) -> list[Job]:
     """A metrics segment is open in the launcher and in its ranks, which may survive it, and in who reads it; the
     launcher's is preferred."""
@@ -106,6 +116,8 @@ def _with_launcher(pids: Iterable[int]) -> list[Job]:
         for path in _segments(pid):
             with contextlib.suppress(OSError, ValueError):
                 reader = Reader(path)
+                if not reader.about.keys() >= FACTS:
+                    continue  # another version wrote it
                 if reader.inode not in readers or reader.about["pid"] == pid:
                     readers[reader.inode] = reader
     found = [_job_of(reader) for reader in readers.values() if not reader.is_over]

@@ -371,6 +371,16 @@ def test_a_reader_sees_later_blocks_though_the_descriptor_it_came_by_is_closed()
     writer.close()
 
 
+def test_a_segment_that_lacks_what_is_said_about_a_job_hides_no_other() -> None:
+    writer, metrics = job_segment.Writer({"id": "x"}), JobMetrics(["train"])
+    try:
+        assert "train" in {one.command for one in job.jobs()}
+        assert [one.command for one in job.of_process(os.getpid())] == ["train"]
+    finally:
+        metrics.close()
+        writer.close()
+
+
 def test_the_last_events_are_kept_and_long_ones_are_cut() -> None:
     writer = job_segment.Writer({"id": "x"})
     reader = job_segment.Reader(f"/proc/self/fd/{writer.descriptor}")
