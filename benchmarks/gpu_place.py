@@ -6,15 +6,13 @@ threads with delays, and no figure that comes from it means anything.
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
+import shared_with_tests
 import torch
 
 import horoclone.torch as hvd
 
-FAKE = Path(__file__).resolve().parent.parent / "tests" / "torch" / "gpu_fake.py"
 KINDS = ("cuda", "cpu", "fake")
 
 
@@ -75,11 +73,8 @@ class OnFake(Place):
     name = "fake"
 
     def __init__(self, share: bool) -> None:
-        spec = importlib.util.spec_from_file_location("gpu_fake", FAKE)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        self._fake: Any = module.Fake(0 if share else hvd.local_rank())
+        fake = shared_with_tests.load("torch/gpu_fake.py")
+        self._fake: Any = fake.Fake(0 if share else hvd.local_rank())
         self._fake.install()
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,6 @@ no byte between the hosts can avoid the cable.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import secrets
@@ -21,22 +20,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import shared_with_tests
 from meeting import ADDRESS, FOLDER
 
 HERE = Path(__file__).resolve().parent
-
-
-def _of_the_tests(name: str) -> Any:
-    """A module of tests/, whose folder must not be on sys.path: those in it have the frameworks' names."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, HERE.parent / "tests" / f"{name}.py")
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-namespaces = _of_the_tests("namespaces")
+namespaces = shared_with_tests.load("namespaces.py")
 CABLE = "cable"
 # Credit that the shaper gives for free; what is measured must be far larger. Enough for one timer tick at 10 Gbit/s.
 BURST_BYTES = 128 << 10
