@@ -79,13 +79,13 @@ def reduce(
         had, name=f"{parts[0].name}.present", op=Max, process_set=settings.process_set
     )
     running = [_submit(part, grads, variables, settings) for part in parts]
-    *reduced, present = _outcomes([*(handle for handle, _ in running), someone])
+    *reduced, had_anywhere = _outcomes([*(handle for handle, _ in running), someone])
     result: dict[int, Any] = {}
     for part, (_, contexts), outputs in zip(parts, running, reduced, strict=True):
         if part.compression is not None:
             outputs = [part.compression.decompress(o, c) for o, c in zip(outputs, contexts, strict=True)]
         result.update(zip(part.places, outputs, strict=True))
-    flags = present.tolist()
+    flags = had_anywhere.tolist()
     if watched is not None and compared is not None:
         compared.look(flags[len(places) :], watched.values)
     for place, present in zip(places, flags, strict=False):
