@@ -7,6 +7,7 @@ processes is never ignored.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -112,6 +113,17 @@ def explain(environ: Environment) -> str:
             f"  also seen, not used: {other.launcher}, rank {other.rank} of {other.size}: {other.why}"
         )
     return "\n".join(lines)
+
+
+def torch_port(job: str) -> int:
+    """MASTER_PORT of a job of horoclonerun; below the ephemeral range, where no connection takes it by chance."""
+    return 20000 + zlib.crc32(job.encode()) % 12000
+
+
+def torchs_by_us(environ: Environment) -> bool:
+    """Whether torch's variables are those that horoclonerun sets beside its own: nobody serves there yet."""
+    job = environ.get("HOROCLONE_JOB")
+    return bool(job) and environ.get("MASTER_PORT") == str(torch_port(job or ""))
 
 
 def _own(environ: Environment) -> Placement | None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
 import shlex
+import shutil
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +54,7 @@ def horovodrun(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str], program: str) -> int:
-    arguments = options.build_parser(program).parse_args(argv)
+    arguments = options.build_parser(program, _core_defaults(argv)).parse_args(argv)
     if arguments.version:
         from horoclone import HOROVOD_VERSION, __version__
 
@@ -72,7 +75,33 @@ def _run(argv: list[str], program: str) -> int:
         del arguments.command[0]
     if not arguments.command:
         raise LaunchError(f"nothing to run: {program} -np 2 python train.py")
+    arguments.command = _runnable(arguments.command, arguments.hosts is None and arguments.hostfile is None)
     return _launch(arguments, {variable: text for variable, (text, _) in settings.items()}, program)
+
+
+def _core_defaults(argv: list[str]) -> dict[str, str]:
+    """Of the settings, by variable, where the help is asked for; without the core there are none."""
+    if not {"-h", "--help"} & set(argv):
+        return {}
+    try:
+        from horoclone import _core
+
+        return {one["horovod"]: one["default"] for one in json.loads(_core.knobs())}
+    except ImportError:
+        return {}
+
+
+def _runnable(command: list[str], here: bool) -> list[str]:
+    """The command, with our Python before a script that is no program, as torchrun has it. here: on no other host."""
+    script = command[0]
+    if script.endswith(".py") and os.path.isfile(script) and shutil.which(script) is None:
+        return [sys.executable, *command]
+    if re.fullmatch(r"python[\d.]*", os.path.basename(script)) and len(command) > 1 and here:
+        script = command[1]
+    is_file = script.endswith(".py") and not script.startswith("-")
+    if here and is_file and not os.path.exists(script) and shutil.which(script) is None:
+        raise LaunchError(f"there is no {script!r} in {_here()}")
+    return command
 
 
 def _read_config(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -86,6 +115,12 @@ def _read_config(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[st
 def _fill(arguments: argparse.Namespace, from_file: dict[str, Any]) -> None:
     """Launcher flags that were not given: environment, then file, then default. Notes each origin."""
     origins: dict[str, str] = {}
+    if arguments.per_host is not None:
+        if arguments.hosts or arguments.hostfile:
+            raise LaunchError(
+                "--nproc-per-node: hosts say how many ranks they take: -np 8 -H node1:4,node2:4"
+            )
+        arguments.num_proc = arguments.per_host
     timeout = os.environ.get("HOROCLONE_START_TIMEOUT") or os.environ.get("HOROVOD_START_TIMEOUT")
     for name, value in from_file.items():
         if name == "start_timeout" and timeout:

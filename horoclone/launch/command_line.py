@@ -6,7 +6,7 @@ import argparse
 import difflib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from horoclone.launch.usage import LaunchError
@@ -16,13 +16,21 @@ _MAX_PROGRAMS = 20000  # on PATH; more are not looked at
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises LaunchError with exit code 2 instead of printing and ending the process. summary: of how to use it, shown
-    with an error; None: argparse's own."""
+    """Raises LaunchError with exit code 2 instead of printing and ending the process. summary: how to use it, in one
+    line; None: argparse's own. examples: (what it does, command line), which stand first in the help."""
 
-    def __init__(self, *args: Any, summary: str | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        summary: str | None = None,
+        examples: Sequence[tuple[str, str]] = (),
+        **options: Any,
+    ) -> None:
         options.setdefault("allow_abbrev", False)
+        if summary is not None:
+            options["usage"] = summary
         super().__init__(*args, **options)
-        self._summary = summary
+        self._examples = examples
         self.is_subcommand = False  # then what it does not know is its own error, with its own flags in mind
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -31,9 +39,15 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return known, unknown
 
+    def format_help(self) -> str:
+        """With the examples behind the line of usage."""
+        usage, _, rest = super().format_help().partition("\n\n")
+        width = max((len(line) for _, line in self._examples), default=0)
+        lines = [f"  {line:<{width}}  # {what}" for what, line in self._examples]
+        return "\n".join([usage, "", *(["examples:", *lines, ""] if lines else []), rest])
+
     def error(self, message: str) -> NoReturn:
-        usage = f"usage: {self._summary}" if self._summary else self.format_usage().strip()
-        raise LaunchError(f"{message}{self._meant(message)}\n{usage}")
+        raise LaunchError(f"{message}{self._meant(message)}\n{self.format_usage().strip()}   (--help)")
 
     def _meant(self, message: str) -> str:
         choices = _CHOICES.search(message)
@@ -46,6 +60,22 @@ class Parser(argparse.ArgumentParser):
         ]
         unknown = [word.partition("=")[0] for word in message.split()[2:] if word.startswith("-")]
         return "".join(did_you_mean(word, flags) for word in unknown)
+
+
+def number(text: str) -> float:
+    """For argparse, whose own words for a wrong float name a function."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def numbers(text: str) -> list[int]:
+    """For argparse: `2,4,8` -> [2, 4, 8], each at least 1."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers, such as 2,4,8")
+    return [int(part) for part in parts]
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from horoclone.bootstrap.detect import torch_port, torchs_by_us
 from horoclone.launch.hosts import Placement
 
 # Of the other host, or of our terminal: they would be wrong there.
@@ -15,7 +16,9 @@ _STAYS_HERE = re.compile(
 # What another launcher told *us* about this process would contradict the rank's own numbers.
 _STALE = (
     "HOROCLONE_FUNCTION_FDS", "HOROCLONE_RANK_METRICS", "HOROCLONE_FUNCTION_FOLDER", "HOROCLONE_SECRET_FD",
-    "HOROCLONE_SECRET", "HOROCLONE_SECRET_FILE", "HOROCLONE_MEMBER", "HOROCLONE_ELASTIC", "HOROVOD_ELASTIC"
+    "HOROCLONE_SECRET", "HOROCLONE_SECRET_FILE", "HOROCLONE_MEMBER", "HOROCLONE_ELASTIC", "HOROVOD_ELASTIC",
+    "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "RANK", "WORLD_SIZE",
+    "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
 )  # fmt: skip
 
 
@@ -27,6 +30,23 @@ def rank_variables(placement: Placement, rendezvous: str, job: str) -> dict[str,
         variables[f"HOROCLONE_{name.upper()}"] = value
         variables[f"HOROVOD_{name.upper()}"] = value
     variables["HOROVOD_HOSTNAME"] = variables["HOROCLONE_HOSTNAME"] = placement.host.rpartition("@")[2]
+    return variables
+
+
+def torch_variables(
+    placement: Placement, first_host: str, job: str, environment: Mapping[str, str]
+) -> dict[str, str]:
+    """torchrun's, so that scripts written for it run, init_process_group("gloo") too. An address and port that the
+    user has set stay. Not for elastic jobs, where the numbers change while a process lives."""
+    variables = {
+        "RANK": str(placement.rank),
+        "WORLD_SIZE": str(placement.size),
+        "LOCAL_RANK": str(placement.local_rank),
+        "LOCAL_WORLD_SIZE": str(placement.local_size),
+        "GROUP_RANK": str(placement.cross_rank),
+    }
+    if not (environment.get("MASTER_ADDR") and environment.get("MASTER_PORT")):
+        variables |= {"MASTER_ADDR": first_host, "MASTER_PORT": str(torch_port(job))}
     return variables
 
 
@@ -48,7 +68,8 @@ def member_variables(rendezvous: str, id_: bytes, timeout_s: float) -> dict[str,
 def job_environment(ours: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:
     """Our environment with the settings of flags and file in it; HOROCLONE_X is kept equal to HOROVOD_X where both
     exist, because the first name wins."""
-    environment = {name: value for name, value in ours.items() if name not in _STALE}
+    stale = (*_STALE, "MASTER_ADDR", "MASTER_PORT") if torchs_by_us(ours) else _STALE  # within a job of ours
+    environment = {name: value for name, value in ours.items() if name not in stale}
     environment.setdefault("PYTHONUNBUFFERED", "1")  # otherwise output through our pipes comes 8 KiB late
     for name, value in settings.items():
         environment[name] = value

@@ -12,14 +12,16 @@ import os
 import secrets
 import selectors
 import signal
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from horoclone.bootstrap import wire
+from horoclone.bootstrap.detect import torch_port
 from horoclone.bootstrap.rendezvous import Server
 from horoclone.launch import frames, report, termination
-from horoclone.launch.environment import exported, rank_variables, thread_variables
+from horoclone.launch.environment import exported, rank_variables, thread_variables, torch_variables
 from horoclone.launch.hosts import Placement, is_local, usable_cores
 from horoclone.launch.job_metrics import LOOK_EVERY_S, JobMetrics
 from horoclone.launch.link import LOST, REFUSED, HostLink, Link, Reach, SshOptions
@@ -55,6 +57,19 @@ class JobRequest(NamedTuple):
     verbose: bool = False
     give_stdin: bool = True  # rank 0 reads our stdin, as under mpirun
     reach: Reach | None = None
+
+
+def _new_job(first_is_here: bool) -> str:
+    """A name for it whose torch_port() is free here, where rank 0 runs here."""
+    for _ in range(20):
+        job = secrets.token_hex(8)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", torch_port(job) if first_is_here else 0))
+                break
+            except OSError:
+                pass
+    return job
 
 
 class JobResult(NamedTuple):
@@ -155,21 +170,30 @@ class Job:
         for placement in request.placements:
             by_host.setdefault(placement.host, []).append(placement)
         local = {host for host in by_host if self._is_here(host)}
-        secret, job = self._secret, secrets.token_hex(8)
+        first = request.placements[0].host
+        secret, job = self._secret, _new_job(first in local)
         self._server = self._open_server(secret, job, all_local=len(local) == len(by_host))
         rendezvous = ",".join(self._server.addresses)
+        variables = {one.rank: rank_variables(one, rendezvous, job) for one in request.placements}
+        if request.reach is None:  # Spark's hosts have names of its own
+            if first in local:
+                first = self._server.addresses[0].rpartition(":")[0].strip("[]")
+            for one in request.placements:
+                variables[one.rank] |= torch_variables(
+                    one, first.rpartition("@")[2], job, request.environment
+                )
         for placement in request.placements:
             self._members[placement.rank] = self._member(placement)
         self._owner = LocalRanks(secret, request.function, request.ssh.bind_to_us)
         for host, placements in by_host.items():  # ssh is slow; it works while the local ranks start
             if host not in local:
-                variables = {one.rank: rank_variables(one, rendezvous, job) for one in placements}
-                self._open_link(host, variables, secret, len(placements))
+                theirs = {one.rank: variables[one.rank] for one in placements}
+                self._open_link(host, theirs, secret, len(placements))
         for host in local:
             share = len(by_host[host])
             threads = thread_variables(request.environment, request.threads, share, usable_cores())
             for placement in by_host[host]:
-                own = {**request.environment, **threads, **rank_variables(placement, rendezvous, job)}
+                own = {**request.environment, **threads, **variables[placement.rank]}
                 self._start_local(placement.rank, own)
 
     def _is_here(self, host: str) -> bool:

@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from horoclone.launch.command_line import Parser
+from horoclone.launch.command_line import Parser, number
 from horoclone.launch.hosts import MAX_SLOTS
-from horoclone.launch.usage import NotYet
+from horoclone.launch.usage import LaunchError, NotYet
 from horoclone.settings import START_TIMEOUT_S
 
 
@@ -29,18 +29,18 @@ class Setting(NamedTuple):
     off_flag: str | None = None  # for bool; None: "--no-" + flag
 
 
-def _at_least_zero(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        value = kind(text)
-        if not 0 <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
-        return value
-
-    parse.__name__ = kind.__name__
-    return parse
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
 
 
-_count, _amount = _at_least_zero(int), _at_least_zero(float)
+def _amount(text: str) -> float:
+    value = number(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
+    return value
+
 
 SETTINGS = (
     Setting("fusion-threshold-mb", "HOROVOD_FUSION_THRESHOLD", "params.fusion_threshold_mb", _count,
@@ -88,6 +88,11 @@ SETTINGS = (
 )  # fmt: skip
 
 
+_METAVARS = {
+    "autotune-log-file": "FILE", "timeline-filename": "FILE", "thread-affinity": "CORE,...", "log-level": "LEVEL"
+}  # fmt: skip
+
+
 class _Jsrun(argparse.Action):
     """A flag that is known and cannot be served: says so, rather than 'unrecognized argument'."""
 
@@ -95,6 +100,30 @@ class _Jsrun(argparse.Action):
         raise NotYet(
             f"{option_string} needs LSF's own launcher, which starts ranks itself: jsrun -n N python train.py"
         )
+
+
+class _Torchruns(argparse.Action):
+    """A flag of torchrun's that has no meaning here: says what has."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        flag = str(option_string).replace("_", "-")
+        if flag != "--standalone" and (flag, values) != ("--nnodes", "1"):
+            instead = _OF_TORCHRUN.get(flag) or _OF_TORCHRUN_ALONE[flag]
+            raise LaunchError(f"{option_string} is a flag of torchrun: {instead}")
+
+
+_ONE_LAUNCHER = (
+    "this launcher is started once, and starts other hosts by ssh: -np 8 -H node1:4,node2:4 python train.py"
+)
+_FILES = "--output-filename DIR keeps the output of each rank"
+_MODULE = "write python -m MODULE behind the flags"
+_OF_TORCHRUN = {
+    "--nnodes": _ONE_LAUNCHER, "--node-rank": _ONE_LAUNCHER, "--master-addr": _ONE_LAUNCHER,
+    "--master-port": _ONE_LAUNCHER, "--rdzv-backend": _ONE_LAUNCHER, "--rdzv-endpoint": _ONE_LAUNCHER,
+    "--rdzv-id": _ONE_LAUNCHER, "--redirects": _FILES, "--tee": _FILES,
+    "--max-restarts": "an elastic job starts lost workers again: -np 4 --min-np 2 python train.py",
+}  # fmt: skip
+_OF_TORCHRUN_ALONE = {"--standalone": "", "--module": _MODULE, "-m": _MODULE, "--no-python": "leave it out"}
 
 
 def _whole(text: str, largest: int, what: str) -> int:
@@ -109,6 +138,10 @@ def _number_of_ranks(text: str) -> int | str:
     return _whole(text, MAX_SLOTS, f"neither a whole number from 1 to {MAX_SLOTS} nor 'auto'")
 
 
+def _per_host(text: str) -> int | str:
+    return _number_of_ranks("auto" if text in ("gpu", "cpu", "xpu") else text)  # torchrun's words
+
+
 def _positive(text: str) -> int:
     return _whole(text, MAX_SLOTS, f"not a whole number from 1 to {MAX_SLOTS}")
 
@@ -118,7 +151,7 @@ def _port(text: str) -> int:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    value = number(text)
     if not 0 <= value < 1e9:
         raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
     return value
@@ -130,10 +163,16 @@ def _threads(text: str) -> str:
     raise argparse.ArgumentTypeError(f"{text!r} is neither 'auto', 'off' nor a number")
 
 
-def build_parser(program: str) -> argparse.ArgumentParser:
+def build_parser(program: str, defaults: Mapping[str, str] | None = None) -> Parser:
+    """defaults: of the tunables, by variable, to be shown in the help."""
     parser = Parser(
         prog=program,
-        summary=f"{program} -np N [-H host:slots,...] [flags] python train.py ...   (--help)",
+        summary=f"{program} -np N [-H host:slots,...] [flags] python train.py ...",
+        examples=(
+            ("four ranks on this machine", f"{program} -np 4 python train.py"),
+            ("on two hosts, by ssh", f"{program} -np 8 -H node1:4,node2:4 python train.py"),
+            ("goes on while two are left", f"{program} -np 4 --min-np 2 python train.py"),
+        ),
         description="Starts one process per rank, here directly and on other hosts by ssh, and ends them together.",
         epilog="Exit code: the first failed rank's (128+N for signal N); 130 after Ctrl-C, 143 after SIGTERM.",
     )
@@ -142,31 +181,46 @@ def build_parser(program: str) -> argparse.ArgumentParser:
     _add_output(parser)
     _add_views(parser)
     _add_mpi(parser)
-    tunables = parser.add_argument_group(
-        "tunables (each sets the variable named in its help, for every rank)"
-    )
+    tunables = parser.add_argument_group("tunables (each sets the variable in its help for every rank)")
     for setting in SETTINGS:
-        _add_setting(tunables, setting)
+        _add_setting(tunables, setting, (defaults or {}).get(setting.variable, ""))
     add = parser.add_argument
     add("--jsrun", "--use-jsrun", action=_Jsrun, nargs=0, help=argparse.SUPPRESS)
-    add("command", nargs=argparse.REMAINDER, help="what every rank runs; no shell is involved")
+    for flag in _OF_TORCHRUN:
+        names = dict.fromkeys((flag, f"--{flag[2:].replace('-', '_')}"))
+        add(*names, action=_Torchruns, help=argparse.SUPPRESS)
+    add(*_OF_TORCHRUN_ALONE, action=_Torchruns, nargs=0, help=argparse.SUPPRESS)
+    add(
+        "command",
+        nargs=argparse.REMAINDER,
+        help="what every rank runs, without a shell; train.py alone is run by this Python",
+    )
     return parser
 
 
 # fmt: off
 def _add_general(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("-v", "--version", action="store_true", help="print the version")
     add("-np", "-n", "--num-proc", dest="num_proc", type=_number_of_ranks, metavar="N|auto",
         help="number of ranks; auto: every slot of the hosts, else one per device, else one per core")
-    add("-cb", "--check-build", action="store_true", help="print what is available, and why not the rest")
-    add("--print-config", action="store_true", help="print every setting with its origin, and end")
-    add("-H", "--hosts", "--host", metavar="HOST:SLOTS,...",
-        help="hosts in order of their ranks; this one needs no ssh")
-    add("-hostfile", "--hostfile", metavar="FILE", help="one 'host slots=N' a line")
+    add("--nproc-per-node", "--nproc_per_node", dest="per_host", type=_per_host, help=argparse.SUPPRESS)
+    add("--threads-per-rank", type=_threads, default=None, metavar="auto|off|N",
+        help="OMP_NUM_THREADS of each rank; auto: share the cores where it is unset (default)")
     add("--start-timeout", type=_seconds, metavar="S",
         help=f"limit for all ranks to connect, in seconds (default {START_TIMEOUT_S:g})")
     add("--grace", type=_seconds, metavar="S", help="time between SIGTERM and SIGKILL, in seconds (default 30)")
+    add("--config-file", metavar="FILE",
+        help="YAML with the same settings (flag beats environment beats file)")
+    add("--print-config", action="store_true", help="print every setting with its origin, and end")
+    add("-cb", "--check-build", action="store_true", help="print what is available, and why not the rest")
+    add("--verbose", action="store_true", help="say what the launcher does")
+    add("-v", "-V", "--version", action="store_true", help="print the version")
+    add("--gloo", "--use-gloo", action="store_true", dest="gloo", help="accepted; the launcher never needs MPI")
+    add("--disable-cache", action="store_true", help="accepted; no check of hosts is remembered")
+    add = parser.add_argument_group("hosts").add_argument
+    add("-H", "--hosts", "--host", metavar="HOST:SLOTS,...",
+        help="hosts in order of their ranks; this one needs no ssh (default: this one)")
+    add("-hostfile", "--hostfile", metavar="FILE", help="one 'host slots=N' a line")
     add("--network-interfaces", "--network-interface", metavar="NAME,...",
         help="network interfaces to connect over (default: all)")
     add("-p", "--ssh-port", type=_port, metavar="PORT", help="ssh port of the other hosts")
@@ -175,13 +229,6 @@ def _add_general(parser: argparse.ArgumentParser) -> None:
         help="what starts the ranks of other hosts (default: srun with --host-discovery slurm, else ssh)")
     add("--remote-python", metavar="PATH",
         help="Python with horoclone on the other hosts (default: the same path as here)")
-    add("--threads-per-rank", type=_threads, default=None, metavar="auto|off|N",
-        help="OMP_NUM_THREADS of each rank; auto: share the cores where it is unset (default)")
-    add("--config-file", metavar="FILE",
-        help="YAML with the same settings (flag beats environment beats file)")
-    add("--verbose", action="store_true", help="say what the launcher does")
-    add("--gloo", "--use-gloo", action="store_true", dest="gloo", help="accepted; the launcher never needs MPI")
-    add("--disable-cache", action="store_true", help="accepted; no check of hosts is remembered")
     add("--tcp", action="store_true", help="no InfiniBand for NCCL (NCCL_IB_DISABLE=1)")
 
 
@@ -199,7 +246,7 @@ def _add_elastic(parser: argparse.ArgumentParser) -> None:
     add("--elastic-timeout", type=_seconds, metavar="S",
         help="limit for enough ranks to be there, in seconds (default 600)")
     add("--reset-limit", type=_positive, metavar="N", help="end the job after so many new beginnings")
-    add("--blacklist-cooldown-range", type=int, nargs=2, metavar=("MIN", "MAX"),
+    add("--blacklist-cooldown-range", type=_count, nargs=2, metavar=("MIN", "MAX"),
         help="how long a slot is not used after failures, in seconds (default: for ever)")
     add("--notice-script", metavar="COMMAND",
         help="runs every 5 s on each host; exit code 0: the host goes (printed: in how many seconds)")
@@ -239,15 +286,20 @@ def _add_views(parser: argparse.ArgumentParser) -> None:
 # fmt: on
 
 
-def _add_setting(group: Any, setting: Setting) -> None:
-    text = f"{setting.help} ({setting.variable})".replace("%", "%%")
+def _add_setting(group: Any, setting: Setting, default: str) -> None:
     name = setting.flag.replace("-", "_")
+    if setting.kind is bool:
+        default = default and ("on" if (default not in ("0", "-1")) != setting.inverted else "off")
+    elif setting.scale != 1 and default:
+        default = str(int(default) // setting.scale)
+    text = f"{setting.help} ({setting.variable}{default and f'; default {default}'})".replace("%", "%%")
     if setting.kind is bool:
         group.add_argument(f"--{setting.flag}", dest=name, action="store_true", default=None, help=text)
         off = setting.off_flag or f"no-{setting.flag}"
         group.add_argument(f"--{off}", dest=name, action="store_false", default=None, help=argparse.SUPPRESS)
     else:
-        group.add_argument(f"--{setting.flag}", dest=name, type=setting.kind, default=None, help=text)
+        metavar = _METAVARS.get(setting.flag, "N" if setting.kind is _count else "X")
+        group.add_argument(f"--{setting.flag}", dest=name, type=setting.kind, metavar=metavar, help=text)
     if setting.flag == "log-with-timestamp":  # horovodrun's older pair, with the opposite sense
         for flag, action in (
             ("--log-hide-timestamp", "store_false"),

@@ -28,6 +28,7 @@ from typing import Any
 
 from horoclone import errors
 from horoclone.bootstrap import launchers
+from horoclone.bootstrap.detect import torchs_by_us
 from horoclone.runtime import current, logs
 
 log = logs.logger("horoclone.ps")
@@ -64,7 +65,7 @@ def secret_of(file: str | None, environ: Mapping[str, str]) -> bytes:
 
 def address_of(store: str | None, environ: Mapping[str, str]) -> tuple[str, int]:
     """(host, port) from "HOST:PORT", or torch's MASTER_ADDR and MASTER_PORT. ValueError for anything else."""
-    if store is None and "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
+    if store is None and {"MASTER_ADDR", "MASTER_PORT"} <= environ.keys() and not torchs_by_us(environ):
         store = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
     if store is None:
         raise ValueError(

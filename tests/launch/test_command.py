@@ -439,3 +439,39 @@ def test_a_misspelt_command_is_answered_with_what_was_meant(called, words, said)
     done = called(tool.main, words)
     assert done.returncode == 2 and done.stderr.startswith("horoclone: "), done.output
     assert said in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_help_begins_with_three_examples_and_names_defaults(called):
+    text = called(cli.main, ["--help"]).stdout
+    assert text.splitlines()[:3] == [
+        "usage: horoclonerun -np N [-H host:slots,...] [flags] python train.py ...", "", "examples:"
+    ]  # fmt: skip
+    assert len(text.partition("examples:\n")[2].partition("\n\n")[0].splitlines()) == 3
+    assert "(HOROVOD_FUSION_THRESHOLD; default 128)" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("words, said", [
+    (["--nnodes", "2", "x"], "flag of torchrun: this launcher is started once"),
+    (["--nproc_per_node", "2", "-H", "a:2", "x"], "-H node1:4,node2:4"),
+    (["-np", "2", "-m", "train"], "python -m MODULE"),
+    (["-np", "2", "python", "no_such.py"], "there is no 'no_such.py'"),
+    (["-np", "2", "no_such.py"], "there is no 'no_such.py'"),
+    (["-np", "2", "--grace", "x", "true"], "'x' is not a number"),
+    (["-np", "2", "--cache-capacity", "-", "true"], "'-' is not a whole number"),
+])  # fmt: skip
+def test_habits_of_torchrun_and_wrong_values_are_answered_with_what_to_write(called, words, said):
+    done = called(cli.main, words)
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.output, done.output
+
+
+def test_a_script_written_for_torchrun_runs_as_it_is(launch, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, socket\n"
+        "names = 'RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR'.split()\n"
+        "if os.environ['RANK'] == '0': socket.create_server(('', int(os.environ['MASTER_PORT'])))\n"
+        "print(*(os.environ[name] for name in names))\n"
+    )
+    stale = {"RANK": "7", "TORCHELASTIC_RUN_ID": "x"}
+    done = launch([*RUN, "--standalone", "--nnodes=1", "--nproc-per-node=2", str(script)], env=stale)
+    assert sorted(done.stdout.splitlines()) == ["[0] 0 0 2 2 0 127.0.0.1", "[1] 1 1 2 2 0 127.0.0.1"]

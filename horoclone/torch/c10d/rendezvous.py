@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from horoclone import errors, objects
 from horoclone.anonymous_file import anonymous_file
-from horoclone.bootstrap import exchange, launchers, wire
+from horoclone.bootstrap import detect, exchange, launchers, wire
 from horoclone.runtime import current, lifecycle, logs, native_module, stacks
 from horoclone.settings import setting, settings_of, start_timeout_s, with_own_files
 from horoclone.torch.c10d.lost import Look
@@ -125,7 +125,7 @@ def rendezvous_of_any_launcher(torchs_own: Callable[..., Iterator[Any]]) -> Call
     """
 
     def handler(url: str, timeout: timedelta = timedelta(minutes=30), **kwargs: Any) -> Iterator[Any]:
-        given = [name for name in TORCHS_VARIABLES if name in os.environ]
+        given = not detect.torchs_by_us(os.environ) and any(name in os.environ for name in TORCHS_VARIABLES)
         if given or "rank=" in url or "world_size=" in url:
             yield from serving_at_once(torchs_own)(url, timeout, **kwargs)
             return
@@ -164,7 +164,7 @@ def serving_at_once(torchs_own: Callable[..., Iterator[Any]]) -> Callable[..., I
 def job_store(rank: int, size: int, timeout: timedelta) -> Any:
     """A store of the job's: torch's where its variables say where, else one among those who start as of hvd.init()."""
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if not (address and port):
+    if not (address and port) or detect.torchs_by_us(os.environ):
         lifecycle.init()
         return _store(current.native(), timeout)
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
