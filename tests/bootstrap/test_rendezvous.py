@@ -560,28 +560,6 @@ def test_a_proof_that_has_come_is_read_before_later_strangers_displace_it(tcp, m
     still_works(tcp)
 
 
-def test_ranks_get_in_while_strangers_flood(tcp):
-    stop = threading.Event()
-
-    def flood():
-        while not stop.is_set():
-            try:
-                stranger(tcp).close()
-            except OSError:
-                pass
-
-    threads = [threading.Thread(target=flood, daemon=True) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        for _ in range(5):
-            still_works(tcp)
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(5)
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it becomes another user")
 def test_another_user_is_refused_at_both_ends(soon):
     name = f"unix:horoclone-test-{secrets.token_hex(8)}"

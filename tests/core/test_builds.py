@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("numpy")
 core = pytest.importorskip("horoclone._core", reason="the native module is not built: pip install -e .")
 
 RANK = """

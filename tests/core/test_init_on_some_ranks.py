@@ -6,12 +6,8 @@ import os
 import time
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("numpy")
-pytest.importorskip("horoclone._core", reason="the native module is not built: pip install -e .")
-
 import numpy as np
+import pytest
 from worker_pool import say
 
 import horoclone as hvd

@@ -38,39 +38,6 @@ def same(result, expected, dtype, shape):
     np.testing.assert_array_equal(result.astype(np.float64), expected)
 
 
-@pytest.mark.parametrize("dtype", ["bool", *INTEGERS])
-@ranks(2, 4)
-def test_bits_are_reduced_as_numpy_reduces_them(dtype):
-    kind = DTYPES[dtype]
-    folds = {hvd.And: np.bitwise_and, hvd.Or: np.bitwise_or, hvd.Xor: np.bitwise_xor}
-    for shape in SHAPES:
-        parts = []
-        for rank in range(hvd.size()):
-            raw = np.random.default_rng([rank, *shape]).bytes(int(np.prod(shape)) * kind.itemsize)
-            part = np.frombuffer(raw, np.uint8) % 2 if dtype == "bool" else np.frombuffer(raw, kind)
-            parts.append(part.astype(kind).reshape(shape))
-        for op, fold in folds.items():
-            result = hvd.allreduce(parts[hvd.rank()], op=op)
-            assert result.dtype == kind and result.shape == shape
-            np.testing.assert_array_equal(result, fold.reduce(parts))
-            root = hvd.reduce(parts[hvd.rank()], root_rank=1, op=op)
-            assert hvd.rank() != 1 or np.array_equal(root, fold.reduce(parts))
-
-
-@ranks(2)
-def test_bits_of_floats_are_refused_with_rank_tensor_and_next_move():
-    for dtype in FLOATS:
-        refused = rf"rank {hvd.rank()}: .*'mask': Or works on the bits .* not on {dtype}; use "
-        with pytest.raises(ValueError, match=refused):
-            hvd.allreduce(data(dtype, (3,), 0), op=hvd.Or, name="mask")
-        with pytest.raises(ValueError, match=refused):
-            hvd.reduce(data(dtype, (3,), 0), root_rank=0, op=hvd.Or, name="mask")
-    for op in (hvd.And, hvd.Or, hvd.Xor):
-        with pytest.raises(ValueError, match="only supports AVERAGE and SUM"):
-            hvd.reducescatter(np.ones(4, np.int32), op=op)
-    assert hvd.allreduce(np.int32(hvd.rank() + 1), op=hvd.Xor) == 3
-
-
 @pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS])
 @ranks(2, 3)
 def test_allreduce_equals_numpy_for_every_dtype_shape_and_reduction(dtype):
@@ -104,6 +71,8 @@ def test_bool_reduces_with_or_and_and():
     with pytest.raises(ValueError, match=r"(?i)average"):
         hvd.allreduce(mine)
     assert hvd.allreduce(mine, op=hvd.Sum).tolist() == both, "a refused call leaves the runtime usable"
+    bits = {hvd.And: 0, hvd.Or: 2 ** hvd.size() - 1, hvd.Xor: 2 ** hvd.size() - 1}
+    assert {op: int(hvd.allreduce(np.int32(1 << hvd.rank()), op=op)) for op in bits} == bits
 
 
 @ranks(2, 3)
@@ -259,33 +228,6 @@ def test_addresses_and_numbers_of_what_numpy_has(dtype):
 
 
 @ranks(2)
-def test_priorities_on_one_machine_change_no_result():
-    arrays = [np.full(9, hvd.rank() + index, np.float32) for index in range(6)]
-    handles = [
-        hvd.allreduce_async_(array, name=f"p{index}", op=hvd.Sum, priority=index - 2)
-        for index, array in enumerate(arrays)
-    ]
-    for index, handle in enumerate(handles):
-        np.testing.assert_array_equal(hvd.synchronize(handle), np.full(9, 2 * index + 1, np.float32))
-
-
-@ranks(2, 3)
-def test_asynchronous_operations_in_different_orders_on_different_ranks():
-    count = 40
-    order = np.random.default_rng(hvd.rank()).permutation(count)
-    handles = {}
-    for index in order:
-        array = np.full(100 + index, index + hvd.rank(), np.float64)
-        handles[index] = hvd.allreduce_async(array, name=f"a{index}", op=hvd.Sum)
-        del array  # the handle keeps it alive
-    gc.collect()
-    for index in range(count):
-        expected = hvd.size() * index + sum(range(hvd.size()))
-        np.testing.assert_array_equal(hvd.synchronize(handles[index]), np.full(100 + index, expected, float))
-        assert hvd.poll(handles[index]) and hvd.synchronize(handles[index]) is None, "a handle serves once"
-
-
-@ranks(2)
 def test_poll_turns_true_without_anybody_waiting():
     handle = hvd.broadcast_async(np.full(4, hvd.rank()), 1)
     deadline = time.monotonic() + 20
@@ -300,17 +242,6 @@ def test_poll_turns_true_without_anybody_waiting():
     assert hvd.synchronize(placed) is inside and inside.tolist() == [2, 2, 2]
     assert [one.tolist() for one in hvd.synchronize(grouped)] == [[2], [2, 2]]
     assert hvd.synchronize(gathered).tolist() == [0, 1]
-
-
-@ranks(3)
-def test_a_barrier_waits_for_everybody():
-    started = time.monotonic()
-    if hvd.rank() == 2:
-        time.sleep(0.5)
-    hvd.barrier()
-    if hvd.rank() != 2:
-        assert time.monotonic() - started > 0.4
-    hvd.barrier(process_set=hvd.global_process_set)
 
 
 @ranks(1)

@@ -85,23 +85,3 @@ def test_what_numpy_has_not_arrives_with_its_name():
         with pytest.raises(ValueError, match="float4_e2m1fn_x2"):
             hvd.recv(None, 1)
     assert hvd.allreduce(np.ones(3), op=hvd.Sum).tolist() == [2.0] * 3
-
-
-@ranks(2)
-def test_reductions_are_refused_by_name_and_the_runtime_goes_on():
-    for dtype in MOVED:
-        mine = bits(hvd.rank(), 4, dtype)
-        for call in (
-            lambda mine=mine: hvd.allreduce(mine, op=hvd.Sum),
-            lambda mine=mine: hvd.allreduce(mine),
-            lambda mine=mine: hvd.allreduce_(mine, op=hvd.Max),
-            lambda mine=mine: hvd.allreduce(mine, op=hvd.Adasum),
-            lambda mine=mine: hvd.allreduce(mine, op=hvd.And),
-            lambda mine=mine: hvd.grouped_allreduce([np.ones(3), mine], op=hvd.Sum),
-            lambda mine=mine: hvd.reducescatter(mine, op=hvd.Sum),
-            lambda mine=mine: hvd.reduce(mine, 1, op=hvd.Sum),
-        ):
-            with pytest.raises(ValueError, match=f"{dtype.name} is not supported by .*Convert it first"):
-                call()
-            same(mine, bits(hvd.rank(), 4, dtype))
-        assert hvd.allreduce(np.ones(3), op=hvd.Sum).tolist() == [2.0] * 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import pickle
 
 import pytest
 from world import ranks
@@ -56,19 +55,3 @@ def test_an_object_of_one_rank_that_cannot_be_pickled_is_everybodys_error():
         assert hvd.rank() == 1 or "rank 1 cannot pickle its object: TypeError" in str(raised.value)
     assert hvd.allgather_object(hvd.rank()) == [0, 1, 2]
     assert hvd.broadcast_object(given if hvd.rank() != 1 else "again", root_rank=1) == "again"
-
-
-@ranks(2, init=False)
-def test_starting_and_reducing_unpickles_nothing():
-    def refuse(*args, **kwargs):
-        raise AssertionError("something was unpickled")
-
-    loads, load = pickle.loads, pickle.load
-    pickle.loads = pickle.load = refuse
-    try:
-        hvd.init()
-        assert hvd.allreduce([1.0], op=hvd.Sum).tolist() == [2.0]
-        assert hvd.allgather([hvd.rank()]).tolist() == [0, 1]
-        hvd.shutdown()
-    finally:
-        pickle.loads, pickle.load = loads, load

@@ -84,41 +84,14 @@ def test_scatter_gives_everybody_its_rows():
 
 
 @ranks(2)
-def test_what_cannot_work_raises_and_the_runtime_goes_on():
+def test_what_numpy_cannot_pass_is_refused_and_the_runtime_goes_on():
+    """The rest is the core's: csrc/tests/engine/test_rooted.cc, and tests/torch/test_rooted.py for its texts."""
     one = np.ones(4)
-    with pytest.raises(hvd.Mismatch, match="Mismatched reduce root ranks"):
-        hvd.reduce(one, hvd.rank(), name="roots")
-    with pytest.raises(hvd.Mismatch, match="Mismatched data types"):
-        hvd.gather(one.astype(np.float32) if hvd.rank() else one, 0, name="types")
-    with pytest.raises(hvd.Mismatch, match="Mismatched reduce reduce operations"):
-        hvd.reduce(one, 0, op=hvd.Sum if hvd.rank() else hvd.Max, name="ops")
-    with pytest.raises(hvd.HorovodInternalError, match="rank-zero tensor"):
-        hvd.gather(np.float64(3), 0, name="scalar")
-    for call in (lambda: hvd.reduce(one, 5), lambda: hvd.gather(one, -1), lambda: hvd.scatter(one, 2)):
-        with pytest.raises(ValueError, match="root rank"):
-            call()
-    with pytest.raises(ValueError, match="Adasum is for allreduce"):
-        hvd.reduce(one, 0, op=hvd.Adasum)
     with pytest.raises(ValueError, match="needs a NumPy array"):
         hvd.reduce_([1.0, 2.0], 0)
-    with pytest.raises(ValueError, match="Average of bool"):
-        hvd.reduce(np.ones(2, bool), 0)
     if hvd.rank() == 0:
-        for splits, text in (([1], "1 entries for 2 ranks"), ([4, 1], "exceeds"), ([-1, 5], "negative")):
-            with pytest.raises(ValueError, match=text):
-                hvd.scatter(one, 0, splits=splits)
         with pytest.raises(ValueError, match="must pass the array"):
             hvd.scatter(None, 0)
         with pytest.raises(ValueError, match="at least one dimension"):
             hvd.scatter(np.float64(1), 0)
     assert hvd.scatter(one, 0).tolist() == [1, 1]
-
-
-@ranks(2)
-def test_not_while_a_rank_has_joined():
-    if hvd.rank() == 0:
-        calls = (hvd.reduce, hvd.gather, hvd.scatter)
-        for call in calls:
-            with pytest.raises(hvd.Unsupported, match="not supported with Join"):
-                call(np.ones(2), 0)
-    assert hvd.join() in (0, 1)

@@ -10,12 +10,8 @@ import sys
 import threading
 import time
 
-import pytest
-
-pytest.importorskip("numpy")
-pytest.importorskip("horoclone._core", reason="the native module is not built: pip install -e .")
-
 import numpy as np
+import pytest
 
 import horoclone as hvd
 from horoclone.bootstrap import exchange

@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("numpy")
 yaml = pytest.importorskip("yaml")
-pytest.importorskip("horoclone._core", reason="the native module is not built: pip install -e .")
 
 KUBERNETES = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes"
 UID = "batch.kubernetes.io/controller-uid"

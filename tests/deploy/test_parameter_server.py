@@ -12,7 +12,6 @@ import pytest
 
 pytest.importorskip("torch", reason="PyTorch is not installed: it brings the register")
 yaml = pytest.importorskip("yaml")
-pytest.importorskip("horoclone._core", reason="the native module is not built: pip install -e .")
 
 MANIFEST = (
     Path(__file__).resolve().parents[2].joinpath("deploy/kubernetes/parameter-server/parameter-server.yaml")

@@ -17,9 +17,6 @@ from typing import Any
 import pytest
 from namespaces import connect, delete, lay_cable, make, make_switch
 
-pytest.importorskip("numpy")
-pytest.importorskip("horoclone._core", reason="the native module is not built: pip install -e .")
-
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
 # Nothing that needs cgroups: processes are followed by their parents. A job that is queued again waits for cred_expire.

@@ -12,9 +12,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("numpy")
-pytest.importorskip("horoclone._core", reason="the native module is not built: pip install -e .")
-
 HERE = Path(__file__).parent
 RUN = [sys.executable, "-m", "horoclone.launch"]
 STEP = re.compile(r"step (\d+) of (\d+) ")

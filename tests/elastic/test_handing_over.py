@@ -13,9 +13,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("numpy")
-pytest.importorskip("horoclone._core", reason="the native module is not built: pip install -e .")
-
 WORKER = Path(__file__).with_name("handed.py")
 RUN = [sys.executable, "-m", "horoclone.launch"]
 HOROVODRUN = [

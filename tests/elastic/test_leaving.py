@@ -14,9 +14,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("numpy")
-pytest.importorskip("horoclone._core", reason="the native module is not built: pip install -e .")
-
 HERE = Path(__file__).parent
 RUN = [sys.executable, "-m", "horoclone.launch"]
 LEAVE = [

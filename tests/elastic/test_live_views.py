@@ -19,8 +19,6 @@ import pytest
 
 from horoclone.live import job
 
-pytest.importorskip("horoclone._core", reason="the native module is not built: pip install -e .")
-
 
 def newest(url: str) -> dict[str, Any]:
     with urllib.request.urlopen(f"{url}events", timeout=20) as stream:

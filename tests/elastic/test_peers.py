@@ -6,8 +6,6 @@ import random
 
 import pytest
 
-pytest.importorskip("horoclone._core", reason="the native module is not built: pip install -e .")
-
 from horoclone.elastic.peers import Held, Kept, Plan, buddies, plan
 from horoclone.errors import HorovodInternalError, StateLost
 from horoclone.objects import packed

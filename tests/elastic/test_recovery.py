@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 np = pytest.importorskip("numpy")
-pytest.importorskip("horoclone._core", reason="the native module is not built: pip install -e .")
 
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "recovery.py"
 KINDS = {"forward", "backward", "collective", "step", "commit", "moment", "init", "sync", "recovery"}

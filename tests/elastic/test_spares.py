@@ -11,12 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("numpy")
-pytest.importorskip("horoclone._core", reason="the native module is not built: pip install -e .")
-
 import numpy as np
+import pytest
 
 from horoclone.elastic import member, replicas
 from horoclone.elastic.generation import Generation

@@ -15,9 +15,6 @@ import pytest
 from horoclone.launch.elastic_job import needs_majority
 from horoclone.launch.usage import LaunchError
 
-pytest.importorskip("numpy")
-pytest.importorskip("horoclone._core", reason="the native module is not built: pip install -e .")
-
 WORKER = Path(__file__).with_name("steps.py")
 RUN = [sys.executable, "-m", "horoclone.launch"]
 QUICK = {

@@ -14,9 +14,6 @@ from typing import Any
 import pytest
 from namespaces import Hosts
 
-pytest.importorskip("numpy")
-pytest.importorskip("horoclone._core", reason="the native module is not built: pip install -e .")
-
 WORKER = Path(__file__).with_name("steps.py")
 RUN = [sys.executable, "-m", "horoclone.launch"]
 

@@ -92,22 +92,6 @@ def test_a_forgotten_broadcast_is_found_and_one_after_the_first_step_is_none() -
                 training.steps(1)
 
 
-@ranks(2, limit_s=180)
-def test_several_steps_before_the_broadcast_are_no_fault_and_more_are() -> None:
-    for program in (False, True):
-        with told("error", 100):
-            training = Training(program, hvd.rank())
-            training.steps(8)
-            training.params, training.state = hvd.broadcast((training.params, training.state), 0)
-            training.steps(4)
-            training = Training(program, hvd.rank())
-            training.steps(10)
-            with pytest.raises(
-                Exception, match="after step 10 the ranks .* before the first step or after it"
-            ):
-                training.steps(1)
-
-
 @ranks(3, limit_s=180)
 def test_a_flipped_bit_is_found_at_the_next_check() -> None:
     for program, options in (

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import sys
 
-import pytest
-
-pytest.importorskip("numpy")
-pytest.importorskip("horoclone._core", reason="the native module is not built: pip install -e .")
-
 RUN = [sys.executable, "-m", "horoclone.launch", "-np", "3", sys.executable, "-c"]
 BODY = """
 import os, sys, time

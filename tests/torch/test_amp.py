@@ -59,21 +59,6 @@ def test_plain_scaler_step_reduces_before_it_unscales() -> None:
 
 
 @ranks(2)
-def test_unscale_and_clip_without_an_explicit_synchronize() -> None:
-    model, optimizer = pair(unused=True)
-    scale = scaler()
-    for step in range(4):
-        optimizer.zero_grad()
-        scale.scale(loss_of(model, step)).backward()
-        scale.unscale_(optimizer)
-        norms = gathered(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2).view(1))
-        assert torch.equal(norms[0], norms[1])
-        scale.step(optimizer)
-        scale.update()
-    assert alike(model.parameters())
-
-
-@ranks(2)
 def test_the_documented_style_with_synchronize_and_skip() -> None:
     model, optimizer = pair()
     scale = scaler()

@@ -71,58 +71,6 @@ def test_a_handle_that_nobody_waits_for_is_no_harm() -> None:
     still_works()
 
 
-@ranks(3, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
-def test_a_late_rank_of_one_process_set_does_not_hold_up_another() -> None:
-    late, prompt = hvd.add_process_set([0, 2]), hvd.add_process_set([0, 1])
-    hvd.barrier()
-    if hvd.rank() == 0:
-        waiting = hvd.allreduce_async(torch.ones(1), name="late", op=hvd.Sum, process_set=late)
-        hvd.barrier(prompt)
-        assert not hvd.poll(waiting)
-        hvd.send(torch.ones(1), 2)
-        assert hvd.synchronize(waiting).item() == 2.0
-    elif hvd.rank() == 1:
-        hvd.barrier(prompt)
-    else:
-        hvd.recv(src=0)
-        assert hvd.allreduce(torch.ones(1), name="late", op=hvd.Sum, process_set=late).item() == 2.0
-    hvd.remove_process_set(late)
-    hvd.remove_process_set(prompt)
-
-
-@ranks(1, 2, init=False)
-def test_calls_before_init_and_after_shutdown_say_so() -> None:
-    for _ in range(2):
-        for call in (
-            hvd.rank,
-            hvd.size,
-            lambda: hvd.allreduce(torch.ones(1)),
-            lambda: hvd.allreduce_async_(torch.ones(1)),
-            hvd.barrier,
-            lambda: hvd.DistributedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)),
-        ):
-            error = raised(call)
-            assert isinstance(error, ValueError) and isinstance(error, hvd.HorovodInternalError)
-            assert "Horovod has not been initialized; use hvd.init()." in str(error)
-        hvd.init()
-        still_works()
-        hvd.shutdown()
-
-
-@ranks(2)
-def test_shutdown_with_work_pending_fails_it_and_a_new_life_forgets_it() -> None:
-    if hvd.rank() == 0:
-        handle = hvd.allreduce_async(torch.ones(1), name="nobody else")
-        hvd.shutdown()
-        error = raised(lambda: hvd.synchronize(handle))
-        assert isinstance(error, hvd.HorovodInternalError), error
-        assert hvd.synchronize(handle) is None
-    else:
-        hvd.shutdown()
-    hvd.init()
-    still_works()
-
-
 @ranks(2, dies=[1])
 def test_death_of_a_rank_during_an_optimizer_step_names_it_and_the_bucket() -> None:
     import os

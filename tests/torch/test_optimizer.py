@@ -103,25 +103,6 @@ def test_equals_a_single_process_with_the_large_batch(which: str) -> None:
     close(model, reference)
 
 
-@ranks(2)
-def test_every_way_to_clear_gradients() -> None:
-    def none_by_hand(optimizer: Any, model: Model) -> None:
-        for parameter in model.parameters():
-            parameter.grad = None
-
-    ways = [
-        lambda optimizer, model: optimizer.zero_grad(),
-        lambda optimizer, model: optimizer.zero_grad(set_to_none=False),
-        lambda optimizer, model: optimizer.zero_grad(set_to_none=True),
-        lambda optimizer, model: model.zero_grad(),
-        lambda optimizer, model: model.zero_grad(set_to_none=False),
-        none_by_hand,
-    ]
-    for way in ways:
-        model, reference, _ = train(MAKERS["sgd"], steps=4, zero=way)
-        close(model, reference)
-
-
 @ranks(3)
 def test_accumulation_over_several_backward_passes() -> None:
     model, reference, optimizer = train(MAKERS["sgd"], steps=4, passes=3)
@@ -131,14 +112,6 @@ def test_accumulation_over_several_backward_passes() -> None:
     F.cross_entropy(model(batch(hvd.rank(), 0)[0]), batch(hvd.rank(), 0)[1]).backward()
     optimizer.step()
     assert alike(model.parameters())
-
-
-@ranks(2)
-def test_compression_stays_close_and_equal_on_all_ranks() -> None:
-    for compression in (hvd.Compression.fp16, hvd.Compression.bf16):
-        model, reference, _ = train(MAKERS["sgd"], steps=4, compression=compression)
-        close(model, reference, 2e-2)
-        assert all(p.grad.dtype == torch.float32 for p in model.parameters())
 
 
 @ranks(2)

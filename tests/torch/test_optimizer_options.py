@@ -188,28 +188,6 @@ def test_backward_in_several_threads_of_one_optimizer() -> None:
 
 
 @ranks(2)
-def test_operations_from_other_threads_between_the_hooks() -> None:
-    model = layers(6)
-    optimizer = sgd(model)
-    stop, sums = threading.Event(), []
-
-    def talk() -> None:
-        for i in range(200):
-            sums.append(hvd.allreduce(torch.tensor([float(i)]), name=f"talk.{i}", op=hvd.Sum).item())
-        stop.set()
-
-    thread = threading.Thread(target=talk)
-    thread.start()
-    for step in range(10):
-        optimizer.zero_grad()
-        model(inputs(step)).square().mean().backward()
-        optimizer.step()
-    thread.join()
-    assert sums == [float(i * hvd.size()) for i in range(200)]
-    assert alike(model.parameters())
-
-
-@ranks(2)
 def test_post_accumulate_hooks_of_the_users_run_before_ours_when_they_were_first() -> None:
     model = layers(2)
 

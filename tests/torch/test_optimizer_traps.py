@@ -74,20 +74,6 @@ def test_unused_parameters_get_zeros() -> None:
     check_steps(layers(), lambda model, x: model[0](x).square().mean())
 
 
-@ranks(3)
-def test_parameters_used_on_some_ranks_only() -> None:
-    model = layers(3)
-    optimizer = wrapped(model)
-    for step in range(4):
-        optimizer.zero_grad()
-        used = [layer for i, layer in enumerate(model) if i != (hvd.rank() + step) % 3]
-        loss = sum(layer(inputs(step)).square().mean() for layer in used)
-        loss.backward()
-        optimizer.step()
-        assert all(p.grad is not None for p in model.parameters())
-    assert alike(model.parameters())
-
-
 @ranks(2)
 def test_checkpointing_of_both_kinds_also_with_shared_layers() -> None:
     for reentrant in (False, True):

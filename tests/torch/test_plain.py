@@ -161,30 +161,6 @@ def test_blocking_calls_take_the_fast_path_too() -> None:
 
 
 @ranks(2)
-def test_errors_of_the_core_come_as_ever_and_nothing_stays_behind() -> None:
-    before = set(table.pending)  # another test in these processes may have dropped a handle
-    needs_exchange()
-    with counted() as seen:
-        if hvd.rank() == 0:
-            first = hvd.allreduce_async_(torch.ones(2), name="twice")
-            with pytest.raises(ValueError, match="already pending on rank 0 .Duplicate tensor name"):
-                hvd.allreduce_async_(torch.ones(2), name="twice")
-            hvd.barrier()
-        else:
-            hvd.barrier()
-            first = hvd.allreduce_async_(torch.ones(2), name="twice")
-        hvd.synchronize(first)
-        shape = 2 + hvd.rank()
-        handle = hvd.allreduce_async_(torch.ones(shape), name="differs")
-        with pytest.raises(hvd.Mismatch, match="differs"):
-            hvd.synchronize(handle)
-        assert hvd.synchronize(handle) is None
-    assert seen["short"] == 2
-    assert set(table.pending) <= before
-    assert hvd.synchronize(hvd.allreduce_async_(torch.ones(3), op=hvd.Sum)).tolist() == [2.0] * 3
-
-
-@ranks(2)
 def test_tensors_of_an_operation_in_flight_live_though_nobody_holds_them() -> None:
     before = set(table.pending)  # another test in these processes may have dropped a handle
     needs_exchange()
@@ -198,17 +174,3 @@ def test_tensors_of_an_operation_in_flight_live_though_nobody_holds_them() -> No
         for index, handle in enumerate(started):
             assert hvd.synchronize(handle).tolist() == [2.0 * index] * 256
     assert seen["short"] == 200 and len(noise) == 400 and set(table.pending) <= before
-
-
-@ranks(2, init=False)
-def test_each_life_of_the_runtime_has_a_short_way_of_its_own() -> None:
-    needs_exchange()
-    for life in range(2):
-        with pytest.raises(hvd.NotInitialized, match="allreduce_async_"):
-            hvd.allreduce_async_(torch.ones(1))
-        hvd.init()
-        with counted() as seen:
-            for _ in range(3):
-                assert hvd.synchronize(hvd.allreduce_async_(torch.ones(2), op=hvd.Sum)).tolist() == [2.0] * 2
-        assert seen == {"short": 3, "offered": 3}, (life, seen)
-        hvd.shutdown()

@@ -14,7 +14,6 @@ import pytest
 from horoclone.launch.timelines import read
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("horoclone._core", reason="the native module is not built: pip install -e .")
 
 HERE = Path(__file__).parent
 RUN = [sys.executable, "-m", "horoclone.launch", "-np", "3", "--min-np", "2", "-H", "localhost:3"]

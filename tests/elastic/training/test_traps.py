@@ -18,7 +18,6 @@ from horoclone.errors import HostsUpdatedInterrupt
 from horoclone.objects import broadcast_object
 from horoclone.runtime import facts
 
-pytest.importorskip("numpy")
 HERE = Path(__file__).parent
 RUN = [sys.executable, "-m", "horoclone.launch"]
 
