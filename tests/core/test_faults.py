@@ -112,16 +112,14 @@ def test_a_killed_rank_counts_as_dead_although_a_child_that_it_forked_lives(work
 
 
 PROGRAM = """
-import ctypes, os, sys, time
+import os
 import numpy as np
 import horoclone as hvd
 hvd.init()
 array = np.ones(1 << 20, np.float32)
 hvd.allreduce(array, name="w.3")
 print("pid", hvd.rank(), os.getpid(), flush=True)
-began = time.monotonic()
 while True:
-    {what}
     hvd.allreduce(array, name="w.3")
 """
 
@@ -131,7 +129,7 @@ def run(size):
 
 
 def test_the_launcher_reports_a_rank_killed_from_outside(launch):
-    started = launch.start([*run(3), PROGRAM.format(what="")])
+    started = launch.start([*run(3), PROGRAM])
     for rank in range(3):
         started.wait_for(f"pid {rank} ")
     pid = int(re.search(r"pid 1 (\d+)", started.stdout)[1])
@@ -142,18 +140,6 @@ def test_the_launcher_reports_a_rank_killed_from_outside(launch):
     assert report.startswith(f"horoclonerun: rank 1 (localhost, pid {pid}) was killed by SIGKILL"), report
     assert "allreduce 'w.3'" in report and "ranks 0,2 were stopped because of this." in report, report
     assert not started.left_over()
-
-
-@pytest.mark.parametrize(
-    "name, what",
-    [("SIGSEGV", "ctypes.string_at(0)"), pytest.param("SIGABRT", "os.abort()", marks=pytest.mark.long(4))],
-)
-def test_the_signal_of_a_crash_is_in_the_report(launch, name, what):
-    quiet = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))"
-    body = quiet + PROGRAM.format(what=f"hvd.rank() == 1 and time.monotonic() - began > 0.2 and {what}")
-    done = launch([*run(2), body], check=False)
-    assert done.returncode == 128 + getattr(signal, name), done.output
-    assert f"was killed by {name}" in done.stderr and "allreduce 'w.3'" in done.stderr, done.output
 
 
 # --- a rank that stops, or is slow
@@ -216,16 +202,6 @@ def test_with_the_real_deadlines_stops_of_one_second_pass_and_one_that_lasts_doe
     stopped = team.send(1, signal.SIGSTOP)
     heard = team.wait_for(0, "error", 15)
     assert heard["rank"] == 1 and 1.9 < heard["at"] - stopped < 12, heard
-
-
-def test_who_wants_to_wait_longer_says_so(worker_pool):
-    team = worker_pool(reduce_for, 2, env={"HOROCLONE_LIVENESS_ERROR_S": "30"}, seconds=1)
-    team.wait_for(0, "running")
-    team.wait_for(1, "running")
-    team.send(1, signal.SIGSTOP)
-    time.sleep(3.5)
-    team.send(1, signal.SIGCONT)
-    assert team.wait() == [0, 0] and team.said(0, "right")[0]["right"], team.outputs()
 
 
 def test_a_rank_that_the_kernel_does_not_see_stopped_is_waited_for(worker_pool):

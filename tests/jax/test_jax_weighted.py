@@ -114,34 +114,7 @@ def test_a_rank_without_samples_has_no_part_and_the_gradient_is_its_share() -> N
 
 
 def _loss(p: Any, x: Any, y: Any) -> Any:
-    return ((jnp.tanh(x @ p["a"]) @ p["b"] - y) ** 2).mean()  # NaN of no samples
-
-
-@ranks(3)
-def test_training_is_that_of_one_process_on_the_whole_batch() -> None:
-    with jax.enable_x64(True):
-        keys = jax.random.split(jax.random.key(3), 2)
-        start = {"a": jax.random.normal(keys[0], (5, 7)), "b": jax.random.normal(keys[1], (7, 1))}
-        tx, plain = hvd.DistributedOptimizer(optax.sgd(0.05, momentum=0.9)), optax.sgd(0.05, momentum=0.9)
-
-        @jax.jit
-        def step(p: Any, state: Any, x: Any, y: Any) -> Any:
-            grads = jax.grad(_loss)(p, x, y)
-            changes, state = tx.update(grads, state, p, weight=jnp.asarray(x.shape[0], jnp.float64))
-            return optax.apply_updates(p, changes), state
-
-        alone, single = start, plain.init(start)
-        ours, state = start, tx.init(start)
-        for i in range(6):
-            random = np.random.default_rng(i)
-            counts = [(i + 2 * r) % 3 if r else 2 for r in range(hvd.size())]
-            parts = [(random.standard_normal((n, 5)), random.standard_normal((n, 1))) for n in counts]
-            ours, state = step(ours, state, *parts[hvd.rank()])
-            whole = [np.concatenate(both) for both in zip(*parts, strict=True)]
-            changes, single = plain.update(jax.grad(_loss)(alone, *whole), single)
-            alone = optax.apply_updates(alone, changes)
-        for key, wanted in alone.items():
-            assert np.allclose(ours[key], wanted, rtol=1e-13, atol=1e-14)
+    return ((jnp.tanh(x @ p["a"]) @ p["b"] - y) ** 2).mean()
 
 
 @ranks(3, limit_s=180)
@@ -161,9 +134,8 @@ def test_the_mean_is_over_those_who_have_not_joined() -> None:
             alone, state, single = ours, tx.init(ours), plain.init(ours)
             for i in range(4):
                 there = range(3 if i < 2 else 2)
-                parts = [
-                    (random.standard_normal((2 + r, 5)), random.standard_normal((2 + r, 1))) for r in there
-                ]
+                counts = [0 if (i, r) == (1, 1) else 2 + r for r in there]  # NaN is the loss of no samples
+                parts = [(random.standard_normal((n, 5)), random.standard_normal((n, 1))) for n in counts]
                 if hvd.rank() in there:
                     mine = parts[hvd.rank()]
                     if i == 3:

@@ -103,19 +103,6 @@ def copies_add_up(kind: str) -> None:
         assert stepped(made, 2) == -3.0, name
 
 
-def copies_keep_the_state(kind: str) -> None:
-    """Momentum goes on where the original was: 1.5, then 1.5 + 0.5 * 1.5."""
-    import copy
-    import pickle
-
-    import horoclone.keras as hvd
-
-    for way in (copy.copy, copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))):
-        original = hvd.DistributedOptimizer(sgd(kind, momentum=0.5))
-        assert stepped(original) == -1.5
-        assert stepped(way(original)) == -2.25
-
-
 def copies_keep_the_state_of_each_variable(kind: str) -> None:
     """Variables whose first gradients come late, in another order than the optimizer is given: momentum is theirs."""
     import copy
@@ -364,7 +351,7 @@ def says_who_it_is(kind: str) -> None:
 # --- tests -----------------------------------------------------------------------------------------------------------
 
 BODIES = [
-    copies_reduce, copies_add_up, copies_keep_the_state, copies_whose_first_step_has_fewer_variables,
+    copies_reduce, copies_add_up, copies_whose_first_step_has_fewer_variables,
     options_that_are_not_known, local_variables_stay_local, says_who_it_is,
 ]  # fmt: skip
 EACH_KERAS = [

@@ -45,6 +45,7 @@ def test_one_version_everywhere(core: Any) -> None:
     assert json.loads(core.build_info())["version"] == horoclone.__version__
     assert importlib.metadata.version("horoclone") == horoclone.__version__
     assert f"## {horoclone.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"\nversion: {horoclone.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_the_library_exports_its_door_and_nothing_else(library: Path) -> None:

@@ -40,6 +40,7 @@ def test_it_tells_what_the_package_tells(tmp_path: Path) -> None:
     assert all(f"{name} = {place}" in commands for name, place in project["scripts"].items())
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("words", "editable"),
     [(("develop", "--no-deps"), True), (("install", "--no-deps", "--root=/nowhere"), False)],

@@ -264,26 +264,6 @@ def test_a_name_that_is_pending_is_refused_and_the_pending_one_completes() -> No
     assert outcome == [2.0]
 
 
-@ranks(3)
-def test_a_gather_while_a_rank_has_joined_is_an_error() -> None:
-    if hvd.rank() == 2:
-        assert int(hvd.join()) in (0, 1)
-    else:
-        with pytest.raises(tf.errors.FailedPreconditionError, match="not supported with Join"):
-            hvd.allgather(tf.ones(2))
-        assert hvd.allreduce(tf.constant(1.0), op=hvd.Sum).numpy() == 2.0
-        hvd.join()
-
-
-@ranks(2)
-def test_a_rank_that_leaves_fails_the_op_of_the_other_with_the_reason() -> None:
-    if hvd.rank() == 1:
-        hvd.shutdown()
-        return
-    with pytest.raises(tf.errors.UnknownError, match="Horovod has been shut down"):
-        tf.function(lambda: hvd.allreduce(tf.ones(4), name="alone"))()
-
-
 @ranks(2)
 def test_reference_variables_in_a_graph_of_tensorflow_1() -> None:
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -261,14 +259,3 @@ def test_a_scheduler_goes_to_the_disk_and_comes_back(tmp_path: Any) -> None:
         scheduler.step()
         assert optimizer.param_groups[0]["lr"] == 0.25
     assert right == [(1, 0.5), (1, 0.5)]
-
-
-@pytest.mark.long(40)
-def test_rates_are_right_on_survivors_and_on_the_one_that_takes_the_place_of_a_killed_rank(
-    launch: Any, tmp_path: Path
-) -> None:
-    worker = Path(__file__).parents[1] / "elastic" / "training" / "rates.py"
-    flags = ["-np", "2", "--min-np", "1", "--max-np", "2", "-H", "localhost:2"]
-    command = [sys.executable, "-m", "horoclone.launch", *flags, sys.executable, str(worker)]
-    done = launch([*command, str(tmp_path / "died")], env={"OMP_NUM_THREADS": "1"}, timeout_s=120)
-    assert done.returncode == 0 and done.stdout.count("done True of 2 in 3") == 2, done.output

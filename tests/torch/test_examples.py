@@ -16,44 +16,27 @@ import torch
 SHORT = ("--epochs", "2", "--accuracy", "0.85")
 
 
-def digits(launch: Any, command: list[Any], size: int, checkpoint: Path, *, short: bool, **more: Any) -> None:
-    """Runs the example behind `command` and reads what it printed and wrote."""
-    program = [*command, "--checkpoint", checkpoint, *(SHORT if short else ())]
-    output = launch(program, timeout_s=150, **more).output
-    assert f"{size} ranks, identical parameters" in output
-    accuracies = [float(a) for a in re.findall(r"test accuracy ([\d.]+)%", output)]
-    epochs, least = (2, 85.0) if short else (12, 97.0)
-    assert len(accuracies) == epochs and accuracies[-1] >= least, output
-    assert set(torch.load(checkpoint)) == {"model", "optimizer"}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "short", [True, pytest.param(False, marks=pytest.mark.long(30))], ids=["short", "in full"]
 )
 def test_digits_under_the_launcher(launch: Any, examples: Path, tmp_path: Path, short: bool) -> None:
-    command = [sys.executable, "-m", "horoclone.launch.cli", "-np", "2", sys.executable]
-    digits(launch, [*command, examples / "torch_digits.py"], 2, tmp_path / "model.pt", short=short)
-
-
-@pytest.mark.long(30)
-def test_digits_alone(launch: Any, examples: Path, tmp_path: Path) -> None:
-    digits(launch, [sys.executable, examples / "torch_digits.py"], 1, tmp_path / "model.pt", short=True)
-
-
-@pytest.mark.long(30)
-def test_digits_under_torchrun(launch: Any, examples: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    digits(launch, [*command, examples / "torch_digits.py"], 2, tmp_path / "model.pt", short=True)
-
-
-@pytest.mark.long(30)
-@pytest.mark.mpi
-@pytest.mark.parametrize("which", ["open_mpi", "mpich"])
-def test_digits_under_mpirun(launch: Any, examples: Path, tmp_path: Path, which: str, request: Any) -> None:
-    mpi = request.getfixturevalue(which)
-    command = [*mpi.command(2), sys.executable, examples / "torch_digits.py"]
-    digits(launch, command, 2, tmp_path / "model.pt", short=True, env=mpi.env)
+    checkpoint = tmp_path / "model.pt"
+    program = [
+        sys.executable,
+        examples / "torch_digits.py",
+        "--checkpoint",
+        checkpoint,
+        *(SHORT if short else ()),
+    ]
+    output = launch(
+        [sys.executable, "-m", "horoclone.launch.cli", "-np", "2", *program], timeout_s=150
+    ).output
+    assert "2 ranks, identical parameters" in output
+    accuracies = [float(a) for a in re.findall(r"test accuracy ([\d.]+)%", output)]
+    epochs, least = (2, 85.0) if short else (12, 97.0)
+    assert len(accuracies) == epochs and accuracies[-1] >= least, output
+    assert set(torch.load(checkpoint)) == {"model", "optimizer"}
 
 
 @pytest.mark.long(30)

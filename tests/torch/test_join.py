@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pytest
 import torch
 from world import ranks
 
@@ -104,24 +103,3 @@ def test_neutral_elements_of_min_and_max_are_beyond_every_value() -> None:
         nan = torch.tensor([math.nan], dtype=torch.bfloat16)
         assert all(hvd.allreduce(nan, op=op).isnan().all() for op in (hvd.Min, hvd.Max, hvd.Product, hvd.Sum))
     assert hvd.join() == 0
-
-
-@ranks(3)
-def test_what_has_no_neutral_element_raises_on_those_that_have_not_joined() -> None:
-    if hvd.rank() == 2:
-        return hvd.join()
-    one = torch.ones(3)
-    for call in (
-        lambda: hvd.allgather(one), lambda: hvd.grouped_allgather([one, one]), lambda: hvd.broadcast(one, 0),
-        lambda: hvd.alltoall(one), lambda: hvd.reducescatter(one), lambda: hvd.grouped_reducescatter([one]),
-        lambda: hvd.gather(one, 0)
-    ):  # fmt: skip
-        with pytest.raises(hvd.HorovodInternalError, match="not supported with Join") as caught:
-            call()
-        assert "Rank 2 has joined" in str(caught.value)
-    assert hvd.allreduce(one, op=hvd.Sum).tolist() == [2.0] * 3
-    if hvd.rank() == 0:
-        hvd.send(torch.tensor([5]), 1)
-    else:
-        assert hvd.recv(src=0).tolist() == [5]
-    return hvd.join()

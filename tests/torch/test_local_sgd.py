@@ -52,31 +52,6 @@ def test_local_sgd_in_every_step_is_averaging_bit_by_bit() -> None:
     assert torch.equal(flat(ours), flat(theirs)) and alike(ours.parameters())
 
 
-@ranks(4)
-def test_diloco_in_every_step_with_plain_descent_is_averaging() -> None:
-    """Bit by bit where differences are exact: parameters and movements are multiples of 2^-10."""
-    ours, theirs = network(), network()
-    for model in (ours, theirs):
-        for p in model.parameters():
-            p.data.mul_(1024).round_().div_(1024)
-
-    def move(model: torch.nn.Module, optimizer: Any, step: int) -> None:
-        chance = torch.Generator().manual_seed(10 * step + hvd.rank())
-        for p in model.parameters():
-            p.grad = torch.randint(-64, 64, p.shape, generator=chance) / 256
-        optimizer.step()
-
-    first, second = (torch.optim.SGD(m.parameters(), lr=1.0) for m in (ours, theirs))
-    with hvd.DiLoCo([ours], first, torch.optim.SGD(ours.parameters(), lr=1.0), sync_every=1):
-        for step in range(4):
-            move(ours, first, step)
-    for step in range(4):
-        move(theirs, second, step)
-        for i, p in enumerate(theirs.parameters()):
-            p.data.copy_(hvd.allreduce(p.data, name=f"by hand {i}", op=hvd.Average))
-    assert torch.equal(flat(ours), flat(theirs)) and alike(ours.parameters())
-
-
 def by_hand(
     model: torch.nn.Sequential, fragments: Any, every: int, delay: int, alpha: float, steps: int
 ) -> None:

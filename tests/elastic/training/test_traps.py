@@ -32,7 +32,7 @@ NAMED = {
     3: [
         "elastic/training/test_run.py::test_the_generation_says_whether_there_is_a_sync_not_the_rank",
         "membership/test_coordinator.py::test_sync_is_skipped_only_when_all_hold_the_same_newest_commit_and_nobody_is_new",
-        "elastic/test_kills.py::test_below_the_smallest_size_the_survivors_wait_for_the_new_worker",
+        "elastic/test_newcomers.py::test_newcomers_go_on_from_what_they_were_given",
     ],
     4: [
         "elastic/training/test_traps.py::test_4_a_notice_that_only_another_rank_has_heard_interrupts_this_one",
@@ -42,7 +42,7 @@ NAMED = {
     6: [
         "elastic/training/test_run.py::test_failures_while_beginning_a_generation_are_failures_as_others",
         "elastic/training/test_run.py::test_what_is_worth_no_retry_leaves",
-        "elastic/test_kills.py::test_another_is_killed_while_the_next_generation_is_formed",
+        "elastic/test_kills.py::test_one_is_lost_when_all_are_connected_and_init_has_not_returned",
     ],
     7: ["elastic/training/test_run.py::test_the_same_failure_without_progress_ends_the_job"],
     8: [
