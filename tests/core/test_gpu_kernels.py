@@ -1,20 +1,18 @@
 """The kernels for GPUs compile: by the real NVRTC through our own loader, and by nvcc as the wheel's build calls it.
 
-No GPU takes part: machine code is made and looked at. It is run nowhere; what the same source computes is tested in C++
-by the fake of the driver (csrc/tests/gpu/test_gpu_fake_kernels.cc).
+No GPU takes part: machine code is made and looked at. It is run nowhere; what the same source computes is tested as PTX
+(tests/ptx), and in C++ by the fake of the driver (csrc/tests/gpu/test_gpu_fake_kernels.cc).
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import struct
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -23,18 +21,12 @@ import pytest
 from horoclone.arrays.host_memory import dtype_of
 from horoclone.runtime.gpu_libraries import nvrtc_folders
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "ptx"))
+from kernels import CAPABILITIES, kernel_names, nvcc
+
 core = pytest.importorskip("horoclone._core", reason="the native module is not built")
 
 ROOT = Path(__file__).resolve().parents[2]
-CAPABILITIES = (80, 90, 100, 120)
-SOURCE = (ROOT / "csrc/device/kernels/kernels.cu").read_text()
-
-
-def kernel_names() -> set[str]:
-    both = re.findall(r"^HC_PACKS\((\w+),", SOURCE, re.MULTILINE)
-    names = set(re.findall(r"^HC_KERNEL\((\w+),", SOURCE, re.MULTILINE))
-    return names | {f"hc_{way}_{name}" for way in ("pack", "unpack") for name in both}
-
 
 # One rank on the driver's fake, which takes an image for what it is and looks for the kernels' names in it.
 COMPILE = """
@@ -158,12 +150,6 @@ def test_what_was_compiled_is_kept_and_a_damaged_or_foreign_file_is_not_used(
             file.chmod(0o666)
         assert one_rank(fails) == 0, f"{spoil}: then there are no kernels, and host memory reduces"
         assert one_rank(env) == 4 and file.read_bytes() == good, "it is compiled again, and kept"
-
-
-def nvcc() -> str | None:
-    places = find_spec("nvidia")
-    pips = [f"{root}/cu13/bin/nvcc" for root in (places.submodule_search_locations or [])] if places else []
-    return shutil.which("nvcc") or next((path for path in pips if os.access(path, os.X_OK)), None)
 
 
 def parts_of_fatbinary(data: bytes) -> set[tuple[str, int]]:

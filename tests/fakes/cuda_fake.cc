@@ -9,6 +9,7 @@
 //   HC_FAKE_CUDA_STICKY=f:n:r  the same, and so does every call from then on, as after an illegal access
 //   HC_FAKE_CAPABILITY=n     of every device; default 90
 //   HC_FAKE_WITHOUT_POOLS=1  no device has memory pools
+//   HC_FAKE_KERNELS=path     kernels are this library's (tests/ptx makes one of the PTX) instead of its own
 // Streams can be captured into a graph, which a replay then runs. As with the original, what would disturb a capture is
 // refused in threads that have not said that they know, and ends the capture in vain (but only on the same device:
 // ranks are threads here). What loads, frees, maps or waits disturbs; what is only enqueued does not.
@@ -297,14 +298,16 @@ bool read_image(const void* data, Module* module) {
   return module->compressed || module->image.find(".entry") != std::string::npos;
 }
 
-// What is compiled into this library.
-void* own_symbol(const std::string& name) {
-  static void* self = [] {
+// Of what is compiled into this library, unless HC_FAKE_KERNELS names another. None where that one cannot be loaded.
+void* kernel_symbol(const std::string& name) {
+  static void* library = [] {
+    const char* other = std::getenv("HC_FAKE_KERNELS");
+    if (other && *other) return dlopen(other, RTLD_NOW | RTLD_LOCAL);
     Dl_info here{};
     dladdr(reinterpret_cast<void*>(&read_image), &here);
     return dlopen(here.dli_fname, RTLD_NOW | RTLD_NOLOAD);
   }();
-  return dlsym(self, name.c_str());
+  return library ? dlsym(library, name.c_str()) : nullptr;
 }
 
 bool all_held(const unsigned long long* at, int count, bool at_call) {
@@ -880,8 +883,8 @@ FAKE_API int cuModuleGetFunction(void** function, void* module, const char* name
   static std::mutex mu;
   static auto* functions = new std::map<std::string, Function>;
   const auto* m = static_cast<const Module*>(module);
-  void* body = own_symbol(name);
-  const auto* bytes = static_cast<const unsigned*>(own_symbol(std::string(name) + "_bytes"));
+  void* body = kernel_symbol(name);
+  const auto* bytes = static_cast<const unsigned*>(kernel_symbol(std::string(name) + "_bytes"));
   if (!body || !bytes || (!m->compressed && m->image.find(name) == std::string::npos)) return kNotFound;
   ++driver().look_ups;
   std::lock_guard lock(mu);
