@@ -29,6 +29,8 @@ from typing import Any, overload
 from numpy import int32
 from numpy.typing import ArrayLike, NDArray
 
+from horoclone.ops import ReduceOp
+
 '''
 # Modules that `import horovod.X` finds, by their path below horoclone.
 ALIASED = (

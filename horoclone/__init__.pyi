@@ -6,6 +6,8 @@ from typing import Any, overload
 from numpy import int32
 from numpy.typing import ArrayLike, NDArray
 
+from horoclone.ops import ReduceOp
+
 from horoclone.runtime.lifecycle import (
     init as init,
     shutdown as shutdown,
@@ -188,7 +190,7 @@ def allreduce(
     array: ArrayLike,
     average: bool | None = None,
     name: str | None = None,
-    op: int | None = None,
+    op: ReduceOp | int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = ...,
@@ -207,7 +209,7 @@ def allreduce_(
     array: NDArray[Any],
     average: bool | None = None,
     name: str | None = None,
-    op: int | None = None,
+    op: ReduceOp | int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = ...,
@@ -220,7 +222,7 @@ def allreduce_async(
     array: ArrayLike,
     average: bool | None = None,
     name: str | None = None,
-    op: int | None = None,
+    op: ReduceOp | int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = ...,
@@ -236,7 +238,7 @@ def allreduce_async_(
     array: NDArray[Any],
     average: bool | None = None,
     name: str | None = None,
-    op: int | None = None,
+    op: ReduceOp | int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = ...,
@@ -251,7 +253,7 @@ def grouped_allreduce(
     arrays: Iterable[ArrayLike],
     average: bool | None = None,
     name: str | None = None,
-    op: int | None = None,
+    op: ReduceOp | int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = ...,
@@ -264,7 +266,7 @@ def grouped_allreduce_(
     arrays: Iterable[NDArray[Any]],
     average: bool | None = None,
     name: str | None = None,
-    op: int | None = None,
+    op: ReduceOp | int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = ...,
@@ -277,7 +279,7 @@ def grouped_allreduce_async(
     arrays: Iterable[ArrayLike],
     average: bool | None = None,
     name: str | None = None,
-    op: int | None = None,
+    op: ReduceOp | int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = ...,
@@ -290,7 +292,7 @@ def grouped_allreduce_async_(
     arrays: Iterable[NDArray[Any]],
     average: bool | None = None,
     name: str | None = None,
-    op: int | None = None,
+    op: ReduceOp | int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = ...,
@@ -391,7 +393,7 @@ def alltoall_async(
 def reducescatter(
     array: ArrayLike,
     name: str | None = None,
-    op: int = 0,
+    op: ReduceOp | int = 0,
     process_set: ProcessSet = ...,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -401,7 +403,7 @@ def reducescatter(
 def reducescatter_async(
     array: ArrayLike,
     name: str | None = None,
-    op: int = 0,
+    op: ReduceOp | int = 0,
     process_set: ProcessSet = ...,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -411,7 +413,7 @@ def reducescatter_async(
 def grouped_reducescatter(
     arrays: Iterable[ArrayLike],
     name: str | None = None,
-    op: int = 0,
+    op: ReduceOp | int = 0,
     process_set: ProcessSet = ...,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -421,7 +423,7 @@ def grouped_reducescatter(
 def grouped_reducescatter_async(
     arrays: Iterable[ArrayLike],
     name: str | None = None,
-    op: int = 0,
+    op: ReduceOp | int = 0,
     process_set: ProcessSet = ...,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -455,7 +457,7 @@ def synchronize(
 def reduce(
     array: ArrayLike,
     root_rank: int,
-    op: int = 0,
+    op: ReduceOp | int = 0,
     name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -469,7 +471,7 @@ def reduce(
 def reduce_(
     array: NDArray[Any],
     root_rank: int,
-    op: int = 0,
+    op: ReduceOp | int = 0,
     name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -480,7 +482,7 @@ def reduce_(
 def reduce_async(
     array: ArrayLike,
     root_rank: int,
-    op: int = 0,
+    op: ReduceOp | int = 0,
     name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -491,7 +493,7 @@ def reduce_async(
 def reduce_async_(
     array: NDArray[Any],
     root_rank: int,
-    op: int = 0,
+    op: ReduceOp | int = 0,
     name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,

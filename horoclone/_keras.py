@@ -14,7 +14,7 @@ from horoclone.keras.values import (  # noqa: F401
     broadcast_global_variables,
     reducescatter,
 )
-from horoclone.ops import Average
+from horoclone.ops import Average, ReduceOp
 from horoclone.process_sets import ProcessSet, global_process_set
 
 
@@ -27,7 +27,7 @@ def create_distributed_optimizer(
     compression: Any = Compression.none,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
-    op: int = Average,
+    op: ReduceOp | int = Average,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
     groups: Any = None,

@@ -6,6 +6,7 @@ The list of dtypes is csrc/include/horoclone_dtypes.h, which tells how to add on
 from __future__ import annotations
 
 import warnings
+from typing import TYPE_CHECKING
 
 from horoclone.arguments import is_integer, wrong_type
 from horoclone.errors import InvalidArgument
@@ -27,24 +28,44 @@ CALLS = (
     "scatter", "send", "recv",
 )  # fmt: skip
 
-# Horovod's order, then our own; users see these integers. The list stands in csrc/base/reductions.h.
-Average = 0
+if TYPE_CHECKING:
+    from enum import IntEnum as _Kind  # a list of choices for editors
+else:
+    _Kind = object  # plain integers, as in Horovod
+
+
+class ReduceOp(_Kind):
+    """What `op=` takes; each binding has the members as names of its own. Horovod's order, then our own, as in
+    csrc/base/reductions.h."""
+
+    Average = 0
+    Sum = 1
+    Adasum = 2
+    Min = 3
+    Max = 4
+    Product = 5
+    And = 6
+    Or = 7
+    Xor = 8
+
+
+Average = ReduceOp.Average
 """The sum divided by the number of ranks; of integers truncated toward zero. Not of bool."""
-Sum = 1
+Sum = ReduceOp.Sum
 """The sum; integers wrap, of bool it is or."""
-Adasum = 2
+Adasum = ReduceOp.Adasum
 """Adasum (Maleki et al., 2020): parallel gradients are averaged, orthogonal ones added. Of floats, in allreduce."""
-Min = 3
+Min = ReduceOp.Min
 """The least element."""
-Max = 4
+Max = ReduceOp.Max
 """The greatest element."""
-Product = 5
+Product = ReduceOp.Product
 """The product; integers wrap, of bool it is and."""
-And = 6
+And = ReduceOp.And
 """And of the bits of integers, of the truth of bools. Not of floats."""
-Or = 7
+Or = ReduceOp.Or
 """Or of the bits of integers, of the truth of bools. Not of floats."""
-Xor = 8
+Xor = ReduceOp.Xor
 """Exclusive or of the bits of integers, of the truth of bools. Not of floats."""
 
 __all__ = [

@@ -18,6 +18,7 @@ from horoclone.arguments import root as root_number
 from horoclone.arrays.adapter import Adapter, Array, Operations
 from horoclone.arrays.handles import synchronize, table
 from horoclone.arrays.host_memory import row_counts
+from horoclone.ops import ReduceOp
 from horoclone.process_sets import ProcessSet, global_process_set, set_id
 from horoclone.runtime import steps
 
@@ -46,7 +47,7 @@ class Collectives(Operations[Array]):
         array: Any,
         average: bool | None = None,
         name: str | None = None,
-        op: int | None = None,
+        op: ReduceOp | int | None = None,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
@@ -75,7 +76,7 @@ class Collectives(Operations[Array]):
         array: Any,
         average: bool | None = None,
         name: str | None = None,
-        op: int | None = None,
+        op: ReduceOp | int | None = None,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
@@ -106,7 +107,7 @@ class Collectives(Operations[Array]):
         array: Any,
         average: bool | None = None,
         name: str | None = None,
-        op: int | None = None,
+        op: ReduceOp | int | None = None,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
@@ -132,7 +133,7 @@ class Collectives(Operations[Array]):
         array: Any,
         average: bool | None = None,
         name: str | None = None,
-        op: int | None = None,
+        op: ReduceOp | int | None = None,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
@@ -194,7 +195,7 @@ class Collectives(Operations[Array]):
         self,
         array: Any,
         name: str | None = None,
-        op: int = ops.Average,
+        op: ReduceOp | int = ops.Average,
         process_set: ProcessSet = global_process_set,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
@@ -209,7 +210,7 @@ class Collectives(Operations[Array]):
         self,
         array: Any,
         name: str | None = None,
-        op: int = ops.Average,
+        op: ReduceOp | int = ops.Average,
         process_set: ProcessSet = global_process_set,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,

@@ -10,6 +10,7 @@ from horoclone.arguments import wrong_type
 from horoclone.arrays.adapter import Array, Operations, named
 from horoclone.arrays.collectives import scatterable
 from horoclone.arrays.handles import synchronize, table
+from horoclone.ops import ReduceOp
 from horoclone.process_sets import ProcessSet, global_process_set
 
 
@@ -28,7 +29,7 @@ def _allreduce(name: str, doc: str, *, in_place: bool = False, waits: bool = Fal
         arrays: Sequence[Any],
         average: bool | None = None,
         name: str | None = None,
-        op: int | None = None,
+        op: ReduceOp | int | None = None,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
@@ -101,7 +102,7 @@ class Grouped(Operations[Array]):
         self,
         arrays: Sequence[Any],
         name: str | None = None,
-        op: int = ops.Average,
+        op: ReduceOp | int = ops.Average,
         process_set: ProcessSet = global_process_set,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
@@ -117,7 +118,7 @@ class Grouped(Operations[Array]):
         self,
         arrays: Sequence[Any],
         name: str | None = None,
-        op: int = ops.Average,
+        op: ReduceOp | int = ops.Average,
         process_set: ProcessSet = global_process_set,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,

@@ -13,6 +13,7 @@ from horoclone.arrays.adapter import Array, Operations, named
 from horoclone.arrays.handles import synchronize
 from horoclone.arrays.host_memory import row_counts
 from horoclone.handles import ROWS
+from horoclone.ops import ReduceOp
 from horoclone.process_sets import ProcessSet, global_process_set
 
 
@@ -23,7 +24,7 @@ def _reduce(name: str, doc: str, *, in_place: bool = False, waits: bool = False)
         self: Rooted[Any],
         array: Any,
         root_rank: int,
-        op: int = ops.Average,
+        op: ReduceOp | int = ops.Average,
         name: str | None = None,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,

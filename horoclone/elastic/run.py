@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from horoclone import errors, failpoints, runtime
 from horoclone.elastic import member, replicas
@@ -14,6 +14,9 @@ from horoclone.elastic.notice import notification_manager
 from horoclone.elastic.recovery import watch
 from horoclone.elastic.state import root_of_sync
 from horoclone.runtime import joining_rank, lifecycle
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 SAME_FAILURES = 3  # in a row and without a commit between them: it would fail for ever
 
@@ -43,7 +46,7 @@ class _Progress:
             ) from error
 
 
-def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., Any]:
+def run_fn(func: Callable[_P, _T], reset: Callable[[], Any]) -> Callable[_P, _T]:
     """Turns func(state, *args, **kwargs) into a function that carries on when ranks are lost or added.
 
     After HorovodInternalError the state is restored, reset() begins another generation, and func is called again with
@@ -73,7 +76,7 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., 
         finally:
             notification_manager.remove_listener(state)
 
-    return wrapper
+    return wrapper  # type: ignore[return-value]  # func's first argument is the state
 
 
 def _synchronise(state: Any, skip: bool) -> None:
@@ -160,6 +163,6 @@ def reset_world() -> None:
     lifecycle.init()
 
 
-def run(func: Callable[..., Any]) -> Callable[..., Any]:
+def run(func: Callable[_P, _T]) -> Callable[_P, _T]:
     """Decorates func(state, ...) so that it carries on when ranks are lost or added. See run_fn."""
     return run_fn(func, reset_world)

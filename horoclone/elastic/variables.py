@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from horoclone.elastic.replicas import is_provisional
 from horoclone.elastic.state import ObjectState, root_of_sync
 from horoclone.objects import broadcast_object
 from horoclone.runtime import steps
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 class VariablesState(ObjectState):
@@ -114,12 +117,10 @@ class VariablesState(ObjectState):
         super()._set_content(plain)
 
 
-def converting(
-    func: Callable[..., Any], find: Callable[[Exception], BaseException | None]
-) -> Callable[..., Any]:
+def converting(func: Callable[_P, _T], find: Callable[[Exception], BaseException | None]) -> Callable[_P, _T]:
     """func, of whose exceptions those in which find() sees another are raised as that one."""
 
-    def converted(*args: Any, **kwargs: Any) -> Any:
+    def converted(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         try:
             return func(*args, **kwargs)
         except Exception as error:

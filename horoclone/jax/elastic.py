@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -21,13 +21,16 @@ from horoclone.jax.failures import horovod_error_of
 from horoclone.jax.random_keys import is_key, with_keys, without_keys
 from horoclone.owned import Owned
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
 __all__ = [
     "ElasticSampler", "Generation", "JaxState", "ObjectState", "Owned", "RandomStates", "Recovery", "State",
     "StateLost", "generation", "last_recovery", "run", "run_fn",
 ]  # fmt: skip
 
 
-def run(func: Callable[..., Any]) -> Callable[..., Any]:
+def run(func: Callable[_P, _T]) -> Callable[_P, _T]:
     """Decorates func(state, ...) so that it carries on when ranks are lost or added. See horoclone.elastic.run.run_fn.
 
     A lost collective inside a program, which JAX raises as an error of its own, counts as the error that it was.

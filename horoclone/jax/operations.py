@@ -145,7 +145,7 @@ def allreduce(
     average: bool | None = None,
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
-    op: int | None = None,
+    op: ops.ReduceOp | int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -267,7 +267,7 @@ def allgather(tree: Any, name: str | None = None, process_set: ProcessSet = glob
 def reducescatter(
     tree: Any,
     name: str | None = None,
-    op: int = ops.Average,
+    op: ops.ReduceOp | int = ops.Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,

@@ -19,7 +19,7 @@ from horoclone.jax.call import paths_and_leaves
 from horoclone.jax.compared import Values, Watch, takes_tail
 from horoclone.jax.compression import Compression, Compressor
 from horoclone.jax.operations import reduce_gradients
-from horoclone.ops import Average, Sum, resolve_reduce
+from horoclone.ops import Average, ReduceOp, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
 
 FORGOTTEN = (
@@ -41,7 +41,7 @@ def DistributedOptimizer(
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
     backward_passes_per_step: int = 1,
-    op: int = Average,
+    op: ReduceOp | int = Average,
     gradient_predivide_factor: float = 1.0,
     average_aggregated_gradients: bool = True,
     process_set: ProcessSet = global_process_set,

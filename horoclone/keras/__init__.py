@@ -67,7 +67,7 @@ def DistributedOptimizer(
     compression: Any = Compression.none,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
-    op: int = Average,
+    op: ops.ReduceOp | int = Average,
     num_groups: int = 0,
     groups: Any = None,
     process_set: ProcessSet = global_process_set,

@@ -6,7 +6,7 @@ from typing import Any
 
 from horoclone.keras.flavor import LEGACY
 from horoclone.keras.reduction import Reduction, checked, layers_of
-from horoclone.ops import Average
+from horoclone.ops import Average, ReduceOp
 from horoclone.process_sets import ProcessSet, global_process_set
 
 if LEGACY:
@@ -32,7 +32,7 @@ def make_distributed(
     compression: Any = Compression.none,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
-    op: int = Average,
+    op: ReduceOp | int = Average,
     num_groups: int = 0,
     groups: Any = None,
     process_set: ProcessSet = global_process_set,
@@ -74,7 +74,7 @@ def PartialDistributedOptimizer(
     compression: Any = Compression.none,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
-    op: int = Average,
+    op: ReduceOp | int = Average,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
     num_groups: int | list[Any] = 0,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from horoclone.elastic.attributes import keep_in_place
 from horoclone.elastic.generation import Generation, generation
@@ -22,6 +22,9 @@ from horoclone.errors import StateLost
 from horoclone.keras.callbacks import BroadcastGlobalVariablesCallback, _state_of
 from horoclone.keras.flavor import LEGACY, assign, backend, keras, to_numpy
 from horoclone.owned import Owned
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 __all__ = [
     "CommitStateCallback", "ElasticSampler", "Generation", "KerasState", "ObjectState", "Owned",
@@ -41,7 +44,7 @@ def _horovod_error_of(error: Exception) -> BaseException | None:
     return find(error)
 
 
-def run(func: Callable[..., Any]) -> Callable[..., Any]:
+def run(func: Callable[_P, _T]) -> Callable[_P, _T]:
     """Decorates func(state, ...) so that it carries on when ranks are lost or added. See horoclone.elastic.run.run_fn.
 
     A lost collective in a compiled step, which the backend raises as an error of its own, counts as

@@ -18,7 +18,7 @@ from horoclone.arrays.handles import synchronize
 from horoclone.keras.distribute import Compression
 from horoclone.keras.flavor import LEGACY, assign, backend, to_numpy, to_tensor
 from horoclone.objects import allgather_object, broadcast_object
-from horoclone.ops import Average, resolve_reduce
+from horoclone.ops import Average, ReduceOp, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
 
 __all__ = [
@@ -53,7 +53,7 @@ def allreduce(
     average: bool | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    op: int | None = None,
+    op: ReduceOp | int | None = None,
     compression: Any = Compression.none,
 ) -> Any:
     """Returns the reduction of a value over the ranks: a tensor on TensorFlow, elsewhere a NumPy array, of its shape

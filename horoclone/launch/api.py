@@ -10,7 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from horoclone import failpoints
 from horoclone.errors import Unsupported
@@ -20,6 +20,8 @@ from horoclone.launch.link import SshOptions, package_home
 from horoclone.launch.numbers import one_of, seconds, whole
 from horoclone.launch.usage import LaunchError
 from horoclone.settings import START_TIMEOUT_S
+
+_T = TypeVar("_T")
 
 # Not -m: the caller may have found horoclone by a sys.path of its own.
 RANK = "import sys; sys.path.append(sys.argv.pop()); from horoclone.launch.call import main; sys.exit(main())"
@@ -60,7 +62,7 @@ class _JobSpec(NamedTuple):
 
 
 def run(
-    func: Callable[..., Any],
+    func: Callable[..., _T],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     num_proc: int | None = None,
@@ -95,7 +97,7 @@ def run(
     spares: int | None = None,
     notice_script: str | None = None,
     notice_signal: str | None = None,
-) -> list[Any]:
+) -> list[_T]:
     """Calls func(*args, **kwargs) once in num_proc (or np; default 1) new processes; returns the values by rank.
 
     hosts, hostfile, start_timeout, ssh_port, ssh_identity_file, output_filename, verbose and network_interfaces are the

@@ -5,9 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from horoclone.ray import client_life
+
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -59,11 +61,11 @@ class Adapter(ABC):
     @abstractmethod
     def run(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., _T],
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
         callbacks: Sequence[Callable[..., Any]] | None = None,
-    ) -> list[Any]:
+    ) -> list[_T]:
         """fn(*args, **kwargs) on every worker."""
 
     @abstractmethod

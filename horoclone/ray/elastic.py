@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
@@ -15,6 +15,8 @@ from horoclone.ray.in_cluster import InCluster
 from horoclone.ray.log_queue import Callback
 from horoclone.runner.common.util import timeout
 from horoclone.runner.elastic.settings import ElasticSettings
+
+_T = TypeVar("_T")
 
 
 class RayHostDiscovery(ClusterDiscovery):
@@ -130,7 +132,7 @@ class ElasticRayExecutor:
         driver.start(extra_env_vars=self.env_vars)
         self.driver = driver
 
-    def run(self, worker_fn: Callable[[], Any], callbacks: Sequence[Callback] | None = None) -> list[Any]:
+    def run(self, worker_fn: Callable[[], _T], callbacks: Sequence[Callback] | None = None) -> list[_T]:
         """Calls worker_fn() on every worker and returns the values of those that have finished, by rank.
 
         callbacks: called in the driver with what rank 0 gives to ray_logger.log(). RuntimeError when the job fails.

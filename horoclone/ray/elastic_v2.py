@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from horoclone.launch.elastic_options import Elastic
 from horoclone.launch.elastic_policy import Cooldown, Plan
@@ -14,6 +14,8 @@ from horoclone.ray.discovery import ChangingDiscovery, ClusterDiscovery
 from horoclone.ray.elastic_job import ElasticJob, JobSpec, wait_for_slots
 from horoclone.ray.log_queue import Callback, LogQueue
 from horoclone.runner.elastic.discovery import source_of
+
+_T = TypeVar("_T")
 
 
 class RayHostDiscovery(ClusterDiscovery):
@@ -134,11 +136,11 @@ class ElasticAdapter(Adapter):
 
     def run(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., _T],
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
         callbacks: Sequence[Callback] | None = None,
-    ) -> list[Any]:
+    ) -> list[_T]:
         """fn(*args, **kwargs) on every worker, else as execute()."""
         given, named = tuple(args or ()), dict(kwargs or {})
         return self.execute(lambda _: fn(*given, **named), callbacks)

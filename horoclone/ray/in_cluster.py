@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 import ray.exceptions
@@ -13,6 +13,8 @@ import ray.exceptions
 from horoclone.ray.adapter import Adapter
 from horoclone.ray.client_life import GRACE, Beats, silence_s
 from horoclone.ray.log_queue import Callback, LogQueue
+
+_T = TypeVar("_T")
 
 logger = logging.getLogger(__name__)
 
@@ -61,11 +63,11 @@ class InCluster(Adapter):
 
     def run(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., _T],
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
         callbacks: Sequence[Callback] | None = None,
-    ) -> list[Any]:
+    ) -> list[_T]:
         """As RayExecutor.run()."""
         with LogQueue(callbacks) as here:
             return list(self._ask("run", fn, args, kwargs, here.passing_on))

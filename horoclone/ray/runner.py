@@ -7,7 +7,7 @@ import secrets as random
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
@@ -25,6 +25,8 @@ from horoclone.ray.log_queue import Callback, LogQueue
 from horoclone.ray.strategy import BaseStrategy, ColocatedStrategy, PGStrategy
 from horoclone.ray.utils import detect_nics, map_blocking, nics_to_env_var
 from horoclone.runner.common.util import timeout
+
+_T = TypeVar("_T")
 
 LEAVE_S = 5.0  # for workers to leave the job before they are ended
 
@@ -258,11 +260,11 @@ class StaticAdapter(Adapter):
 
     def run(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., _T],
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
         callbacks: Sequence[Callback] | None = None,
-    ) -> list[Any]:
+    ) -> list[_T]:
         """As RayExecutor.run()."""
         return self.execute(without_executable(fn, args, kwargs), callbacks)
 
@@ -441,11 +443,11 @@ class RayExecutor:
 
     def run(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., _T],
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
         callbacks: Sequence[Callback] | None = None,
-    ) -> list[Any]:
+    ) -> list[_T]:
         """Calls fn(*args, **kwargs) on every worker; else as execute()."""
         return list(self._started().run(fn, args, kwargs, callbacks))
 

@@ -12,7 +12,7 @@ import functools
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO, TypeVar
 
 from horoclone.errors import Unsupported
 from horoclone.launch.api import RunError, pickled_call, values_of
@@ -32,6 +32,8 @@ from horoclone.spark.jobs import (
 )
 from horoclone.spark.session import Stage, active_context, too_few
 from horoclone.spark.task_server import Task, TaskServer, bindings
+
+_T = TypeVar("_T")
 
 START_TIMEOUT_S = 600.0
 ELASTIC_TIMEOUT_S = 600.0
@@ -54,7 +56,7 @@ class _JobSpec(NamedTuple):
 
 
 def run(
-    fn: Callable[..., Any],
+    fn: Callable[..., _T],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     num_proc: int | None = None,
@@ -69,7 +71,7 @@ def run(
     nics: str | Iterable[str] | None = None,
     prefix_output_with_timestamp: bool = False,
     executable: str | None = None,
-) -> list[Any]:
+) -> list[_T]:
     """Calls fn(*args, **kwargs) once on each of num_proc ranks (default: spark.default.parallelism), each a process of
     its own beside a Spark task; returns the values by rank.
 
@@ -96,7 +98,7 @@ def run(
 
 
 def run_elastic(
-    fn: Callable[..., Any],
+    fn: Callable[..., _T],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     num_proc: int | None = None,
@@ -115,7 +117,7 @@ def run_elastic(
     max_np: int | None = None,
     *,
     executable: str | None = None,
-) -> list[Any]:
+) -> list[_T]:
     """Runs an elastic job as run() runs one of a fixed size: fn trains in hvd.elastic.run, and goes on when ranks are
     lost or come.
 

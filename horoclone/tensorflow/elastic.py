@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import tensorflow as tf
 
@@ -19,6 +19,9 @@ from horoclone.elastic.state import ObjectState, State
 from horoclone.elastic.variables import VariablesState, converting
 from horoclone.errors import HorovodInternalError, StateLost
 from horoclone.owned import Owned
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 __all__ = [
     "ElasticSampler", "Generation", "ObjectState", "Owned", "RandomStates", "Recovery", "State", "StateLost",
@@ -38,7 +41,7 @@ def horovod_error_of(error: BaseException) -> HorovodInternalError | None:
     return HorovodInternalError(str(error.message)) if _OUR_OPS.search(text) else None
 
 
-def run(func: Callable[..., Any]) -> Callable[..., Any]:
+def run(func: Callable[_P, _T]) -> Callable[_P, _T]:
     """Decorates func(state, ...) so that it carries on when ranks are lost or added. See horoclone.elastic.run.run_fn.
 
     A lost collective in a graph, which TensorFlow raises as UnknownError, counts as HorovodInternalError.

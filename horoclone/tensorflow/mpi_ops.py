@@ -233,7 +233,7 @@ def _splits(splits: Any) -> Any:
 def _allreduce(
     tensor: Any,
     name: str | None = None,
-    op: int = Sum,
+    op: ops.ReduceOp | int = Sum,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     ignore_name_scope: bool = False,
@@ -250,7 +250,7 @@ def _allreduce(
 def _grouped_allreduce(
     tensors: Sequence[Any],
     name: str | None = None,
-    op: int = Sum,
+    op: ops.ReduceOp | int = Sum,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     ignore_name_scope: bool = False,
@@ -392,7 +392,7 @@ def alltoall(
 def _reducescatter(
     tensor: Any,
     name: str | None = None,
-    op: int = Sum,
+    op: ops.ReduceOp | int = Sum,
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
@@ -412,7 +412,7 @@ def _reducescatter(
 def _grouped_reducescatter(
     tensors: Sequence[Any],
     name: str | None = None,
-    op: int = Sum,
+    op: ops.ReduceOp | int = Sum,
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from horoclone.ops import Adasum, Average
+from horoclone.ops import Adasum, Average, ReduceOp
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.tensorflow.compression import Compression
 from horoclone.tensorflow.gradient_aggregation import GradientAggregation
@@ -28,7 +28,7 @@ def _make_allreduce_grads_fn(
     device_sparse: str = "",
     compression: Any = Compression.none,
     sparse_as_dense: bool = False,
-    op: int = Average,
+    op: ReduceOp | int = Average,
     gradient_predivide_factor: float = 1.0,
     groups: int | Sequence[Sequence[Any]] | None = None,
     process_set: ProcessSet = global_process_set,
@@ -61,7 +61,7 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):
         device_sparse: str = "",
         compression: Any = Compression.none,
         sparse_as_dense: bool = False,
-        op: int = Average,
+        op: ReduceOp | int = Average,
         gradient_predivide_factor: float = 1.0,
         backward_passes_per_step: int = 1,
         average_aggregated_gradients: bool = False,
@@ -153,7 +153,7 @@ def DistributedOptimizer(
     compression: Any = Compression.none,
     sparse_as_dense: bool = False,
     backward_passes_per_step: int = 1,
-    op: int = Average,
+    op: ReduceOp | int = Average,
     gradient_predivide_factor: float = 1.0,
     average_aggregated_gradients: bool = False,
     num_groups: int = 0,

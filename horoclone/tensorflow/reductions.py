@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from horoclone.arguments import check_compression
-from horoclone.ops import REDUCE_NAMES, Adasum, Average, Sum, resolve_reduce
+from horoclone.ops import REDUCE_NAMES, Adasum, Average, ReduceOp, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set, id_of
 from horoclone.tensorflow import mpi_ops
 from horoclone.tensorflow.compression import Compression
@@ -39,7 +39,7 @@ def allreduce(
     device_dense: str = "",
     device_sparse: str = "",
     compression: Any = Compression.none,
-    op: int | None = None,
+    op: ReduceOp | int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     name: str | None = None,
@@ -112,7 +112,7 @@ def grouped_allreduce(
     device_dense: str = "",
     device_sparse: str = "",
     compression: Any = Compression.none,
-    op: int | None = None,
+    op: ReduceOp | int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -161,7 +161,7 @@ def reducescatter(
     tensor: Any,
     device_dense: str = "",
     compression: Any = Compression.none,
-    op: int = Average,
+    op: ReduceOp | int = Average,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
@@ -186,7 +186,7 @@ def grouped_reducescatter(
     tensors: Sequence[Any],
     device_dense: str = "",
     compression: Any = Compression.none,
-    op: int = Average,
+    op: ReduceOp | int = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from horoclone.ops import Average
+from horoclone.ops import Average, ReduceOp
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.tensorflow import reduced_gradients
 from horoclone.tensorflow.compression import Compression
@@ -71,7 +71,7 @@ def DistributedGradientTape(
     device_sparse: str = "",
     compression: Any = Compression.none,
     sparse_as_dense: bool = False,
-    op: int = Average,
+    op: ReduceOp | int = Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: int | Sequence[Sequence[Any]] | None = None,
@@ -101,7 +101,7 @@ def PartialDistributedGradientTape(
     device_sparse: str = "",
     compression: Any = Compression.none,
     sparse_as_dense: bool = False,
-    op: int = Average,
+    op: ReduceOp | int = Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: int | Sequence[Sequence[Any]] | None = None,

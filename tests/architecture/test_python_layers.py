@@ -86,7 +86,7 @@ spark.torch: torch
 stand_ins: errors
 tensorflow: arguments arrays bootstrap common comparison compression elastic errors evaluation gradient_names objects ops
     optional owned process_sets runtime runtime.exported runtime.lifecycle weights
-tensorflow.keras: common keras process_sets runtime runtime.exported
+tensorflow.keras: common keras ops process_sets runtime runtime.exported
 torch: common errors evaluation ops optional runtime runtime.exported runtime.lifecycle torch.c10d torch.compression
     torch.elastic torch.functions torch.local_sgd torch.mpi_ops torch.operations torch.optimizer
     torch.sync_batch_norm torch.virtual_ranks

@@ -12,6 +12,7 @@ from horoclone.common.util import is_version_greater_equal_than
 from horoclone.keras import *  # noqa: F403 - its __all__ is the list
 from horoclone.keras import Average, Compression, callbacks, elastic
 from horoclone.keras.distribute import make_distributed
+from horoclone.ops import ReduceOp
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.runtime.exported import *  # noqa: F403 - facts, init() and shutdown(); mypy passes no star on
 
@@ -29,7 +30,7 @@ def DistributedOptimizer(  # type: ignore[no-redef]
     compression: Any = Compression.none,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
-    op: int = Average,
+    op: ReduceOp | int = Average,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
     num_groups: int = 0,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from horoclone.ops import ALLREDUCE, Sum, resolve_reduce
+from horoclone.ops import ALLREDUCE, ReduceOp, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.torch.compression import Compression
 from horoclone.torch.operations import calls, weighted
@@ -23,7 +23,7 @@ def allreduce_(
     tensor: torch.Tensor,
     average: bool | None = None,
     name: str | None = None,
-    op: int | None = None,
+    op: ReduceOp | int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -47,7 +47,7 @@ def allreduce_async_(
     tensor: torch.Tensor,
     average: bool | None = None,
     name: str | None = None,
-    op: int | None = None,
+    op: ReduceOp | int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -71,7 +71,7 @@ def allreduce_async(
     tensor: torch.Tensor,
     average: bool | None = None,
     name: str | None = None,
-    op: int | None = None,
+    op: ReduceOp | int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -103,7 +103,7 @@ def allreduce(
     average: bool | None = None,
     name: str | None = None,
     compression: Any = Compression.none,
-    op: int | None = None,
+    op: ReduceOp | int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from horoclone.ops import ALLGATHER, ALLREDUCE, REDUCESCATTER, Average, Sum, resolve_reduce
+from horoclone.ops import ALLGATHER, ALLREDUCE, REDUCESCATTER, Average, ReduceOp, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.torch.compression import Compression
 from horoclone.torch.operations import weighted
@@ -60,7 +60,7 @@ def grouped_allreduce_async_(
     tensors: Tensors,
     average: bool | None = None,
     name: str | None = None,
-    op: int | None = None,
+    op: ReduceOp | int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -81,7 +81,7 @@ def grouped_allreduce_(
     tensors: Tensors,
     average: bool | None = None,
     name: str | None = None,
-    op: int | None = None,
+    op: ReduceOp | int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -100,7 +100,7 @@ def grouped_allreduce_async(
     tensors: Tensors,
     average: bool | None = None,
     name: str | None = None,
-    op: int | None = None,
+    op: ReduceOp | int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -122,7 +122,7 @@ def grouped_allreduce(
     average: bool | None = None,
     name: str | None = None,
     compression: Any = Compression.none,
-    op: int | None = None,
+    op: ReduceOp | int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -174,7 +174,7 @@ def grouped_allgather(
 def grouped_reducescatter_async(
     tensors: Tensors,
     name: str | None = None,
-    op: int = Average,
+    op: ReduceOp | int = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -192,7 +192,7 @@ def grouped_reducescatter(
     tensors: Tensors,
     name: str | None = None,
     compression: Any = Compression.none,
-    op: int = Average,
+    op: ReduceOp | int = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from horoclone.ops import REDUCESCATTER, Average, Sum
+from horoclone.ops import REDUCESCATTER, Average, ReduceOp, Sum
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.torch.compression import Compression
 from horoclone.torch.operations import calls
@@ -20,7 +20,7 @@ from horoclone.torch.operations.tensors import learns
 def reducescatter_async(
     tensor: torch.Tensor,
     name: str | None = None,
-    op: int = Average,
+    op: ReduceOp | int = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -36,7 +36,7 @@ def reducescatter(
     tensor: torch.Tensor,
     name: str | None = None,
     compression: Any = Compression.none,
-    op: int = Average,
+    op: ReduceOp | int = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,

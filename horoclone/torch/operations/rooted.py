@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from horoclone.arguments import given
-from horoclone.ops import GATHER, REDUCE, SCATTER, Average, Sum, resolve_reduce
+from horoclone.ops import GATHER, REDUCE, SCATTER, Average, ReduceOp, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set, set_id
 from horoclone.runtime import native, rank
 from horoclone.torch.operations.broadcasting import broadcast_async
@@ -61,7 +61,7 @@ def _reduced(
 def reduce_async(
     tensor: torch.Tensor,
     root_rank: int,
-    op: int = Average,
+    op: ReduceOp | int = Average,
     name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -74,7 +74,7 @@ def reduce_async(
 def reduce(
     tensor: torch.Tensor,
     root_rank: int,
-    op: int = Average,
+    op: ReduceOp | int = Average,
     name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -100,7 +100,7 @@ def reduce(
 def reduce_async_(
     tensor: torch.Tensor,
     root_rank: int,
-    op: int = Average,
+    op: ReduceOp | int = Average,
     name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -113,7 +113,7 @@ def reduce_async_(
 def reduce_(
     tensor: torch.Tensor,
     root_rank: int,
-    op: int = Average,
+    op: ReduceOp | int = Average,
     name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,

@@ -18,7 +18,7 @@ import torch
 from horoclone.arguments import wrong_type
 from horoclone.comparison import policy
 from horoclone.errors import ZeroFactor
-from horoclone.ops import Adasum, Average, Sum, resolve_reduce
+from horoclone.ops import Adasum, Average, ReduceOp, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.torch import operations
 from horoclone.torch.compression import Compression, checked_compression
@@ -406,7 +406,7 @@ def DistributedOptimizer(
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     compression: Any = Compression.none,
     backward_passes_per_step: int = 1,
-    op: int = Average,
+    op: ReduceOp | int = Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: int | list[list[torch.Tensor]] | None = None,

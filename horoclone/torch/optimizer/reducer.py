@@ -937,7 +937,8 @@ class Reducer:
     def _mark_of(self) -> tuple[int, int]:
         """The mark where nothing has changed, and one that is seen in the result, whatever else the others have."""
         size = self._terms.process_set.size() or 1  # an average of integers is not 0 either
-        return {Min: (0, -1), Product: (1, 2)}.get(self._terms.op, (0, size))
+        marks: dict[int, tuple[int, int]] = {Min: (0, -1), Product: (1, 2)}
+        return marks.get(self._terms.op, (0, size))
 
     def hear_change(self) -> None:
         """Collective, for a mark was set: agrees anew, which raises Mismatch."""
