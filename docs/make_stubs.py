@@ -109,9 +109,9 @@ def stub() -> str:
         if module != "arrays":
             imports = "".join(f"    {name} as {name},\n" for name in sorted(names))
             lines.append(f"from horoclone.{module} import (\n{imports})\n")
-    lines.append("from horoclone import checkpoint as checkpoint\n\n__version__: str\nHOROVOD_VERSION: str\n")
-    listed = "".join(f'    "{name}",\n' for name in horoclone.__all__)
-    lines.append(f"__all__: list[str] = [\n{listed}]\n\n")
+    lines.append(
+        "from horoclone import checkpoint as checkpoint\n\n__version__: str\nHOROVOD_VERSION: str\n\n"
+    )
     for name in horoclone._HOMES["arrays"]:
         lines.append(definition(name, getattr(arrays, name)) + "\n")
     return "".join(lines).rstrip("\n") + "\n"
