@@ -220,7 +220,7 @@ def _launch(arguments: argparse.Namespace, settings: dict[str, str], program: st
     job = Job(request) if elastic is None else ElasticJob(request, elastic)
     result = _run_watched(job, arguments, program, elastic is None) if _wants_views(arguments) else job.run()
     if result.text:
-        say(result.text, program)
+        say(result.brief or result.text, program)
     return result.exit_code
 
 

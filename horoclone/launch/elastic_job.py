@@ -241,10 +241,10 @@ class ElasticJob(Job):
         ]
         if failed:
             slots = {id(end): supervisor.workers[number].place.local for number, end in ends.items()}
-            text, code = report.elastic_failure(
-                failed, self._request.output_folder, lambda end: slots[id(end)], supervisor.reason
-            )
-            return JobResult(code, text, result.ends, results)
+            facts = (failed, self._request.output_folder, lambda end: slots[id(end)], supervisor.reason)
+            text, code = report.elastic_failure(*facts)
+            brief, _ = report.elastic_failure(*facts, self._request.screen.in_sight())
+            return JobResult(code, text, result.ends, results, brief)
         if self._termination.reason == termination.FAILURE or supervisor.reason:
             code = NO_MEMBER if supervisor.stopped is None else supervisor.stopped.code
             return JobResult(code, supervisor.reason, result.ends, results)

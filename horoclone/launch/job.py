@@ -73,12 +73,14 @@ def _new_job(first_is_here: bool) -> str:
 
 
 class JobResult(NamedTuple):
-    """exit_code as the launcher's own. text: the failure report, one line on an interrupt, or None."""
+    """exit_code as the launcher's own. text: the failure report, one line on an interrupt, or None; brief: without what
+    stands on the screen right above it."""
 
     exit_code: int
     text: str | None
     ends: list[report.RankEnd]
     results: dict[int, bytes]
+    brief: str | None = None
 
 
 class Member:
@@ -497,7 +499,8 @@ class Job:
             return JobResult(code, text, ends, results)
         if any(end.code != 0 for end in ends):
             text, code = report.failure_report(ends, folder, len(ends))
-            return JobResult(code, text, ends, results)
+            brief, _ = report.failure_report(ends, folder, len(ends), self._request.screen.in_sight())
+            return JobResult(code, text, ends, results, brief)
         return JobResult(0, None, ends, results)
 
     @staticmethod

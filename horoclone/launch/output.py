@@ -18,6 +18,7 @@ _STREAM_NAMES = {STDOUT: "stdout", STDERR: "stderr"}
 
 _TAIL_LINES = 400  # kept for the failure report
 _TRACEBACK = b"Traceback (most recent call last):"
+_IN_SIGHT_LINES = 60  # a report does not repeat what stands so far above it
 _TRACEBACKS = 1000  # remembered, so that others' like them are shown as one line
 _TRACEBACK_LINES = 2000  # of one that is held back until its last line has come
 _HELD_S = 0.5  # what has not become a traceback by then is shown
@@ -97,6 +98,8 @@ class Screen:
         self.repeats = Repeats(wanted=only is None and not style.is_horovods)
         self._terminal = {STDOUT: is_terminal(STDOUT), STDERR: is_terminal(STDERR)}
         self._live: tuple[int, int, bytes] | None = None  # rank, stream, text
+        self._written = 0  # lines
+        self._last_of: dict[int, int] = {}  # rank -> that number at its last line on stderr
         self.broken = False  # nobody reads our output any more
         self.may_drop: Callable[[], bool] = lambda: False  # output that cannot be written at once may be lost
 
@@ -111,6 +114,9 @@ class Screen:
         if erase and self._live is not None:
             self._write(self._live[1], _CLEAR_LINE)
         if lines:
+            self._written += len(lines)
+            if stream == STDERR:
+                self._last_of[rank] = self._written
             prefix = self._style.prefix(rank, stream)
             self._write(stream, b"".join(prefix + _printable(line) + b"\n" for line in lines))
         if live is not None and self._terminal[stream]:
@@ -120,6 +126,10 @@ class Screen:
                 self._live = None
         if self._live is not None and (erase or live):
             self._draw(*self._live)
+
+    def in_sight(self) -> set[int]:
+        """The ranks whose last lines on stderr have just been printed."""
+        return {rank for rank, at in self._last_of.items() if self._written - at <= _IN_SIGHT_LINES}
 
     def close(self) -> None:
         """Leaves the cursor on a line of its own."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
 from horoclone.launch.root_cause import exception_line, exception_name, root_cause_ranks, text_of_exception
@@ -186,11 +186,11 @@ def _evidence(end: RankEnd, whose: str) -> list[str]:
     ]
 
 
-def _seen_by_others(end: RankEnd, ends: Sequence[RankEnd]) -> list[str]:
+def _seen_by_others(end: RankEnd, ends: Sequence[RankEnd], in_sight: Set[int]) -> list[str]:
     """A rank that died by a signal says nothing itself; what another was doing with it names operation and tensor."""
     for other in ends:
         if other.rank != end.rank and other.code > 0 and is_consequence(other) and _error(other):
-            return [f"  as rank {other.rank} saw it: {_error(other)}"]
+            return [] if other.rank in in_sight else [f"  as rank {other.rank} saw it: {_error(other)}"]
     return []
 
 
@@ -227,9 +227,11 @@ def _others(
     return lines
 
 
-def failure_report(ends: Sequence[RankEnd], logs: str | None, size: int = 0) -> tuple[str, int]:
+def failure_report(
+    ends: Sequence[RankEnd], logs: str | None, size: int = 0, in_sight: Set[int] = frozenset()
+) -> tuple[str, int]:
     """Text and exit code for a job of which at least one rank failed: the root cause first and last. size: how many
-    ranks it had, where `ends` has all of them."""
+    ranks it had, where `ends` has all of them. in_sight: whose stderr stands right above, and is not repeated."""
     end = culprit(ends)
     assert end is not None
     alike = _alike(end, ends)
@@ -244,11 +246,13 @@ def failure_report(ends: Sequence[RankEnd], logs: str | None, size: int = 0) -> 
     if advice:
         lines.append(f"  hint: {advice}")
     lines += [f"  the error is about {_place(other)}." for other in named]
-    lines += _evidence(end, "its" if len(alike) == 1 else f"rank {end.rank}'s")
+    printed = not end.report or bool(traceback_in(end.stderr))  # a hook may have sent it elsewhere
+    if not (printed and in_sight & {one.rank for one in alike}):
+        lines += _evidence(end, "its" if len(alike) == 1 else f"rank {end.rank}'s")
     for other in named:
-        if other is not end:
+        if other is not end and other.rank not in in_sight:
             lines += _block(f"last lines of rank {other.rank}'s stderr:", _last_words(other))
-    lines += _seen_by_others(end, ends) if end.code < 0 else []
+    lines += _seen_by_others(end, ends, in_sight) if end.code < 0 else []
     lines += _others(end, alike, [other.rank for other in named], ends)
     if logs:
         lines.append(f"  logs of every rank: {logs}")
@@ -257,10 +261,14 @@ def failure_report(ends: Sequence[RankEnd], logs: str | None, size: int = 0) -> 
 
 
 def elastic_failure(
-    failed: Sequence[RankEnd], logs: str | None, slot_of: Callable[[RankEnd], int], reason: str
+    failed: Sequence[RankEnd],
+    logs: str | None,
+    slot_of: Callable[[RankEnd], int],
+    reason: str,
+    in_sight: Set[int] = frozenset(),
 ) -> tuple[str, int]:
     """Of an elastic job that ended with these workers, with Horovod's words. reason: why it ended, or empty."""
-    text, code = failure_report(failed, logs)
+    text, code = failure_report(failed, logs, 0, in_sight)
     first = culprit(failed)
     assert first is not None
     text += "\n" + HOROVODS_FAILURE.format(f"{first.host}[{slot_of(first)}]", first.code)

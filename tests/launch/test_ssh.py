@@ -129,7 +129,7 @@ def test_exit_codes_signals_and_stderr_of_remote_ranks_are_exact(launch, ssh):
     base = [*RUN, "-np", "2", "-H", "localhost:1,host-a.invalid:1", PYTHON, "-c"]
     done = launch([*base, RANK + "print('why', file=sys.stderr); sys.exit(7 * r)"], env=ssh, check=False)
     assert (
-        done.returncode == 7 and "rank 1 (host-a.invalid, pid " in done.stderr and "    | why" in done.stderr
+        done.returncode == 7 and "rank 1 (host-a.invalid, pid " in done.stderr and "[1] why\n" in done.stderr
     )
     done = launch([*base, RANK + "if r: os.kill(os.getpid(), 9)"], env=ssh, check=False)
     assert done.returncode == 137 and "was killed by SIGKILL" in done.stderr
