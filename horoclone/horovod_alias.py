@@ -81,7 +81,7 @@ class _Horovod(ModuleType):
         super().__init__("horovod", horoclone.__doc__)
         self.__path__ = list(horoclone.__path__)
         self.__file__ = horoclone.__file__
-        self.__all__ = list(horoclone.__all__)
+        self.__all__ = list(vars(horoclone)["__all__"])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(horoclone, name)

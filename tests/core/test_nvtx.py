@@ -62,15 +62,9 @@ def reduces_on_the_fake() -> None:
 
 
 def test_a_tool_hears_of_submission_launch_and_completion(
-    worker_pool, tool: Path, fakes: Path, tmp_path: Path
+    worker_pool, tool: Path, on_fakes: dict[str, str], tmp_path: Path
 ) -> None:
-    env = {
-        "HOROCLONE_CUDA_LIBRARY": str(fakes / "libcuda.so.1"),
-        "HOROCLONE_NCCL_LIBRARY": str(fakes / "libnccl.so.2"),
-        "HOROCLONE_NVRTC_LIBRARY": str(fakes / "libnvrtc.so.13"),
-        "HOROCLONE_KERNEL_CACHE": "off",
-        "NVTX_INJECTION64_PATH": str(tool),
-    }
+    env = {**on_fakes, "NVTX_INJECTION64_PATH": str(tool)}
     team = worker_pool(reduces_on_the_fake, 2, env={**env, "HC_TEST_NVTX": str(tmp_path / "heard")})
     assert team.wait(60) == [0, 0], team.outputs()
     events = heard(tmp_path / "heard")

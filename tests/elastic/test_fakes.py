@@ -16,13 +16,10 @@ RUN = [sys.executable, "-m", "horoclone.launch"]
 
 
 def test_a_rank_is_killed_while_its_gpu_works_and_the_others_make_another_communicator(
-    launch: Any, watch: Any, fakes: Path, tmp_path: Path
+    launch: Any, watch: Any, on_fakes: dict[str, str], tmp_path: Path
 ) -> None:
     env = {
-        "HOROCLONE_CUDA_LIBRARY": str(fakes / "libcuda.so.1"),
-        "HOROCLONE_NCCL_LIBRARY": str(fakes / "libnccl.so.2"),
-        "HOROCLONE_NVRTC_LIBRARY": str(fakes / "libnvrtc.so.13"),
-        "HOROCLONE_KERNEL_CACHE": "off",
+        **on_fakes,
         "HOROCLONE_GPU_OPERATIONS": "nccl",
         "HC_FAKE_DELAY_US": "2000",
         "OMP_NUM_THREADS": "1",

@@ -33,15 +33,9 @@ DTYPES = [
 
 
 @pytest.fixture
-def ranks(torch_worker_pool, fakes: Path):
+def ranks(torch_worker_pool, on_fakes: dict[str, str]):
     """ranks(body, size=2, **env): runs the body on the fakes and expects every rank to end well."""
-    env = {
-        "HOROCLONE_CUDA_LIBRARY": str(fakes / "libcuda.so.1"),
-        "HOROCLONE_NCCL_LIBRARY": str(fakes / "libnccl.so.2"),
-        "HOROCLONE_NVRTC_LIBRARY": str(fakes / "libnvrtc.so.13"),
-        "HOROCLONE_KERNEL_CACHE": "off",
-        "HC_FAKE_DELAY_US": "100",
-    }
+    env = {**on_fakes, "HC_FAKE_DELAY_US": "100"}
 
     def run(body, size=2, expect=None, **more):
         team = torch_worker_pool(body, size, env={**env, **more})

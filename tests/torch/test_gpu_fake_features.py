@@ -48,12 +48,9 @@ def memory(fakes: Path) -> Path:
 
 
 @pytest.fixture
-def ranks(torch_worker_pool: Any, fakes: Path, memory: Path) -> Callable[..., Any]:
+def ranks(torch_worker_pool: Any, on_fakes: dict[str, str], memory: Path) -> Callable[..., Any]:
     env = {
-        "HOROCLONE_CUDA_LIBRARY": str(fakes / "libcuda.so.1"),
-        "HOROCLONE_NCCL_LIBRARY": str(fakes / "libnccl.so.2"),
-        "HOROCLONE_NVRTC_LIBRARY": str(fakes / "libnvrtc.so.13"),
-        "HOROCLONE_KERNEL_CACHE": "off",
+        **on_fakes,
         "HOROCLONE_GPU_OPERATIONS": "nccl",
         "HC_FAKE_DELAY_US": "50",
         "HC_TEST_FAKE_MEMORY": str(memory),
