@@ -123,6 +123,7 @@ PLANTED = {
     "one destination": ("d < a.destinations; ++d) pointer", "d < 1; ++d) pointer", "hc_reduce_bool"),
     "the other's sum": ("const double of_b = sums[2] == 0", "const double of_b = sums[0] == 0", "hc_adasum_combine_f64"),
     "a lane of the line before": ("(line * 3 + which) * a.lanes_in", "(line * 3 + which) * a.lanes_out", "hc_adasum_fold"),
+    "beyond the arguments": ("a.sum[here.row];", "a.sum[here.row + kMaxAdasumSums];", "hc_adasum_fold"),
 }  # fmt: skip
 
 

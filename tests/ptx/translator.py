@@ -31,6 +31,11 @@ static int accessible(uint64_t at, unsigned bytes) {
   ptx_fault = "an address outside of what the kernel was given";
   return 0;
 }
+static int given(uint64_t at, unsigned all, unsigned bytes) {
+  if (at <= all - bytes) return 1;
+  ptx_fault = "beyond the arguments";
+  return 0;
+}
 #define BYTES(at) ((unsigned char*)(uintptr_t)(at))
 
 static inline float from_f32(uint32_t bits) { float v; memcpy(&v, &bits, 4); return v; }
@@ -159,9 +164,8 @@ def move(o: Operands, t: str) -> str:
     if o.texts[1].startswith("{"):
         parts = o.vector(1)
         each = width(t) // len(parts)
-        return o.assigned(
-            t, " | ".join(f"(uint64_t){o.read(one, f'b{each}')} << {each * i}" for i, one in enumerate(parts))
-        )
+        given = (f"(uint64_t){o.read(one, f'b{each}')} << {each * i}" for i, one in enumerate(parts))
+        return o.assigned(t, " | ".join(given))
     kind = t if t == "pred" else f"b{width(t)}"
     return o.assigned(kind, o[1, kind])
 
@@ -171,19 +175,17 @@ def memory(o: Operands, loads: bool, space: str, count: int, t: str) -> str:
     registers = o.vector(1 - at)
     if len(registers) != count:
         raise Unknown(f"{len(registers)} operands of {count}")
-    moves = []
+    kind, moves = integer_type(t), []
     for i, one in enumerate(registers):
+        there = f"BYTES(at + {each * i})"
         if loads:
-            moves.append(
-                f"{{ {integer_type(t)} v; memcpy(&v, BYTES(at + {each * i}), {each}); {o.register(one)} = v; }}"
-            )
+            moves.append(f"{{ {kind} v; memcpy(&v, {there}, {each}); {o.register(one)} = v; }}")
         else:
-            moves.append(
-                f"{{ {integer_type(t)} v = {o.read(one, f'b{width(t)}')}; memcpy(BYTES(at + {each * i}), &v, {each}); }}"
-            )
-    # Parameters are memory of this function and its kernel's launch, not of the device.
-    check = "" if space == "param" else f"if (accessible(at, {each * count})) "
-    return f"{{ const uint64_t at = {o.address(at)}; {check}{{ {' '.join(moves)} }} }}"
+            moves.append(f"{{ {kind} v = {o.read(one, f'b{width(t)}')}; memcpy({there}, &v, {each}); }}")
+    check = f"accessible(at, {each * count})"
+    if space == "param":  # memory of this function, or of its kernel's launch
+        check = f"given(at - (uintptr_t)arguments, all_bytes, {each * count})" if "%" in o.texts[at] else "1"
+    return f"{{ const uint64_t at = {o.address(at)}; if ({check}) {{ {' '.join(moves)} }} }}"
 
 
 def shift(o: Operands, right: bool, t: str) -> str:
@@ -306,11 +308,8 @@ class Function:
         if text == '.pragma "nounroll"':
             return ""
         if found := re.fullmatch(r"\.reg \.(\w+) %(\w+)<(\d+)>", text):
-            return (
-                f"{register_type(found[1])} "
-                + ", ".join(f"{found[2]}{i} = 0" for i in range(int(found[3])))
-                + ";"
-            )
+            ones = (f"{found[2]}{i} = 0" for i in range(int(found[3])))
+            return f"{register_type(found[1])} {', '.join(ones)};"
         if found := re.fullmatch(r"\.(reg|param) \.(b\d+) (\w+)", text):
             of, kind, symbol = found.groups()
             self.symbols[symbol] = symbol if of == "reg" else f"(uint64_t)(uintptr_t)&{symbol}"
@@ -319,11 +318,8 @@ class Function:
         if found is None:
             raise Unknown("statement")
         unless, guard, opcode, rest = found.groups()
-        return (
-            f"if ({unless}{guard}) {{ {self.instruction(opcode, rest)} }}"
-            if guard
-            else self.instruction(opcode, rest)
-        )
+        made = self.instruction(opcode, rest)
+        return f"if ({unless}{guard}) {{ {made} }}" if guard else made
 
     def instruction(self, opcode: str, rest: str) -> str:
         if opcode == "ret":
@@ -374,6 +370,7 @@ def translated(text: str) -> str:
             )
             defined.append(f"EXPORT const unsigned {kernel}_bytes = {size};")
             defined.append(f"EXPORT void {kernel}(const void* arguments, const struct place* here) {{")
+            defined.append(f"enum {{ all_bytes = {size} }};")
             defined += [*body, "}"]
         elif found := FUNCTION.match(text, at):
             at = found.end()
