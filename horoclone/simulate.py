@@ -9,7 +9,9 @@ docs/performance.md. The time of a step comes from a replay of its buckets, see 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -173,9 +175,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def show_sizes(arguments: argparse.Namespace) -> int:
     """Runs the command and returns the exit code."""
     try:
+        if arguments.plot:
+            _check_plot(Path(arguments.plot))
         result = run(arguments)
     except (ValueError, KeyError, OSError, ImportError) as error:
-        print(f"horoclone simulate: {error}")
+        print(f"horoclone simulate: {error}", file=sys.stderr)
         return 2
     text = json.dumps(result, indent=1)
     if arguments.json == "-":
@@ -187,10 +191,6 @@ def show_sizes(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         draw(result, Path(arguments.plot))
     return 0
-
-
-def _sizes(text: str) -> list[int]:
-    return [int(word) for word in text.split(",")]
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -241,6 +241,21 @@ def show(result: dict[str, Any]) -> None:
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     for line in lines:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+
+
+def _sizes(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers, such as 2,4,8")
+    return [int(part) for part in parts]
+
+
+def _check_plot(path: Path) -> None:
+    """Before anything is computed: OSError and ImportError for what draw() would end with."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("--plot needs matplotlib: pip install matplotlib")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"--plot {path}: there is no folder {path.parent}")
 
 
 def draw(result: dict[str, Any], path: Path) -> None:

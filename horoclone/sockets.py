@@ -190,10 +190,10 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def _numbers(text: str) -> list[int]:
-    found = [int(word) for word in text.split(",")]
-    if min(found) < 1:
-        raise ValueError(text)
-    return found
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers, such as 2,4,8")
+    return [int(part) for part in parts]
 
 
 def _shown(number: int) -> str:

@@ -12,6 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from horoclone.launch import options
+from horoclone.launch.command_line import completing
 from horoclone.launch.usage import LaunchError, parse_ranks, say
 from horoclone.settings import START_TIMEOUT_S
 
@@ -54,7 +55,7 @@ def horovodrun(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str], program: str) -> int:
-    arguments = options.build_parser(program, _core_defaults(argv)).parse_args(argv)
+    arguments = completing(options.build_parser(program, _core_defaults(argv))).parse_args(argv)
     if arguments.version:
         from horoclone import HOROVOD_VERSION, __version__
 

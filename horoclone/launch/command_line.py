@@ -62,20 +62,23 @@ class Parser(argparse.ArgumentParser):
         return "".join(did_you_mean(word, flags) for word in unknown)
 
 
+def completing(parser: Parser) -> Parser:
+    """The parser; where a shell asks for completions, argcomplete answers with its flags and ends the process."""
+    if "_ARGCOMPLETE" in os.environ:
+        try:
+            import argcomplete
+        except ImportError:
+            raise SystemExit(1) from None
+        argcomplete.autocomplete(parser)
+    return parser
+
+
 def number(text: str) -> float:
     """For argparse, whose own words for a wrong float name a function."""
     try:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-
-
-def numbers(text: str) -> list[int]:
-    """For argparse: `2,4,8` -> [2, 4, 8], each at least 1."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers, such as 2,4,8")
-    return [int(part) for part in parts]
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -73,8 +73,10 @@ def _read_one(path: Path) -> Record:
             data["rank"], data["size"], data["host"], data["reason"], data["submitted"], sets, operations,
             data["time"],
         )  # fmt: skip
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise LaunchError(f"debug: {path} is not a flight record: {error!r}") from None
+    except OSError as error:
+        raise LaunchError(f"debug: {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise LaunchError(f"debug: {path} is not a flight record (horoclone-rank*.json)") from None
 
 
 def key_of(op: Operation) -> Key:

@@ -156,8 +156,14 @@ def _versions() -> Iterator[Finding]:
         yield Finding("native module", BAD, native["error"].partition(": ")[0], native["error"])
     else:
         yield Finding(
-            "native module", OK, ", ".join(f"{key} {value}" for key, value in native["build"].items())
+            "native module", OK, ", ".join(_built(key, value) for key, value in native["build"].items())
         )
+
+
+def _built(key: str, value: object) -> str:
+    if not isinstance(value, dict):
+        return f"{key} {value}"
+    return f"{key} {' '.join(name for name, there in value.items() if there) or 'none'}"
 
 
 def _rows(items: Iterable[inventory.Item], found: str = "") -> Iterator[Finding]:
@@ -242,9 +248,18 @@ def main(as_json: bool) -> int:
         rows = [finding._asdict() for finding in findings]
         print(json.dumps({"healthy": code == 0, "findings": rows}, indent=2))
         return code
+    findings = [one for one in findings if one.status == BAD or not _is_idle(one)]
     width = max(len(finding.topic) for finding in findings)
     for finding in findings:
         print(f"{finding.status:<4}  {finding.topic:<{width}}  {finding.text}")
         if finding.advice:
             print(f"{'':4}  {'':<{width}}  -> {finding.advice}")
+    bad = [finding.topic for finding in findings if finding.status == BAD]
+    print(f"\n{'jobs would fail: ' + ', '.join(bad) if bad else 'jobs can run on this host'}")
     return code
+
+
+def _is_idle(finding: Finding) -> bool:
+    """Of a GPU, where there is none, and of packages that nobody asked for; --json and check-build have them."""
+    gpus = finding.topic in ("CUDA", "NCCL", "GPU kernels", "GPU", "CuPy") and not local_devices()
+    return gpus or (finding.status == NOTE and finding.text.startswith("not installed"))

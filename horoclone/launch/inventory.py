@@ -111,7 +111,7 @@ def core() -> dict[str, Any]:
         return {"error": f"the native module could not be tried: {error}"}
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        advice = "pip install --force-reinstall --no-deps horoclone"
+        advice = "build it again: pip install --force-reinstall --no-deps . in the source folder"
         return {"error": f"the native module does not load: {last}; {advice}"}
     try:
         answer: dict[str, Any] = json.loads(done.stdout)

@@ -32,8 +32,10 @@ def read(path: str | Path) -> list[Event]:
             except ValueError:
                 events = json.loads(complete[: complete.rindex(",\n")] + "\n]")
         events[0]["args"]["clock_origin_micros"]
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise LaunchError(f"timeline: {path} is not a timeline of horoclone: {error!r}") from None
+    except OSError as error:
+        raise LaunchError(f"timeline: {path}: {error.strerror}") from None
+    except (ValueError, KeyError, IndexError, TypeError):
+        raise LaunchError(f"timeline: {path} is not a timeline of horoclone") from None
     return list(events)
 
 

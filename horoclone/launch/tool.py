@@ -4,11 +4,12 @@ plan, check-build."""
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from horoclone.launch.command_line import Parser
+from horoclone.launch.command_line import Parser, completing, number
 from horoclone.launch.usage import LaunchError, say
 
 PROGRAM = "horoclone"
@@ -27,12 +28,18 @@ def main(argv: list[str] | None = None) -> int:
     elif words == ["version"]:
         words = ["--version"]
     try:
-        arguments = build_parser().parse_args(words)
+        arguments = completing(build_parser()).parse_args(words)
         command: Command = arguments.does
         return command(arguments)
     except LaunchError as error:
         say(str(error), PROGRAM)
         return error.exit_code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter complains once more at its end
+        return 141
+    except OSError as error:  # a file that was named
+        say(f"{words[0]}: {error.filename or ''}: {error.strerror or error}", PROGRAM)
+        return 2
     except KeyboardInterrupt:
         return 130
     except SystemExit as end:  # --help and --version
@@ -47,7 +54,7 @@ def build_parser() -> Parser:
     parser = Parser(
         prog=PROGRAM, description="Starts jobs, and looks at hosts, jobs and what jobs leave behind."
     )
-    parser.add_argument("-V", "--version", action="version", version=__version__)
+    parser.add_argument("-v", "-V", "--version", action="version", version=__version__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True, title="commands", parser_class=Parser)
 
     def command(name: str, does: Command, help: str, **options: Any) -> Parser:
@@ -107,7 +114,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def seconds(text: str) -> float:
-    value = float(text)
+    value = number(text)
     if not 0.1 <= value <= 3600:
         raise argparse.ArgumentTypeError(f"{text} is not a time from 0.1 to 3600 seconds")
     return value

@@ -34,15 +34,15 @@ NEEDS = {
 
 
 def check_packages(flag: str) -> None:
-    """LaunchError names what is missing and the extra."""
-    packages, extra = NEEDS[flag]
+    """LaunchError names what is missing."""
+    packages, _ = NEEDS[flag]
     if flag == "--dashboard" and not optional.is_there("live.dashboard"):
         raise LaunchError(
             "--dashboard: this installation of horoclone has no dashboard (horoclone.live.dashboard)", 1
         )
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise LaunchError(f"{flag} needs {' and '.join(missing)}: pip install 'horoclone[{extra}]'", 1)
+        raise LaunchError(f"{flag} needs {' and '.join(missing)}: pip install {' '.join(missing)}", 1)
 
 
 def endpoint(flag: str, text: str) -> tuple[str, int]:

@@ -28,7 +28,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Runs the command and returns the exit code. LaunchError for a mistake in what was asked."""
     check_packages("horoclone plan")
     if importlib.util.find_spec("torch") is None:
-        raise LaunchError("horoclone plan needs PyTorch: pip install 'horoclone[torch]'", 1)
+        raise LaunchError("horoclone plan needs PyTorch: pip install torch", 1)
     from horoclone.bootstrap.detect import detect
 
     placement = detect(os.environ)

@@ -14,7 +14,7 @@ def check() -> None:
     wanted = f"ray>={'.'.join(map(str, OLDEST))}"
     if importlib.util.find_spec("ray") is None:
         raise ModuleNotFoundError(
-            f"horoclone.ray needs Ray, which is not installed: pip install 'horoclone[ray]' ({wanted})",
+            f"horoclone.ray needs Ray, which is not installed: pip install 'ray[default]' ({wanted})",
             name="ray",
         )
     try:

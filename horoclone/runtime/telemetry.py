@@ -91,7 +91,8 @@ def _has_packages(runtime: Runtime) -> bool:
     if not is_there:
         _complain(
             "OTEL_EXPORTER_OTLP_ENDPOINT is set, but OpenTelemetry's SDK is not installed, so nothing is sent: "
-            "pip install 'horoclone[otlp]'; OTEL_SDK_DISABLED=true says that none is wanted",
+            "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http; "
+            "OTEL_SDK_DISABLED=true says that none is wanted",
             runtime,
         )
     return is_there

@@ -15,7 +15,7 @@ from horoclone.errors import Timeout, Unsupported
 
 OLDEST_PYSPARK = (4, 0)  # as in pyproject.toml
 OLDEST_JAVA = 17  # for PySpark 4
-_INSTALL = "pip install 'horoclone[spark]' (or pip install pyspark pyarrow pandas fsspec)"
+_INSTALL = "pip install pyspark pyarrow pandas fsspec"
 _REASON = re.compile(
     r"(?:Lost task|Reason:|ExecutorLostFailure|Could not recover|\w+(?:Error|Exception): ).*"
 )

@@ -475,3 +475,32 @@ def test_a_script_written_for_torchrun_runs_as_it_is(launch, tmp_path):
     stale = {"RANK": "7", "TORCHELASTIC_RUN_ID": "x"}
     done = launch([*RUN, "--standalone", "--nnodes=1", "--nproc-per-node=2", str(script)], env=stale)
     assert sorted(done.stdout.splitlines()) == ["[0] 0 0 2 2 0 127.0.0.1", "[1] 1 1 2 2 0 127.0.0.1"]
+
+
+@pytest.mark.parametrize("words, said", [
+    (["simulate", "--ranks", "a"], "'a' is no list of whole numbers"),
+    (["sockets", "--sizes", "4,x"], "'4,x' is no list of whole numbers"),
+    (["simulate", "--plot", "/no/such/x.svg"], "/no/such" if importlib.util.find_spec("matplotlib") else "matplotlib"),
+    (["simulate", "--ranks", "2", "--json", "/no/such/x"], "/no/such/x: No such file"),
+    (["top", "--interval", "a"], "'a' is not a number"),
+    (["debug", "/no/such"], "/no/such: No such file"),
+    (["debug", __file__], "is not a flight record (horoclone-rank*.json)"),
+    (["timeline", "out.json", __file__], "is not a timeline"),
+])  # fmt: skip
+def test_what_a_subcommand_cannot_use_is_said_in_words(called, words, said):
+    done = called(tool.main, words)
+    assert done.returncode == 2 and said in done.stderr and "Error(" not in done.output, done.output
+
+
+def test_the_doctor_ends_with_a_verdict(called):
+    done = called(tool.main, ["doctor"])
+    assert done.stdout.splitlines()[-1].startswith("jobs c" if done.returncode == 0 else "jobs would fail: ")
+    assert "{" not in done.stdout
+
+
+def test_a_shell_is_given_the_flags(launch, tmp_path):
+    pytest.importorskip("argcomplete")
+    out = tmp_path / "out"
+    env = {"_ARGCOMPLETE": "1", "COMP_LINE": "horoclonerun --hostf", "COMP_POINT": "20"}
+    launch(RUN, env={**env, "_ARGCOMPLETE_STDOUT_FILENAME": str(out)})
+    assert out.read_text().strip() == "--hostfile"

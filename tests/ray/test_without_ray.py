@@ -34,7 +34,7 @@ for module in ("horoclone.ray", "horovod.ray", "horovod.ray.elastic_v2"):
 """
     lines = said(sys.executable, code).splitlines()
     assert len(lines) == 3
-    assert all(line.startswith("ray ") and "pip install 'horoclone[ray]'" in line for line in lines), lines
+    assert all(line.startswith("ray ") and "pip install 'ray[default]'" in line for line in lines), lines
 
 
 def test_too_old_a_ray_is_refused() -> None:

@@ -303,7 +303,7 @@ def test_without_pyspark_it_is_said_how_to_get_it() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
     )
-    assert done.stdout.count("pip install 'horoclone[spark]'") == 2, done
+    assert done.stdout.count("pip install pyspark pyarrow pandas fsspec") == 2, done
 
 
 def test_a_pyspark_that_is_too_old_is_refused(tmp_path: Path) -> None:

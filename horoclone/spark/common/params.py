@@ -14,7 +14,7 @@ try:
     from pyspark.ml.param.shared import HasOutputCols, Param, Params, TypeConverters
 except ImportError as error:
     raise ImportError(
-        f"the estimators need PySpark ({error}): pip install 'horoclone[spark]'", name="pyspark"
+        f"the estimators need PySpark ({error}): pip install pyspark pyarrow pandas fsspec", name="pyspark"
     ) from error
 
 from horoclone.spark.data.preparing import check_validation

@@ -285,5 +285,5 @@ def _fsspec() -> Any:
     try:
         import fsspec
     except ImportError as error:
-        raise Unsupported(f"a Store needs fsspec ({error}): pip install 'horoclone[spark]'") from None
+        raise Unsupported(f"a Store needs fsspec ({error}): pip install fsspec") from None
     return fsspec
