@@ -1,5 +1,4 @@
-"""What `horoclone plan` prints: the strategies in the order of their time, what was measured and assumed, the
-choice."""
+"""What `horoclone plan` prints: the choice, the strategies in the order of their time, what the numbers rest on."""
 
 from __future__ import annotations
 
@@ -12,27 +11,28 @@ from rich.table import Table
 from horoclone.plan.costs import Costs
 from horoclone.plan.outcome import Plan
 from horoclone.plan.profile import Profile, Rates
-from horoclone.plan.strategies import EXACT, Strategy
+from horoclone.plan.strategies import EXACT, TIE, Strategy
 
-WIDTH_OF_A_PIPE = 160
+WIDTH_OF_A_PIPE = 80
 GIB = 1 << 30
 
 
 def print_plan(plan: Plan, every_strategy: bool) -> None:
     """On stdout."""
     console = Console(highlight=False, soft_wrap=False, width=None if os.isatty(1) else WIDTH_OF_A_PIPE)
-    console.print(
-        _table(plan, _best_of_each(plan.strategies) if not every_strategy else _by_time(plan.strategies))
-    )
+    console.print(f"chosen: {plan.chosen.name}, because {plan.why}", markup=False)
+    for line in plan.chosen.line.splitlines():
+        console.print(f"    {line}", markup=False, soft_wrap=True)  # to be copied
+    for remark in plan.remarks:
+        console.print(remark, markup=False)
+    console.print()
+    shown = _by_time(plan.strategies) if every_strategy else _best_of_each(plan.strategies)
+    console.print(_table(plan, shown, every_strategy))
+    console.print()
     for line in measured_text(plan.profile, plan.rates, plan.costs):
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(line, markup=False)
     for one in plan.assumed:
         console.print(f"assumed: {one}", markup=False)
-    console.print(f"chosen: {plan.chosen.name}, because {plan.why}", markup=False, soft_wrap=True)
-    for line in plan.chosen.line.splitlines():
-        console.print(f"    {line}", markup=False, soft_wrap=True)
-    for remark in plan.remarks:
-        console.print(remark, markup=False, soft_wrap=True)
 
 
 def _by_time(strategies: Sequence[Strategy]) -> list[Strategy]:
@@ -47,30 +47,30 @@ def _best_of_each(strategies: Sequence[Strategy]) -> list[Strategy]:
     return list(best.values())
 
 
-def _table(plan: Plan, strategies: Sequence[Strategy]) -> Table:
+def _table(plan: Plan, strategies: Sequence[Strategy], with_lines: bool) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", title=None)
     table.add_column("strategy")
     for name in ("step, ms", "waiting, ms", *(["measured, ms"] if plan.measured else []), "memory/rank"):
         table.add_column(name, justify="right")
     table.add_column("learns")
-    table.add_column("what to write", overflow="fold")
-    shown = [
-        *strategies,
-        *(
-            strategy
-            for strategy in plan.strategies
-            if strategy.name in plan.measured and strategy not in strategies
-        ),
+    if with_lines:
+        table.add_column("what to write", overflow="fold")
+    known = [
+        one for one in plan.strategies if one in strategies or one.name in plan.measured or one is plan.chosen
     ]
-    for strategy in shown:
-        cells = [strategy.name, f"{1e3 * strategy.timed.step_s:.1f}", f"{1e3 * strategy.timed.waiting_s:.1f}"]
+    for strategy in _by_time(known):
+        chosen_s, step_s = plan.chosen.timed.step_s, strategy.timed.step_s
+        tied = strategy is not plan.chosen and abs(step_s - chosen_s) <= TIE * chosen_s
+        cells = [strategy.name, f"{'~' * tied}{1e3 * step_s:.1f}", f"{1e3 * strategy.timed.waiting_s:.1f}"]
         if plan.measured:
             took = plan.measured.get(strategy.name)
             cells.append(
                 "" if took is None else f"{1e3 * took:.1f}" if isinstance(took, float) else "could not run"
             )
         fits = plan.memory_limit is None or strategy.memory <= plan.memory_limit
-        cells += [memory_text(strategy.memory) + ("" if fits else " !"), strategy.learns, strategy.line]
+        cells += [memory_text(strategy.memory) + ("" if fits else " !"), strategy.learns]
+        if with_lines:
+            cells.append(strategy.line)
         table.add_row(
             *[cell.replace("[", r"\[") for cell in cells], style="bold" if strategy is plan.chosen else None
         )

@@ -14,6 +14,7 @@ from horoclone.plan import command, pipelines
 from horoclone.plan.costs import Costs, Link
 from horoclone.plan.profile import Block, Line, PlanError, Profile, Rates, Sent, Stage
 from horoclone.plan.strategies import EXACT, Strategy, Subject, enumerate_strategies, order
+from horoclone.plan.table import print_plan
 
 MB = 1e6
 OPERATIONS = ("bucket", "bucket16", "allreduce", "reducescatter", "broadcast", "allgather", "alltoall")
@@ -191,8 +192,12 @@ def test_the_measured_best_is_chosen_and_everything_is_printed(tmp_path, capsys)
     written = json.loads((tmp_path / "plan.json").read_text())
     third = [strategy for strategy in written["strategies"] if strategy["measured_s"] == 0.34]
     assert written["chosen"] == third[0]["name"] and f"chosen: {third[0]['name']}, because" in said
-    assert "could not run: no memory" in said and "340.0" in said and written["write"] in said
-    assert "took 300.0 ms when it was measured, and 301.0 and 450.0 ms before and after" in said
+    assert (
+        "could not run: no memory" in " ".join(said.split()) and "340.0" in said and written["write"] in said
+    )
+    assert "took 300.0 ms when it was measured, and 301.0 and 450.0 ms before and after" in " ".join(
+        said.split()
+    )
     assert simulate.layers_of(str(tmp_path / "plan.json"))
     with pytest.raises(PlanError, match="none of the strategies could run"):
         command.main(arguments, Told(["a", "b", "c"]))
@@ -216,3 +221,13 @@ def test_a_mistake_is_told_before_anything_starts(words, text, tmp_path, capfd) 
     file.write_text("def build(): pass\n")
     assert tool.main(["plan", *[word.format(file=file) for word in words]]) == 2
     assert text in capfd.readouterr().err
+
+
+def test_what_is_printed_begins_with_the_answer_and_fits_80_columns(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_plan(a_plan(), every_strategy=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("chosen: cross_barrier, because ")
+    code = [line for line in lines if line.startswith("    ")]
+    assert all(len(line) <= 80 for line in lines if line not in code), lines
