@@ -42,6 +42,15 @@ def _amount(text: str) -> float:
     return value
 
 
+_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
+
+
+def _level(text: str) -> str:
+    if text.strip().lower() not in _LEVELS:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(_LEVELS)}")
+    return text
+
+
 SETTINGS = (
     Setting("fusion-threshold-mb", "HOROVOD_FUSION_THRESHOLD", "params.fusion_threshold_mb", _count,
             "largest buffer that one collective may fuse, in MiB", scale=1 << 20),
@@ -82,7 +91,7 @@ SETTINGS = (
             "comma list: a core for the engine thread of each local rank"),
     Setting("gloo-timeout-seconds", "HOROVOD_GLOO_TIMEOUT_SECONDS", "library_options.gloo_timeout_seconds", _count,
             "limit on one network wait"),
-    Setting("log-level", "HOROVOD_LOG_LEVEL", "logging.level", str, "TRACE, DEBUG, INFO, WARNING, ERROR or FATAL"),
+    Setting("log-level", "HOROVOD_LOG_LEVEL", "logging.level", _level, "TRACE, DEBUG, INFO, WARNING, ERROR or FATAL"),
     Setting("log-with-timestamp", "HOROVOD_LOG_HIDE_TIME", "logging.with_timestamp", bool,
             "time in the runtime's log lines", inverted=True, off_flag="log-without-timestamp"),
 )  # fmt: skip

@@ -456,6 +456,7 @@ def test_help_begins_with_three_examples_and_names_defaults(called):
     (["-np", "2", "-m", "train"], "python -m MODULE"),
     (["-np", "2", "python", "no_such.py"], "there is no 'no_such.py'"),
     (["-np", "2", "no_such.py"], "there is no 'no_such.py'"),
+    (["-np", "2", "--log-level", "loud", "true"], "'loud' is none of trace, debug"),
     (["-np", "2", "--grace", "x", "true"], "'x' is not a number"),
     (["-np", "2", "--cache-capacity", "-", "true"], "'-' is not a whole number"),
 ])  # fmt: skip
