@@ -59,6 +59,7 @@ TEST_CASE("three hundred operations with names of 64 KiB can be in flight at onc
   for (const std::vector<std::string>& node : {std::vector<std::string>{"a", "a"}, {"a", "a", "b", "b"}}) {
     CAPTURE(node.size());
     const int size = static_cast<int>(node.size());
+    if (kThreadSanitized && size == 2) continue;
     // Most are ready at once; a busy machine may keep a rank silent for long.
     World world(size, {{"HOROCLONE_CYCLE_TIME", "300"}, {"HOROCLONE_LIVENESS_ERROR_S", "120"}});
     CHECK_OK(world.on_nodes(node).each([&](Engine& engine, int) {

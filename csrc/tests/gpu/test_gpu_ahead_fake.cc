@@ -10,6 +10,7 @@
 #include <random>
 
 #include "tests/gpu/gpu_gradients.h"
+#include "tests/sanitized.h"
 
 namespace hc {
 
@@ -98,6 +99,7 @@ TEST_CASE("fake of CUDA and NCCL: what some ranks call between steps starts befo
 
 TEST_CASE("fake of CUDA and NCCL: programs that are the same on all ranks end, whatever they call and whoever is late" *
           doctest::test_suite("long")) {
+  constexpr int kSteps = kThreadSanitized ? 35 : 60;
   for (unsigned seed : {0u, 1u, 3u}) {  // with and without each delay
     CAPTURE(seed);
     FakeEnvironment slow(Variables{{"HC_FAKE_DELAY_US", seed % 2 ? "30" : "0"},
@@ -115,7 +117,7 @@ TEST_CASE("fake of CUDA and NCCL: programs that are the same on all ranks end, w
       const auto dawdle = [&] {
         if (mine() % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(mine() % 3000));
       };
-      for (int step = 0; step < 60; ++step) {
+      for (int step = 0; step < kSteps; ++step) {
         const bool in_between = step > 20 && step % 10 == 0;  // else between the steps
         for (unsigned calls = program() % (step % 4 ? 2 : 5); calls > 0; --calls) {
           const size_t what = program() % 8, from = program() % 4, to = (from + 1 + program() % 3) % 4;
@@ -137,7 +139,7 @@ TEST_CASE("fake of CUDA and NCCL: programs that are the same on all ranks end, w
         else
           end_step(gradients);
       }
-      CHECK_LOCKED(counter(engine, "persistent") == 60 * kBuckets);
+      CHECK_LOCKED(counter(engine, "persistent") == kSteps * kBuckets);
       all_are_here(engine, "end");
     }));
     CHECK(fake_communicators() == 0);

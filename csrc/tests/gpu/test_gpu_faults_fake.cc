@@ -5,6 +5,7 @@
 #include <atomic>
 
 #include "tests/gpu/gpu_gradients.h"
+#include "tests/sanitized.h"
 
 namespace hc {
 
@@ -80,6 +81,7 @@ TEST_CASE("fake of CUDA and NCCL: what large results were given goes back to the
   constexpr size_t kRows = 5 * kMebi;  // of each rank: 20 MiB
   for (const char* without : {"0", "1"}) {
     CAPTURE(std::string(without));
+    if (kThreadSanitized && without[0] == '1') continue;
     FakeEnvironment environment(Variables{{"HC_FAKE_WITHOUT_POOLS", without}});
     const bool has_pools = without[0] == '0';
     World world(2, gpu_settings());

@@ -12,7 +12,7 @@
 namespace hc {
 namespace {
 
-constexpr int kLives = kSanitized ? 60 : 1000, kWarmUp = 10;
+constexpr int kLives = kThreadSanitized ? 30 : kSanitized ? 60 : 1000, kWarmUp = 10;
 
 size_t entries(const char* folder) {
   return static_cast<size_t>(std::distance(std::filesystem::directory_iterator(folder), {}));
