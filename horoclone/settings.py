@@ -6,6 +6,7 @@ init names every variable that nothing reads, once, on rank 0, with what to do i
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import signal
 from collections.abc import Iterable, Mapping, Sequence
@@ -186,6 +187,15 @@ def comparison(environ: Mapping[str, str]) -> tuple[int, int]:
     if not steps.isascii() or not steps.isdigit() or len(steps) > 9:
         raise ValueError(f"HOROCLONE_COMPARE_STEPS={steps!r} must be a number of steps, 0 or more.")
     return COMPARE.index(action), int(steps)
+
+
+def core_defaults() -> dict[str, str]:
+    """Defaults of the core's settings, by Horovod's variable; empty where the core cannot be loaded."""
+    try:
+        from horoclone import _core
+    except ImportError:
+        return {}
+    return {row["horovod"]: row["default"] for row in json.loads(_core.knobs())}
 
 
 def flag(environ: Mapping[str, str], name: str, default: str = "0") -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shlex
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from horoclone.launch import options
 from horoclone.launch.command_line import completing
 from horoclone.launch.usage import LaunchError, parse_ranks, say
-from horoclone.settings import START_TIMEOUT_S
+from horoclone.settings import START_TIMEOUT_S, core_defaults
 
 if TYPE_CHECKING:
     from horoclone.launch.job import Job, JobResult
@@ -55,7 +54,9 @@ def horovodrun(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str], program: str) -> int:
-    arguments = completing(options.build_parser(program, _core_defaults(argv))).parse_args(argv)
+    arguments = completing(
+        options.build_parser(program, core_defaults() if {"-h", "--help"} & set(argv) else {})
+    ).parse_args(argv)
     if arguments.version:
         from horoclone import HOROVOD_VERSION, __version__
 
@@ -78,18 +79,6 @@ def _run(argv: list[str], program: str) -> int:
         raise LaunchError(f"nothing to run: {program} -np 2 python train.py")
     arguments.command = _runnable(arguments.command, arguments.hosts is None and arguments.hostfile is None)
     return _launch(arguments, {variable: text for variable, (text, _) in settings.items()}, program)
-
-
-def _core_defaults(argv: list[str]) -> dict[str, str]:
-    """Of the settings, by variable, where the help is asked for; without the core there are none."""
-    if not {"-h", "--help"} & set(argv):
-        return {}
-    try:
-        from horoclone import _core
-
-        return {one["horovod"]: one["default"] for one in json.loads(_core.knobs())}
-    except ImportError:
-        return {}
 
 
 def _runnable(command: list[str], here: bool) -> list[str]:
