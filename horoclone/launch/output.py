@@ -80,14 +80,17 @@ class Repeats:
 
     def __init__(self, wanted: bool) -> None:
         self.wanted = wanted
-        self._first: dict[tuple[bytes, ...], int] = {}
+        self._first: dict[tuple[bytes, ...], tuple[int, int]] = {}  # of which rank, and where it ends
 
-    def shortened(self, rank: int, traceback: list[bytes]) -> list[bytes]:
-        """The traceback, or its last line where another rank's like it has been shown."""
-        if len(self._first) >= _TRACEBACKS:
-            return traceback
-        first = self._first.setdefault(tuple(traceback), rank)
-        return traceback if first == rank else [traceback[-1] + b"  (the traceback is rank %d's)" % first]
+    def shortened(self, rank: int, traceback: list[bytes], end: int) -> tuple[list[bytes], int]:
+        """The traceback, which would end at this line of the screen, or its last line where another rank's like it has
+        been shown; and at which line the whole text ends."""
+        first, place = self._first.get(tuple(traceback), (rank, end))
+        if first != rank:
+            return [traceback[-1] + b"  (the traceback is rank %d's)" % first], place
+        if self.wanted and len(self._first) < _TRACEBACKS:
+            self._first[tuple(traceback)] = rank, end
+        return traceback, end
 
 
 class Screen:
@@ -100,6 +103,7 @@ class Screen:
         self._live: tuple[int, int, bytes] | None = None  # rank, stream, text
         self._written = 0  # lines
         self._last_of: dict[int, int] = {}  # rank -> that number at its last line on stderr
+        self._traceback_of: dict[int, int] = {}  # and at the end of its last traceback there
         self.broken = False  # nobody reads our output any more
         self.may_drop: Callable[[], bool] = lambda: False  # output that cannot be written at once may be lost
 
@@ -127,9 +131,19 @@ class Screen:
         if self._live is not None and (erase or live):
             self._draw(*self._live)
 
+    def traceback(self, rank: int, stream: int, lines: list[bytes], ahead: int, whole: bool) -> list[bytes]:
+        """What to show of a traceback, or of its beginning, `ahead` lines below the last one that has been shown."""
+        end = self._written + ahead + len(lines)
+        if whole:
+            lines, end = self.repeats.shortened(rank, lines, end)
+        if stream == STDERR:
+            self._traceback_of[rank] = end
+        return lines
+
     def in_sight(self) -> set[int]:
-        """The ranks whose last lines on stderr have just been printed."""
-        return {rank for rank, at in self._last_of.items() if self._written - at <= _IN_SIGHT_LINES}
+        """The ranks whose traceback, or whose last line on stderr where there was none, has just been printed."""
+        ends = {rank: self._traceback_of.get(rank, last) for rank, last in self._last_of.items()}
+        return {rank for rank, end in ends.items() if self._written - end <= _IN_SIGHT_LINES}
 
     def close(self) -> None:
         """Leaves the cursor on a line of its own."""
@@ -189,7 +203,9 @@ class RankStream:
         *complete, self._partial = (self._partial + data).split(b"\n")
         whole = [shown(raw.removesuffix(b"\r")) for raw in complete]
         self.tail.extend(whole)
-        lines = [line for each in whole for line in self._visible(each)]
+        lines: list[bytes] = []
+        for line in whole:
+            lines += self._visible(line, len(lines))
         if len(self._partial) > _LONGEST_LINE and b"\r" not in self._partial:
             lines.append(self._partial)
             self._partial = b""
@@ -227,11 +243,12 @@ class RankStream:
         self._progress_shown_s = now
         return [update]
 
-    def _visible(self, line: bytes) -> list[bytes]:
-        """The line, unless it belongs to a traceback that another rank has shown already, or that ends in
-        KeyboardInterrupt after Ctrl-C: a traceback is held back until its last line says what it is."""
+    def _visible(self, line: bytes, ahead: int) -> list[bytes]:
+        """The line, `ahead` lines below what has been shown, unless it belongs to a traceback that another rank has
+        shown already, or that ends in KeyboardInterrupt after Ctrl-C: a traceback is held back until its last line says
+        what it is."""
         if self._held is None:
-            if line != _TRACEBACK or not (self.hide_interrupts or self._screen.repeats.wanted):
+            if line != _TRACEBACK:
                 return [line]
             self._held, self._held_since = [line], time.monotonic()
             return []
@@ -239,15 +256,15 @@ class RankStream:
         if line[:1] in (b" ", b"\t", b"") or line.startswith(
             (b"Traceback ", b"During handling ", b"The above ")
         ):
-            return self._released() if len(self._held) > _TRACEBACK_LINES else []
-        held = self._released()
+            return self._released(ahead) if len(self._held) > _TRACEBACK_LINES else []
         if self.hide_interrupts and line.startswith(b"KeyboardInterrupt"):
+            self._held = None
             return []
-        return self._screen.repeats.shortened(self._rank, held) if self._screen.repeats.wanted else held
+        return self._released(ahead, whole=True)
 
-    def _released(self) -> list[bytes]:
+    def _released(self, ahead: int, whole: bool = False) -> list[bytes]:
         held, self._held = self._held or [], None
-        return held
+        return self._screen.traceback(self._rank, self._stream, held, ahead, whole) if held else []
 
     def show_partial(self, now: float) -> float | None:
         """Shows text that waits for its newline (a prompt) on a terminal, and the beginning of a traceback that does
@@ -255,7 +272,7 @@ class RankStream:
         if self._held is not None:
             if now < self._held_since + _HELD_S:
                 return self._held_since + _HELD_S
-            self._screen.show(self._rank, self._stream, self._released())
+            self._screen.show(self._rank, self._stream, self._released(0))
         if not self._partial or self._live or not self._screen.is_live(self._stream):
             return None
         due = self._partial_since + _PARTIAL_AFTER_S
@@ -270,7 +287,8 @@ class RankStream:
         last = [shown(self._partial)] if shown(self._partial).strip() else []
         self._partial = b""
         self.tail.extend(last)
-        lines = [kept for line in last for kept in self._visible(line)] + self._released()
+        lines = [kept for line in last for kept in self._visible(line, 0)]
+        lines += self._released(len(lines))
         self._screen.show(self._rank, self._stream, lines, b"" if self._live else None)
         self._live = False
         if self._file is not None:

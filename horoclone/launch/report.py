@@ -231,7 +231,8 @@ def failure_report(
     ends: Sequence[RankEnd], logs: str | None, size: int = 0, in_sight: Set[int] = frozenset()
 ) -> tuple[str, int]:
     """Text and exit code for a job of which at least one rank failed: the root cause first and last. size: how many
-    ranks it had, where `ends` has all of them. in_sight: whose stderr stands right above, and is not repeated."""
+    ranks it had, where `ends` has all of them. in_sight: whose traceback, or else end of stderr, stands right above,
+    and is not repeated."""
     end = culprit(ends)
     assert end is not None
     alike = _alike(end, ends)

@@ -112,6 +112,47 @@ def test_a_traceback_of_all_ranks_is_shown_once(launch, tmp_path):
     assert whole.stderr[: whole.stderr.index("horoclonerun: ")].count("in deep") >= 5
 
 
+NOISE = """
+import atexit
+folder, whose = sys.argv[1:]
+def wait_for(path):
+    while not os.path.exists(path) or "same cause" not in open(path).read(): time.sleep(0.02)
+def noise():
+    for i in range(300): print(r, "says", i, file=sys.stderr)
+if whose == "its own":
+    if r == 0: sys.exit()
+    atexit.register(noise)
+elif r == 0:
+    atexit.register(wait_for, f"{folder}/rank.1/stderr")
+else:
+    wait_for(f"{folder}/rank.0/stderr")
+    noise()
+raise RuntimeError("same cause")
+"""
+
+
+@pytest.mark.parametrize(
+    ("whose", "form"), [("its own", ()), ("its own", ("--horovod-format",)), ("another's", ())]
+)
+def test_a_report_repeats_a_traceback_that_has_scrolled_away(launch, tmp_path, whose, form) -> None:
+    command = [
+        *RUN,
+        "-np",
+        "2",
+        "--output-filename",
+        tmp_path,
+        *form,
+        PYTHON,
+        "-c",
+        RANK + NOISE,
+        tmp_path,
+        whose,
+    ]
+    done = launch(command, check=False)
+    report = done.stderr[done.stderr.index("horoclonerun: ") :]
+    assert "traceback:\n    | Traceback (most recent call last):" in report, done.stderr[-3000:]
+
+
 def test_a_traceback_that_does_not_go_on_is_shown(launch, tmp_path):
     body = RANK + (
         "print('Traceback (most recent call last):', flush=True)\n"
