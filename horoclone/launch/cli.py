@@ -77,21 +77,39 @@ def _run(argv: list[str], program: str) -> int:
         del arguments.command[0]
     if not arguments.command:
         raise LaunchError(f"nothing to run: {program} -np 2 python train.py")
-    arguments.command = _runnable(arguments.command, arguments.hosts is None and arguments.hostfile is None)
+    arguments.command, arguments.adds_python = _runnable(arguments.command, not _names_hosts(arguments))
     return _launch(arguments, {variable: text for variable, (text, _) in settings.items()}, program)
 
 
-def _runnable(command: list[str], here: bool) -> list[str]:
-    """The command, with our Python before a script that is no program, as torchrun has it. here: on no other host."""
+def _names_hosts(arguments: argparse.Namespace) -> bool:
+    return any(
+        (arguments.hosts, arguments.hostfile, arguments.host_discovery_script, arguments.host_discovery)
+    )
+
+
+def _runnable(command: list[str], here: bool) -> tuple[list[str], bool]:
+    """The command, with our Python before a script that is no program, as torchrun has it, and whether that was added.
+    here: on no other host."""
     script = command[0]
-    if script.endswith(".py") and os.path.isfile(script) and shutil.which(script) is None:
-        return [sys.executable, *command]
+    program = shutil.which(script)
+    file = script if os.path.isfile(script) else program
+    if script.endswith(".py") and file and (program is None or not _names_interpreter(program)):
+        return [sys.executable, file, *command[1:]], True
     if re.fullmatch(r"python[\d.]*", os.path.basename(script)) and len(command) > 1 and here:
         script = command[1]
     is_file = script.endswith(".py") and not script.startswith("-")
     if here and is_file and not os.path.exists(script) and shutil.which(script) is None:
         raise LaunchError(f"there is no {script!r} in {_here()}")
-    return command
+    return command, False
+
+
+def _names_interpreter(program: str) -> bool:
+    """Whether it begins with #!; also where it cannot be read, since the kernel may still run it."""
+    try:
+        with open(program, "rb") as file:
+            return file.read(2) == b"#!"
+    except OSError:
+        return True
 
 
 def _read_config(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -106,9 +124,9 @@ def _fill(arguments: argparse.Namespace, from_file: dict[str, Any]) -> None:
     """Launcher flags that were not given: environment, then file, then default. Notes each origin."""
     origins: dict[str, str] = {}
     if arguments.per_host is not None:
-        if arguments.hosts or arguments.hostfile:
+        if arguments.num_proc not in (None, arguments.per_host):
             raise LaunchError(
-                "--nproc-per-node: hosts say how many ranks they take: -np 8 -H node1:4,node2:4"
+                f"-np {arguments.num_proc} and --nproc-per-node {arguments.per_host} say two different things; give -np"
             )
         arguments.num_proc = arguments.per_host
     timeout = os.environ.get("HOROCLONE_START_TIMEOUT") or os.environ.get("HOROVOD_START_TIMEOUT")
@@ -119,6 +137,8 @@ def _fill(arguments: argparse.Namespace, from_file: dict[str, Any]) -> None:
             checked = str(value) if name in ("ranks", "threads_per_rank") else value
             setattr(arguments, name, checked)
             origins[name] = "file"
+    if arguments.per_host is not None and _names_hosts(arguments):
+        raise LaunchError("--nproc-per-node: hosts say how many ranks they take: -np 8 -H node1:4,node2:4")
     if arguments.start_timeout is None and timeout:
         try:
             arguments.start_timeout = float(timeout)
@@ -206,6 +226,7 @@ def _launch(arguments: argparse.Namespace, settings: dict[str, str], program: st
         threads=arguments.threads_per_rank,
         interfaces=arguments.network_interfaces,
         verbose=arguments.verbose,
+        adds_python=arguments.adds_python,
     )
     job = Job(request) if elastic is None else ElasticJob(request, elastic)
     result = _run_watched(job, arguments, program, elastic is None) if _wants_views(arguments) else job.run()

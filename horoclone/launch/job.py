@@ -57,6 +57,7 @@ class JobRequest(NamedTuple):
     verbose: bool = False
     give_stdin: bool = True  # rank 0 reads our stdin, as under mpirun
     reach: Reach | None = None
+    adds_python: bool = False  # command[0] is the launcher's; on other hosts ssh.python takes its place
 
 
 def _new_job(first_is_here: bool) -> str:
@@ -275,8 +276,9 @@ class Job:
         else:
             link = HostLink(host, request.ssh, self, self._owner.reaper)
         self._links.append(link)
+        command = [request.ssh.python, *request.command[1:]] if request.adds_python else [*request.command]
         spec = {
-            "command": list(request.command),
+            "command": command,
             "cwd": request.cwd,
             "environment": exported(request.environment),
             "threads": request.threads,

@@ -115,8 +115,8 @@ class _Torchruns(argparse.Action):
     """A flag of torchrun's that has no meaning here: says what has."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        flag = str(option_string).replace("_", "-")
-        if flag != "--standalone" and (flag, values) != ("--nnodes", "1"):
+        flag = next(one for one in self.option_strings if one.startswith("--"))
+        if flag != "--standalone" and values not in _MEANS_NOTHING.get(flag, ()):
             instead = _OF_TORCHRUN.get(flag) or _OF_TORCHRUN_ALONE[flag]
             raise LaunchError(f"{option_string} is a flag of torchrun: {instead}")
 
@@ -126,13 +126,25 @@ _ONE_LAUNCHER = (
 )
 _FILES = "--output-filename DIR keeps the output of each rank"
 _MODULE = "write python -m MODULE behind the flags"
+_LEAVE_OUT = "leave it out"
 _OF_TORCHRUN = {
     "--nnodes": _ONE_LAUNCHER, "--node-rank": _ONE_LAUNCHER, "--master-addr": _ONE_LAUNCHER,
     "--master-port": _ONE_LAUNCHER, "--rdzv-backend": _ONE_LAUNCHER, "--rdzv-endpoint": _ONE_LAUNCHER,
-    "--rdzv-id": _ONE_LAUNCHER, "--redirects": _FILES, "--tee": _FILES,
+    "--rdzv-id": _ONE_LAUNCHER, "--rdzv-conf": _ONE_LAUNCHER, "--redirects": _FILES, "--tee": _FILES,
     "--max-restarts": "an elastic job starts lost workers again: -np 4 --min-np 2 python train.py",
+    "--local-addr": "--network-interfaces NAME says over which network ranks connect",
+    "--local-ranks-filter": "--ranks 0,3-5 shows only these ranks",
+    "--shutdown-timeout": "--grace S is the time between SIGTERM and SIGKILL",
+    "--monitor-interval": _LEAVE_OUT, "--role": _LEAVE_OUT, "--start-method": _LEAVE_OUT,
 }  # fmt: skip
-_OF_TORCHRUN_ALONE = {"--standalone": "", "--module": _MODULE, "-m": _MODULE, "--no-python": "leave it out"}
+_OF_TORCHRUN_ALONE = {"--standalone": "", "--module": _MODULE, "--no-python": _LEAVE_OUT}
+_SHORT = {"--redirects": "-r", "--tee": "-t", "--module": "-m"}
+# What torchrun does by itself, or where one host has nothing to agree upon.
+_MEANS_NOTHING: dict[str, tuple[str, ...]] = {
+    "--nnodes": ("1", "1:1"), "--node-rank": ("0",), "--max-restarts": ("0",), "--redirects": ("0",), "--tee": ("0",),
+    "--rdzv-backend": ("static", "c10d"), "--rdzv-endpoint": ("localhost:0", "127.0.0.1:0"),
+    "--role": ("default",), "--start-method": ("spawn",),
+}  # fmt: skip
 
 
 def _whole(text: str, largest: int, what: str) -> int:
@@ -195,10 +207,10 @@ def build_parser(program: str, defaults: Mapping[str, str] | None = None) -> Par
         _add_setting(tunables, setting, (defaults or {}).get(setting.variable, ""))
     add = parser.add_argument
     add("--jsrun", "--use-jsrun", action=_Jsrun, nargs=0, help=argparse.SUPPRESS)
-    for flag in _OF_TORCHRUN:
-        names = dict.fromkeys((flag, f"--{flag[2:].replace('-', '_')}"))
-        add(*names, action=_Torchruns, help=argparse.SUPPRESS)
-    add(*_OF_TORCHRUN_ALONE, action=_Torchruns, nargs=0, help=argparse.SUPPRESS)
+    for flag in (*_OF_TORCHRUN, *_OF_TORCHRUN_ALONE):
+        names = dict.fromkeys((flag, f"--{flag[2:].replace('-', '_')}", _SHORT.get(flag, flag)))
+        nargs = 0 if flag in _OF_TORCHRUN_ALONE else None
+        add(*names, action=_Torchruns, nargs=nargs, help=argparse.SUPPRESS)
     add(
         "command",
         nargs=argparse.REMAINDER,

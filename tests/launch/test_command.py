@@ -256,6 +256,20 @@ def test_a_wrong_config_file_is_explained_without_a_traceback(called, tmp_path, 
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
 
 
+def test_nproc_per_node_is_not_for_the_hosts_of_a_file(called, tmp_path):
+    pytest.importorskip("yaml")
+    (tmp_path / "config.yaml").write_text("hosts: node1:2,node2:2\nnum_proc: 4\n")
+    words = ["--nproc-per-node", "2", "--config-file", str(tmp_path / "config.yaml"), "true"]
+    done = called(cli.main, words)
+    assert done.returncode == 2 and "-H node1:4,node2:4" in done.stderr, done.output
+
+
+def test_a_script_may_be_on_the_discovered_hosts_only(called):
+    words = ["-np", "1", "--host-discovery-script", "false", "python", "/only/there/train.py"]
+    done = called(cli.main, words)
+    assert done.returncode == 1 and "exit code 1" in done.stderr, done.output  # of the discovery
+
+
 @pytest.mark.parametrize("flags, code, said", [
     (["-np", "2", "--jsrun", "true"], 2, "LSF"),
     (["-np", "2", "--mpi", "--gloo", "true"], 2, "two different things"),
@@ -453,6 +467,15 @@ def test_help_begins_with_three_examples_and_names_defaults(called):
 @pytest.mark.parametrize("words, said", [
     (["--nnodes", "2", "x"], "flag of torchrun: this launcher is started once"),
     (["--nproc_per_node", "2", "-H", "a:2", "x"], "-H node1:4,node2:4"),
+    (["--nproc-per-node", "2", "--host-discovery-script", "d", "x"], "-H node1:4,node2:4"),
+    (["-np", "4", "--nproc-per-node", "2", "true"], "-np 4 and --nproc-per-node 2"),
+    (["--max-restarts=3", "x"], "--min-np 2"),
+    (["--rdzv-endpoint", "node1:29500", "x"], "flag of torchrun: this launcher is started once"),
+    (["-t", "3", "x"], "-t is a flag of torchrun: --output-filename"),
+    (["-r", "3", "x"], "-r is a flag of torchrun: --output-filename"),
+    (["--role", "trainer", "x"], "leave it out"),
+    (["--local_addr", "10.0.0.1", "x"], "--network-interfaces"),
+    (["--monitor-interval", "1", "x"], "leave it out"),
     (["-np", "2", "-m", "train"], "python -m MODULE"),
     (["-np", "2", "python", "no_such.py"], "there is no 'no_such.py'"),
     (["-np", "2", "no_such.py"], "there is no 'no_such.py'"),
@@ -474,7 +497,10 @@ def test_a_script_written_for_torchrun_runs_as_it_is(launch, tmp_path):
         "print(*(os.environ[name] for name in names))\n"
     )
     stale = {"RANK": "7", "TORCHELASTIC_RUN_ID": "x"}
-    done = launch([*RUN, "--standalone", "--nnodes=1", "--nproc-per-node=2", str(script)], env=stale)
+    script.chmod(0o755)  # without #! in it
+    harmless = ["--max-restarts=0", "--node_rank=0", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    command = [*RUN, "--standalone", "--nnodes=1:1", *harmless, "--nproc-per-node=2", str(script)]
+    done = launch(command, env=stale)
     assert sorted(done.stdout.splitlines()) == ["[0] 0 0 2 2 0 127.0.0.1", "[1] 1 1 2 2 0 127.0.0.1"]
 
 

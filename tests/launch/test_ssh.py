@@ -176,6 +176,19 @@ def test_no_python_on_the_other_host_is_explained(launch, ssh):
     assert done.returncode == 1 and "/no/python" in done.stderr and "--remote-python" in done.stderr
 
 
+def test_a_script_alone_is_run_by_the_python_of_its_host(launch, ssh, tmp_path):
+    other = tmp_path / "other-python"
+    other.symlink_to(PYTHON)
+    script = tmp_path / "train.py"
+    script.write_text("import sys; print(sys.orig_argv[0])")
+    options = ["-np", "2", "-H", "localhost:1,host-a.invalid:1", "--remote-python", str(other)]
+    path = os.pathsep.join(
+        one for one in sys.path if one
+    )  # the environment's packages are not beside the link
+    done = launch([*RUN, *options, str(script)], env={**ssh, "PYTHONPATH": path})
+    assert sorted(done.stdout.splitlines()) == [f"[0] {PYTHON}", f"[1] {other}"]
+
+
 def test_a_command_that_is_missing_there_is_named_with_its_host(launch, ssh):
     done = launch([*RUN, "-np", "1", "-H", "host-a.invalid", "no-such-command"], env=ssh, check=False)
     assert done.returncode == 127 and "host-a.invalid: cannot run 'no-such-command'" in done.stderr
