@@ -176,7 +176,8 @@ def _frameworks() -> Iterator[Finding]:
 
 
 def _devices() -> Iterator[Finding]:
-    yield from _rows((inventory.gpu_driver(), inventory.nccl_library(), inventory.gpu_kernels()))
+    cuda = inventory.gpu_driver()
+    yield from _rows((cuda, inventory.nccl_library(), inventory.gpu_kernels()))
     count, driver = local_devices(), ""
     try:
         with open("/proc/driver/nvidia/version", encoding="ascii", errors="replace") as file:
@@ -184,7 +185,15 @@ def _devices() -> Iterator[Finding]:
             driver = f", driver {match.group(0)}" if match else ""
     except OSError:
         pass
-    yield Finding("GPU", OK if count else NOTE, f"{count} visible{driver}")
+    if count or cuda.found:
+        yield Finding(
+            "GPU", OK, (f"{count} visible" if count else "only CUDA sees some, /dev has none") + driver
+        )
+        return
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    why = cuda.detail if hidden is None else f"CUDA_VISIBLE_DEVICES={hidden!r} hides all"
+    advice = "only needed for tensors on GPUs; horoclonerun --check-build has NCCL and the kernels"
+    yield Finding("GPU", NOTE, f"none visible{driver}: {why}", advice)
 
 
 def _selection() -> Iterator[Finding]:
@@ -248,7 +257,8 @@ def main(as_json: bool) -> int:
         rows = [finding._asdict() for finding in findings]
         print(json.dumps({"healthy": code == 0, "findings": rows}, indent=2))
         return code
-    findings = [one for one in findings if one.status == BAD or not _is_idle(one)]
+    on_gpus = any(one.topic == "GPU" and one.status == OK for one in findings)
+    findings = [one for one in findings if one.status == BAD or not _is_idle(one, on_gpus)]
     width = max(len(finding.topic) for finding in findings)
     for finding in findings:
         print(f"{finding.status:<4}  {finding.topic:<{width}}  {finding.text}")
@@ -259,7 +269,8 @@ def main(as_json: bool) -> int:
     return code
 
 
-def _is_idle(finding: Finding) -> bool:
-    """Of a GPU, where there is none, and of packages that nobody asked for; --json and check-build have them."""
-    gpus = finding.topic in ("CUDA", "NCCL", "GPU kernels", "GPU", "CuPy") and not local_devices()
-    return gpus or (finding.status == NOTE and finding.text.startswith("not installed"))
+def _is_idle(finding: Finding, on_gpus: bool) -> bool:
+    """What GPUs would use, where none is visible, and packages that nobody asked for; --json and check-build have
+    them."""
+    unused = finding.topic in ("CUDA", "NCCL", "GPU kernels", "CuPy") and not on_gpus
+    return unused or (finding.status == NOTE and finding.text.startswith("not installed"))

@@ -105,7 +105,7 @@ def make_plan(profile: Profile, rates: Rates, costs: Costs, arguments: argparse.
         next((strategy for strategy in candidates if strategy.family == "data"), None),
     )
     plan = Plan(
-        profile, rates, costs, strategies, chosen, table.reason(chosen, plain, limit is not None), limit,
+        profile, rates, costs, strategies, chosen, table.reason(chosen, plain, candidates, limit is not None), limit,
         [*profile.assumed, *costs.assumed],
     )  # fmt: skip
     faster = order(strategies, limit, True)[0]
@@ -114,6 +114,10 @@ def make_plan(profile: Profile, rates: Rates, costs: Costs, arguments: argparse.
             f"faster, but it changes what is learnt ({faster.learns}): {faster.name}, "
             f"{1e3 * faster.timed.step_s:.1f} ms (--approximate chooses among these, too)"
         )
+    unready = [one for one in strategies if one.why_not and (limit is None or one.memory <= limit)]
+    first = min(unready, key=lambda one: one.timed.step_s, default=chosen)
+    if first.timed.step_s < chosen.timed.step_s * (1 - TIE):
+        plan.remarks.append(f"faster, but {first.why_not}: {first.name}, {1e3 * first.timed.step_s:.1f} ms")
     return plan
 
 

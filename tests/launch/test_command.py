@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -519,8 +520,11 @@ def test_what_a_subcommand_cannot_use_is_said_in_words(called, words, said):
     assert done.returncode == 2 and said in done.stderr and "Error(" not in done.output, done.output
 
 
-def test_the_doctor_ends_with_a_verdict(called):
+def test_the_doctor_says_why_no_gpu_is_visible_and_ends_with_a_verdict(called, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     done = called(tool.main, ["doctor"])
+    assert re.search(r"^note  GPU +none visible.*: CUDA_VISIBLE_DEVICES='' hides all$", done.stdout, re.M)
+    assert not re.search(r"^\w+ +(CUDA|NCCL|GPU kernels) ", done.stdout, re.M)
     assert done.stdout.splitlines()[-1].startswith("jobs c" if done.returncode == 0 else "jobs would fail: ")
     assert "{" not in done.stdout
 

@@ -14,7 +14,7 @@ from horoclone.plan import command, pipelines
 from horoclone.plan.costs import Costs, Link
 from horoclone.plan.profile import Block, Line, PlanError, Profile, Rates, Sent, Stage
 from horoclone.plan.strategies import EXACT, Strategy, Subject, enumerate_strategies, order
-from horoclone.plan.table import print_plan
+from horoclone.plan.table import print_plan, reason
 
 MB = 1e6
 OPERATIONS = ("bucket", "bucket16", "allreduce", "reducescatter", "broadcast", "allgather", "alltoall")
@@ -157,6 +157,15 @@ def test_of_equally_fast_ways_the_simplest_is_chosen() -> None:
         Subject(a_profile(0.1), some_rates(2, 2, 4e9), Costs(some_rates(2, 2, 4e9), 2, 2, None))
     )
     assert order(strategies, None, False)[0].name == "data parallel"
+    plain, few, many = (
+        dataclasses.replace(strategies[0], timed=strategies[0].timed._replace(step_s=step_s))
+        for step_s in (0.7, 0.5697, 0.5631)
+    )
+    assert reason(few, plain, [few, many, plain], False).startswith(
+        "569.7 ms is within 2 % of the shortest step of the strategies that learn what one process would (563.1 ms), "
+        "and the simplest of these: 1.23 times as fast as data parallel (700.0 ms, "
+    )
+    assert reason(many, plain, [many, few, plain], False).startswith("563.1 ms is the shortest step of the ")
 
 
 class Told:
