@@ -48,6 +48,7 @@ _GLOBAL, _HOST = (
 )  # scopes of IPv6 addresses, and flags of those that are not, or no more, to be used
 _UNUSABLE = 0x08 | 0x20 | 0x40  # another host has it, deprecated, tentative
 SIOCGIFADDR = 0x8915
+_ELSEWHERE = "203.0.113.1"  # no host has it (RFC 5737): it lies where the default route leads
 CLOSED_BY_PEER = "it closed the connection"
 
 
@@ -153,8 +154,9 @@ def needs_descriptor(purpose: str) -> Iterator[None]:
 
 
 def routable_addresses(interfaces: str = "") -> list[str]:
-    """Addresses of this host's interfaces that are up, loopback last; only those named in the comma list, if any. IPv6
-    ones of interfaces without IPv4, where they are named or the host has no others.
+    """Addresses of this host's interfaces that are up, that of the default route first, since those of bridges may lead
+    to no other host, and loopback last; only those named in the comma list, if any. IPv6 ones of interfaces without
+    IPv4, where they are named or the host has no others.
 
     ValueError when a named interface does not exist or has no address.
     """
@@ -181,7 +183,29 @@ def routable_addresses(interfaces: str = "") -> list[str]:
                 f"{', '.join(f'{name} ({address})' for name, address in found.items())}."
             )
         return [found[name] for name in named]
-    return sorted(found.values(), key=lambda address: address.startswith("127.") or address == "::1")
+    first = address_towards(_ELSEWHERE)
+    return sorted(
+        found.values(), key=lambda one: 2 if one.startswith("127.") or one == "::1" else int(one != first)
+    )
+
+
+def address_towards(host: str) -> str | None:
+    """The address of this host from which the kernel would send to `host` (a name or address); nothing is sent. None
+    where no name or route is known, or where it leads to this host itself."""
+    try:
+        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError):
+        return None
+    for family, kind, protocol, _, place in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(place)
+                own = str(probe.getsockname()[0])
+        except OSError:
+            continue
+        if own != place[0] and not own.startswith("127.") and "%" not in own:
+            return own
+    return None
 
 
 def _ipv6_addresses() -> dict[str, str]:

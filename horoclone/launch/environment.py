@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from horoclone.bootstrap.detect import torch_port, torchs_by_us
+from horoclone.bootstrap.detect import torch_port
 from horoclone.launch.hosts import Placement
 
 # Of the other host, or of our terminal: they would be wrong there.
@@ -18,8 +18,11 @@ _STALE = (
     "HOROCLONE_FUNCTION_FDS", "HOROCLONE_RANK_METRICS", "HOROCLONE_FUNCTION_FOLDER", "HOROCLONE_SECRET_FD",
     "HOROCLONE_SECRET", "HOROCLONE_SECRET_FILE", "HOROCLONE_MEMBER", "HOROCLONE_ELASTIC", "HOROVOD_ELASTIC",
     "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "RANK", "WORLD_SIZE",
-    "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
+    "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE",
+    "TORCHELASTIC_ERROR_FILE",
 )  # fmt: skip
+# With one of these, the address and port for torch are that launcher's, and maybe in use, not the user's.
+_OF_A_RANK = ("RANK", "TORCHELASTIC_RUN_ID", "HOROCLONE_JOB")
 
 
 def rank_variables(placement: Placement, rendezvous: str, job: str) -> dict[str, str]:
@@ -34,20 +37,20 @@ def rank_variables(placement: Placement, rendezvous: str, job: str) -> dict[str,
 
 
 def torch_variables(
-    placement: Placement, first_host: str, job: str, environment: Mapping[str, str]
+    placement: Placement, node: int, first_host: str, job: str, environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """torchrun's, so that scripts written for it run, init_process_group("gloo") too. An address and port that the
-    user has set stay. Not for elastic jobs, where the numbers change while a process lives."""
+    """torchrun's, so that scripts written for it run, init_process_group("gloo") too. node: the number of its host. An
+    address or port that the user has set stays. Not for elastic jobs, where the numbers change while a process lives.
+    """
     variables = {
         "RANK": str(placement.rank),
         "WORLD_SIZE": str(placement.size),
         "LOCAL_RANK": str(placement.local_rank),
         "LOCAL_WORLD_SIZE": str(placement.local_size),
-        "GROUP_RANK": str(placement.cross_rank),
+        "GROUP_RANK": str(node),
     }
-    if not (environment.get("MASTER_ADDR") and environment.get("MASTER_PORT")):
-        variables |= {"MASTER_ADDR": first_host, "MASTER_PORT": str(torch_port(job))}
-    return variables
+    meeting = {"MASTER_ADDR": first_host, "MASTER_PORT": str(torch_port(job))}
+    return variables | {name: value for name, value in meeting.items() if not environment.get(name)}
 
 
 def member_variables(rendezvous: str, id_: bytes, timeout_s: float) -> dict[str, str]:
@@ -68,7 +71,8 @@ def member_variables(rendezvous: str, id_: bytes, timeout_s: float) -> dict[str,
 def job_environment(ours: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:
     """Our environment with the settings of flags and file in it; HOROCLONE_X is kept equal to HOROVOD_X where both
     exist, because the first name wins."""
-    stale = (*_STALE, "MASTER_ADDR", "MASTER_PORT") if torchs_by_us(ours) else _STALE  # within a job of ours
+    is_rank = any(name in ours for name in _OF_A_RANK)
+    stale = (*_STALE, "MASTER_ADDR", "MASTER_PORT") if is_rank else _STALE
     environment = {name: value for name, value in ours.items() if name not in stale}
     environment.setdefault("PYTHONUNBUFFERED", "1")  # otherwise output through our pipes comes 8 KiB late
     for name, value in settings.items():

@@ -186,6 +186,11 @@ def _is_own_address(family: int, address: str) -> bool:
         return False
 
 
+def is_loopback(name: str) -> bool:
+    """Whether `name` means every host to itself."""
+    return name in _LOOPBACK_NAMES or name.startswith("127.")
+
+
 def is_local(name: str) -> bool:
     """Whether `name` means this host. A name that does not resolve is left to ssh (it may be an alias of ssh's)."""
     if name in _LOOPBACK_NAMES:

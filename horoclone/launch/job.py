@@ -22,7 +22,7 @@ from horoclone.bootstrap.detect import torch_port
 from horoclone.bootstrap.rendezvous import Server
 from horoclone.launch import frames, report, termination
 from horoclone.launch.environment import exported, rank_variables, thread_variables, torch_variables
-from horoclone.launch.hosts import Placement, is_local, usable_cores
+from horoclone.launch.hosts import Placement, is_local, is_loopback, usable_cores
 from horoclone.launch.job_metrics import LOOK_EVERY_S, JobMetrics
 from horoclone.launch.link import LOST, REFUSED, HostLink, Link, Reach, SshOptions
 from horoclone.launch.output import STDERR, STDOUT, RankStream, Screen, open_files, rank_folder
@@ -180,11 +180,11 @@ class Job:
         variables = {one.rank: rank_variables(one, rendezvous, job) for one in request.placements}
         if request.reach is None:  # Spark's hosts have names of its own
             if first in local:
-                first = self._server.addresses[0].rpartition(":")[0].strip("[]")
+                first = self._reachable_name(first, next((one for one in by_host if one not in local), None))
+            first, nodes = first.rpartition("@")[2], list(by_host)
             for one in request.placements:
-                variables[one.rank] |= torch_variables(
-                    one, first.rpartition("@")[2], job, request.environment
-                )
+                node = nodes.index(one.host)
+                variables[one.rank] |= torch_variables(one, node, first, job, request.environment)
         for placement in request.placements:
             self._members[placement.rank] = self._member(placement)
         self._owner = LocalRanks(secret, request.function, request.ssh.bind_to_us)
@@ -201,6 +201,16 @@ class Job:
 
     def _is_here(self, host: str) -> bool:
         return self._request.reach is None and is_local(host)
+
+    def _reachable_name(self, host: str, other: str | None) -> str:
+        """Of this host, for torch's store at rank 0: addresses of bridges and tunnels may lead nowhere from `other`."""
+        assert self._server is not None
+        served = self._server.addresses[0].rpartition(":")[0].strip("[]")
+        if other is None or self._request.interfaces:
+            return served
+        if not is_loopback(host):
+            return host
+        return wire.address_towards(other.rpartition("@")[2]) or served
 
     def _open_server(self, secret: bytes, job: str, all_local: bool) -> Server:
         addresses = [wire.loopback()]

@@ -11,6 +11,7 @@ import socket
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 
 from horoclone import objects, runtime
+from horoclone.bootstrap import detect
 from horoclone.runtime import lifecycle
 
 
@@ -32,26 +33,24 @@ class HorocloneEnvironment(ClusterEnvironment):
 
     @property
     def main_address(self) -> str:
-        """Returns the address at which rank 0 can be reached. Collective when it is first read, unless the launcher has
-        set MASTER_ADDR."""
+        """Returns the address at which rank 0 can be reached. Collective when it is first read."""
         return self._main()[0]
 
     @property
     def main_port(self) -> int:
-        """Returns a port that was free on rank 0. Collective when it is first read, unless the launcher has set
-        MASTER_PORT."""
+        """Returns a port that was free on rank 0. Collective when it is first read."""
         return self._main()[1]
 
     def _main(self) -> tuple[str, int]:
         if self._main_endpoint is None:
             given = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
             own = ("", 0)
-            if given[0] and given[1]:
+            if given[0] and given[1] and not detect.torchs_by_us(os.environ):
                 own = (given[0], int(given[1]))
             elif runtime.rank() == 0:
                 with socket.socket() as probe:
                     probe.bind(("", 0))
-                    own = (_address(), probe.getsockname()[1])
+                    own = (given[0] or _address(), probe.getsockname()[1])
             self._main_endpoint = objects.broadcast_object(own, 0, "horoclone.lightning.address")
         return self._main_endpoint
 

@@ -613,6 +613,7 @@ def test_addresses():
 def test_interfaces_can_be_chosen():
     everything = wire.routable_addresses()
     assert everything and everything == sorted(everything, key=lambda address: address.startswith("127."))
+    assert wire.address_towards("127.0.0.1") is wire.address_towards("no-such-host.invalid") is None
     with pytest.raises(ValueError, match="nope0 has no address here"):
         wire.routable_addresses("nope0")
 

@@ -7,8 +7,15 @@ import socket
 
 import pytest
 
+from horoclone.bootstrap.detect import torch_port
 from horoclone.launch import frames, hosts, report, root_cause, termination
-from horoclone.launch.environment import exported, job_environment, rank_variables, thread_variables
+from horoclone.launch.environment import (
+    exported,
+    job_environment,
+    rank_variables,
+    thread_variables,
+    torch_variables,
+)
 from horoclone.launch.hosts import Host, parse_hostfile, parse_hosts, place
 from horoclone.launch.usage import LaunchError, parse_ranks, ranks_text
 
@@ -109,6 +116,23 @@ def test_a_flag_beats_the_users_own_variable_under_either_name():
     )
     assert environment["HOROVOD_CYCLE_TIME"] == environment["HOROCLONE_CYCLE_TIME"] == "2"
     assert "HOROCLONE_SECRET_FD" not in environment and environment["PYTHONUNBUFFERED"] == "1"
+
+
+def test_torchs_address_and_port_are_kept_one_by_one_where_they_are_the_users():
+    rank = place(1, [Host("a", 1)])[0]
+    ours = torch_variables(rank, 0, "a", "job", {"MASTER_PORT": ""})
+    assert ours["MASTER_ADDR"] == "a" and ours["MASTER_PORT"] == str(torch_port("job"))
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        environment = job_environment({name: "1234"}, {})
+        found = {**environment, **torch_variables(rank, 0, "a", "job", environment)}
+        assert found == {"PYTHONUNBUFFERED": "1", **ours, name: "1234"}
+    for name in (
+        "RANK",
+        "TORCHELASTIC_RUN_ID",
+        "HOROCLONE_JOB",
+    ):  # in a rank of another job they are that job's
+        environment = job_environment({"MASTER_ADDR": "b", "MASTER_PORT": "1", name: "3"}, {})
+        assert not environment.keys() & {"MASTER_ADDR", "MASTER_PORT"}
 
 
 def test_ranks_share_the_cores_unless_the_user_has_chosen():

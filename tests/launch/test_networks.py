@@ -75,3 +75,17 @@ def test_ranks_without_shared_memory_say_that_they_need_an_interface(program: Pa
         sys.executable, program
     )  # fmt: skip
     assert done.returncode and "ip link set lo up" in done.stderr, done.stderr
+
+
+def test_the_address_of_a_bridge_is_not_the_first_that_others_are_told() -> None:
+    networks = {"docker0": "172.17.0.1/16", "eth0": "10.1.0.5/24", "ib0": "10.2.0.5/24"}
+    commands = "; ".join(
+        f"ip link add {name} type bridge; ip addr add {address} dev {name}; ip link set {name} up"
+        for name, address in networks.items()
+    )
+    commands = f"{UP}; {commands}; ip route add default via 10.1.0.1"
+    if in_network(f"set -e; {commands}", "true").returncode:
+        pytest.skip("no bridges can be made here")
+    code = "from horoclone.bootstrap import wire; print(wire.routable_addresses(), wire.address_towards('10.2.0.9'))"
+    done = in_network(commands, sys.executable, "-c", code)
+    assert done.stdout == "['10.1.0.5', '172.17.0.1', '10.2.0.5', '127.0.0.1'] 10.2.0.5\n", done.stderr

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from horoclone.bootstrap import wire
+
 RUN = [sys.executable, "-m", "horoclone.launch"]
 PYTHON = sys.executable
 RANK = "import os, sys, time, signal, subprocess\nr = int(os.environ['HOROVOD_RANK'])\n"
@@ -80,6 +82,15 @@ def test_ranks_run_on_their_hosts_with_their_numbers_and_our_environment(launch,
     ]
     calls = (tmp_path / "calls").read_text()
     assert calls.count("\n") == 2 and "BatchMode=yes" in calls
+
+
+def test_torchs_variables_name_this_host_as_the_user_does_and_number_unequal_hosts(launch, ssh):
+    body = RANK + "print(os.environ['GROUP_RANK'], os.environ['MASTER_ADDR'])"
+    for name, address in (("localhost", wire.routable_addresses()[0]), (socket.gethostname(),) * 2):
+        hosts = f"{name}:1,host-a.invalid:2,host-b.invalid:2"
+        done = launch([*RUN, "-np", "5", "-H", hosts, PYTHON, "-c", body], env=ssh)
+        numbers = [line.split()[1:] for line in sorted(done.stdout.splitlines())]
+        assert numbers == [[node, address] for node in "01122"]
 
 
 def test_arguments_pass_through_no_shell(launch, ssh, tmp_path):

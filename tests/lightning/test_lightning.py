@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from world import alike, ranks
 
 import horoclone.torch as hvd
+from horoclone.bootstrap.detect import torch_port
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lightning") is None, reason="Lightning 2 is not installed"
@@ -261,6 +264,9 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         assert t.world_size == 2 and t.num_devices == 2 and t.num_nodes == 1
     with pytest.raises(hvd.Unsupported, match="CPUs, not with CUDAAccelerator"):
         HorocloneStrategy().accelerator = CUDAAccelerator()
+    ours = str(torch_port("a job"))  # where the script may serve a store of its own already
+    with patch.dict(os.environ, HOROCLONE_JOB="a job", MASTER_ADDR="127.0.0.1", MASTER_PORT=ours):
+        assert str(HorocloneEnvironment().main_port) != ours
     environment = HorocloneEnvironment()
     meeting = environment.main_address, environment.main_port
     assert meeting[0] == "127.0.0.1" and len(set(hvd.allgather_object(meeting))) == 1
