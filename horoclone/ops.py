@@ -6,7 +6,7 @@ The list of dtypes is csrc/include/horoclone_dtypes.h, which tells how to add on
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from typing import NewType
 
 from horoclone.arguments import is_integer, wrong_type
 from horoclone.errors import InvalidArgument
@@ -28,44 +28,28 @@ CALLS = (
     "scatter", "send", "recv",
 )  # fmt: skip
 
-if TYPE_CHECKING:
-    from enum import IntEnum as _Kind  # a list of choices for editors
-else:
-    _Kind = object  # plain integers, as in Horovod
+ReduceOp = NewType("ReduceOp", int)
+"""What `op=` takes: the names below, which each binding has, too. A kind of its own to type checkers; in a running
+program plain integers, as in Horovod, which the core takes as they are."""
 
-
-class ReduceOp(_Kind):
-    """What `op=` takes; each binding has the members as names of its own. Horovod's order, then our own, as in
-    csrc/base/reductions.h."""
-
-    Average = 0
-    Sum = 1
-    Adasum = 2
-    Min = 3
-    Max = 4
-    Product = 5
-    And = 6
-    Or = 7
-    Xor = 8
-
-
-Average = ReduceOp.Average
+# Horovod's order, then our own, as in csrc/base/reductions.h.
+Average = ReduceOp(0)
 """The sum divided by the number of ranks; of integers truncated toward zero. Not of bool."""
-Sum = ReduceOp.Sum
+Sum = ReduceOp(1)
 """The sum; integers wrap, of bool it is or."""
-Adasum = ReduceOp.Adasum
+Adasum = ReduceOp(2)
 """Adasum (Maleki et al., 2020): parallel gradients are averaged, orthogonal ones added. Of floats, in allreduce."""
-Min = ReduceOp.Min
+Min = ReduceOp(3)
 """The least element."""
-Max = ReduceOp.Max
+Max = ReduceOp(4)
 """The greatest element."""
-Product = ReduceOp.Product
+Product = ReduceOp(5)
 """The product; integers wrap, of bool it is and."""
-And = ReduceOp.And
+And = ReduceOp(6)
 """And of the bits of integers, of the truth of bools. Not of floats."""
-Or = ReduceOp.Or
+Or = ReduceOp(7)
 """Or of the bits of integers, of the truth of bools. Not of floats."""
-Xor = ReduceOp.Xor
+Xor = ReduceOp(8)
 """Exclusive or of the bits of integers, of the truth of bools. Not of floats."""
 
 __all__ = [
