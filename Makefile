@@ -46,7 +46,7 @@ NVCC := nvidia-cuda-nvcc==13.* nvidia-cuda-crt==13.* nvidia-nvvm==13.* nvidia-cu
 MPICH := mpich==5.0.2
 NATIVE := pyproject.toml CMakeLists.txt horoclone/__init__.py csrc/exports.map $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' | grep -v /tests/)
 
-.PHONY: help demo check test test-long downloads cpp cpp-arithmetic tsan asan pytest gpu gpu-long ecosystem engines examples bench lint format docs docs-generated clean install
+.PHONY: help demo check test test-long downloads cpp cpp-arithmetic tsan asan pytest gpu gpu-second gpu-long ecosystem engines examples bench lint format docs docs-generated clean install
 
 help: ## list the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -87,6 +87,8 @@ pytest: $(VENV)/.ready-test $(VENV)/.ready-package ## Python tests but the long 
 
 gpu: ## all that needs a GPU, in 9 minutes on one, without network, with the Python that has torch; results in out/
 	@.ci/gpu $(ARGS)
+gpu-second: ## what can wait for a second command on a GPU: peers, CuPy, JAX, compute-sanitizer, a trace
+	@.ci/gpu --second $(ARGS)
 gpu-long: ## 1,000 lives and a soak on GPUs
 	@.ci/gpu --long $(ARGS)
 

@@ -2,9 +2,13 @@
 
 One GPU is enough; nothing is fetched. A part that fails or runs out of time is named and the rest goes on; out/gpu.json
 and out/gpu.txt (a table with a verdict for every part and every aim) are there whatever happens, and out/gpu/ has the
-output of each part. --few FOLDER also puts all of that there in three files, after each part. --long has the 1,000
-lives and the soak instead. --fakes FOLDER tries all of it without a GPU, on the fakes of the tests: then no figure
-means anything.
+output of each part. --few FOLDER also puts all of that there in three files, after each part. Instead of the first
+parts, --second has those that can wait for a second command, and --long the 1,000 lives and the soak. --fakes FOLDER
+tries all of it without a GPU, on the fakes of the tests: then no figure means anything.
+
+The first question is whether the machine code of our kernels is right, then whether NCCL is used rightly: several ranks
+on one GPU run NCCL's kernels where each is a host of its own to it (NCCL_HOSTID), by sockets and in turns. What that
+costs says nothing.
 """
 
 from __future__ import annotations
@@ -38,9 +42,15 @@ END_S = 10.0  # what a part that is being ended has left
 SHOWN = 1500  # characters: the end of its log, which is printed where a part fails
 PASSED, FAILED, TIMED_OUT, ABSENT = "passed", "FAILED", "OUT OF TIME", "not here"
 STAND_IN_SANITIZER = ROOT / "tests" / "fakes" / "compute_sanitizer.py"
+# NCCL takes ranks on one GPU if each is a host of its own to it, which gpu_place.py and tests/torch/test_gpu.py see to.
+AS_HOSTS = {
+    "HC_RANKS_ARE_NCCL_HOSTS": "1", "HOROCLONE_GPU_OPERATIONS": "nccl", "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_NVLS_ENABLE": "0", "NCCL_IB_DISABLE": "1", "NCCL_MAX_CTAS": "4", "NCCL_DEBUG": "WARN",
+}  # fmt: skip
+NOTICED_S = 10.0  # until those who wait for a rank that was killed have an error, and their streams go on
 # No test that is for the fakes: minutes of a GPU are not spent on them.
-TESTS = (
-    "tests/torch/test_gpu.py",
+TESTS = ("tests/torch/test_gpu.py",)
+TESTS_OF_FEATURES = (
     "tests/torch/test_gpu_features.py",
     "tests/keras/test_torch_on_gpus.py::test_keras_on_torch_trains_on_real_gpus_as_on_the_host",
 )
@@ -168,24 +178,39 @@ def read(path: Path) -> dict[str, Any]:
 # --- the parts -------------------------------------------------------------------------------------------------------
 
 
+def kernels(run: Run) -> Result:
+    """Every kernel of ours in one process, to the bit, and its speed beside the driver's copy."""
+    path = run.folder / "kernels.json"
+    run(
+        [
+            sys.executable,
+            HERE / "gpu_kernels.py",
+            "--json",
+            path,
+            *(["--largest", "4096"] if run.on_fakes else []),
+        ]
+    )
+    return Result(figures=read(path))
+
+
 def doctor(run: Run) -> Result:
     """What is installed, then kernels compiled, launched and compared: two ranks that share a GPU."""
     program = "import sys; from horoclone.launch.tool import main; main(['doctor', '--json'])"
     found = first_object(run([sys.executable, "-c", program]))  # whatever it finds: the kernels below decide
-    kernels = run.folder / "kernels.json"
-    job = ranks(2, HERE / "gpu_programs.py", "kernels", "--json", kernels, *kind(run))
+    sums = run.folder / "sums.json"
+    job = ranks(2, HERE / "gpu_programs.py", "sums", "--json", sums, *kind(run))
     run(job, HOROCLONE_GPU_OPERATIONS="peers")
-    return Result(figures={"doctor": found, **read(kernels)})
+    return Result(figures={"doctor": found, **read(sums)})
 
 
-def pytest(run: Run, files: Sequence[str]) -> Result:
+def pytest(run: Run, files: Sequence[str], **env: str) -> Result:
     there = [file for file in files if (ROOT / file.split("::")[0]).exists()]
     report = run.folder / f"{run.log.stem}.xml"
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", f"--junitxml={report}", *there]
     reason = ""
     try:
-        run([*command, *shlex.split(run.options.tests)])
+        run([*command, *shlex.split(run.options.tests)], **env)
     except Failed as failed:
         if failed.status == TIMED_OUT:
             figures = told(run.log.read_text(errors="replace"))
@@ -207,8 +232,69 @@ def pytest(run: Run, files: Sequence[str]) -> Result:
     return Result(figures=figures)
 
 
-def tests(run: Run) -> Result:
-    return pytest(run, TESTS_ON_FAKES if run.on_fakes else TESTS)
+def nccl(run: Run) -> Result:
+    """Sums by NCCL, which says yes or no within seconds; then the tests."""
+    path = run.folder / "nccl_sums.json"
+    run(ranks(2, HERE / "gpu_programs.py", "sums", "--json", path, *kind(run)), **AS_HOSTS)
+    # The fakes of the tests have a GPU for each rank.
+    result = pytest(run, TESTS_ON_FAKES[:1]) if run.on_fakes else pytest(run, TESTS, **AS_HOSTS)
+    result.figures["sums"] = read(path)
+    return result
+
+
+def death(run: Run, **env: str) -> dict[str, Any]:
+    """Of three ranks the second is killed: what the others say of it."""
+    path = run.folder / f"{run.log.stem}.json"
+    for rank in (0, 2):
+        path.with_suffix(f".{rank}.json").unlink(missing_ok=True)
+    try:
+        run(ranks(3, HERE / "gpu_programs.py", "death", "--json", path, *kind(run)), **env)
+    except Failed as failed:  # as it must
+        if failed.status == TIMED_OUT:
+            raise
+    found = {f"rank {rank}": read(path.with_suffix(f".{rank}.json")) for rank in (0, 2)}
+    for name, one in found.items():
+        if not one:
+            raise Failed(f"{name} has not come to its end after rank 1 was killed")
+        if not one["names rank 1"] or one["goes on after s"] > NOTICED_S:
+            raise Failed(f"{name} after rank 1 was killed: {one}")
+    return found
+
+
+def ends(run: Run) -> Result:
+    """NCCL's communicators when a rank dies under them, and when they come and go."""
+    found: dict[str, Any] = {"death": death(run, **AS_HOSTS)}
+    path = run.folder / "few_lives.json"
+    run(ranks(2, HERE / "gpu_programs.py", "lives", "--lives", "20", "--json", path, *kind(run)), **AS_HOSTS)
+    return Result(figures={**found, "lives": read(path)})
+
+
+def nccl_buckets(run: Run) -> Result:
+    """Two ranks by NCCL beside DDP: what a bucket costs the host. What a step takes says nothing here."""
+    path = run.folder / "nccl_buckets.json"
+    options = ["--model", "tiny", "--batch-size", "4", "--buckets", "16", "--rounds", "5"]
+    options += ["--backend", "gloo" if run.on_fakes else "nccl", "--steps", "2", "--bucket-bytes", "65536"]
+    run(torchrun(2, HERE / "gpu.py", *options, *kind(run), "--json", path), **AS_HOSTS)
+    found = read(path)
+    return Result(figures={"buckets": found.get("buckets"), "facts": found.get("facts")})
+
+
+def features(run: Run) -> Result:
+    """Torch's features, by peers where ranks share a GPU."""
+    return pytest(run, TESTS_ON_FAKES[1:] if run.on_fakes else TESTS_OF_FEATURES)
+
+
+def peers(run: Run) -> Result:
+    """Two ranks that map each other's memory: the tests, a rank that dies, memory that goes right behind a step."""
+    path = run.folder / "drops.json"
+    result = pytest(run, TESTS_ON_FAKES[:1] if run.on_fakes else TESTS)
+    result.figures["death"] = death(run, HOROCLONE_GPU_OPERATIONS="peers")
+    run(
+        ranks(2, HERE / "gpu_programs.py", "drops", "--json", path, *kind(run)),
+        HOROCLONE_GPU_OPERATIONS="peers",
+    )
+    run(ranks(2, HERE / "gpu_programs.py", "drops", "--json", path, *kind(run)), **AS_HOSTS)
+    return result
 
 
 def one_rank(run: Run) -> Result:
@@ -217,7 +303,7 @@ def one_rank(run: Run) -> Result:
     small = [
         "--model", "tiny", "--batch-size", "4", "--rounds", "2", "--steps", "2", "--bucket-bytes", "65536",
     ]  # fmt: skip
-    sizes = [*small, *kind(run)] if run.on_fakes else ["--graphs", "--rounds", "11"]
+    sizes = [*small, *kind(run)] if run.on_fakes else ["--graphs", "--rounds", "5"]
     run([sys.executable, HERE / "gpu.py", *sizes, "--buckets", "16", "--json", path])
     found = read(path)
     return Result(figures=found, gates=found.get("gates", []))
@@ -334,10 +420,17 @@ def soak(run: Run) -> Result:
 
 # Name: what does it, and its limit in seconds.
 PARTS: dict[str, tuple[Callable[[Run], Result], float]] = {
-    "doctor": (doctor, 60),
-    "tests": (tests, 170),
-    "one rank": (one_rank, 120),
+    "kernels": (kernels, 60),
+    "doctor": (doctor, 40),
+    "nccl": (nccl, 130),
+    "ends": (ends, 60),
+    "nccl buckets": (nccl_buckets, 45),
+    "features": (features, 90),
+    "one rank": (one_rank, 80),
     "two ranks": (shared_gpu, 60),
+}
+SECOND: dict[str, tuple[Callable[[Run], Result], float]] = {
+    "peers": (peers, 170),
     "cupy and jax": (other_frameworks, 110),
     "sanitizer": (sanitized, 75),
     "trace": (traced, 45),
@@ -365,7 +458,7 @@ def table(results: Mapping[str, Result]) -> str:
 
 
 def write(results: Mapping[str, Result], options: argparse.Namespace) -> None:
-    name = "gpu-long" if options.long else "gpu"
+    name = "gpu-long" if options.long else "gpu-second" if options.second else "gpu"
     everything = {part: asdict(one) for part, one in results.items()}
     (options.out / f"{name}.json").write_text(json.dumps(everything, indent=1))
     (options.out / f"{name}.txt").write_text(table(results) + "\n")
@@ -420,8 +513,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--few", type=Path, help="a folder that gets all results in three files, after each part"
     )
-    parser.add_argument("--parts", help="some of them, with commas between: " + ", ".join([*PARTS, *LONG]))
-    parser.add_argument("--long", action="store_true", help="the 1,000 lives and the soak")
+    parser.add_argument(
+        "--parts", help="some of them, with commas between: " + ", ".join([*PARTS, *SECOND, *LONG])
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--second", action="store_true", help="the parts of a second command")
+    which.add_argument("--long", action="store_true", help="the 1,000 lives and the soak")
     parser.add_argument("--minutes", type=float, default=20.0, help="of the soak")
     parser.add_argument("--budget", type=float, help=f"seconds for all parts ({BUDGET_S:.0f}; --long: none)")
     parser.add_argument(
@@ -433,7 +530,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tests", default="", help="more options for pytest")
     parser.add_argument("--fakes", type=Path, help="folder of the fakes of CUDA, NCCL and NVRTC")
     options = parser.parse_args(argv)
-    parts = LONG if options.long else PARTS
+    parts = LONG if options.long else SECOND if options.second else PARTS
     chosen = options.parts.split(",") if options.parts else list(parts)
     if unknown := [name for name in chosen if name not in parts]:
         parser.error(f"no part {unknown[0]!r}")

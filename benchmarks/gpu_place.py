@@ -6,6 +6,7 @@ threads with delays, and no figure that comes from it means anything.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import shared_with_tests
@@ -14,6 +15,7 @@ import torch
 import horoclone.torch as hvd
 
 KINDS = ("cuda", "cpu", "fake")
+CYCLES_PER_S = 1.5e9  # of a GPU, more or less
 
 
 class Place:
@@ -35,6 +37,9 @@ class Place:
 
     def synchronize(self) -> None:
         """Returns when all that was enqueued has been done."""
+
+    def occupy(self, seconds: float) -> None:
+        """What is enqueued afterwards begins so much later."""
 
     def free_bytes(self) -> int | None:
         """Of the GPU's memory; None where there is none."""
@@ -63,6 +68,9 @@ class OnGpu(Place):
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
+    def occupy(self, seconds: float) -> None:
+        torch.cuda._sleep(int(seconds * CYCLES_PER_S))
+
     def free_bytes(self) -> int | None:
         return int(torch.cuda.mem_get_info(self.device)[0])
 
@@ -88,7 +96,12 @@ class OnFake(Place):
     def synchronize(self) -> None:
         self._fake.synchronize()
 
+    def occupy(self, seconds: float) -> None:
+        self._fake.occupy(seconds)
+
 
 def place_for(kind: str, share: bool) -> Place:
-    """After hvd.init(). kind: one of KINDS."""
+    """After hvd.init(). kind: one of KINDS. HC_RANKS_ARE_NCCL_HOSTS: NCCL takes several ranks on one GPU."""
+    if "HC_RANKS_ARE_NCCL_HOSTS" in os.environ:
+        os.environ["NCCL_HOSTID"] = f"rank {hvd.rank()}"
     return OnGpu() if kind == "cuda" else OnFake(share) if kind == "fake" else Place()

@@ -1,7 +1,8 @@
 """The short programs of `make gpu`, each for the ranks of one job: python benchmarks/gpu_programs.py NAME [--json FILE]
 
-kernels: our kernels compiled, launched and their sums compared. short: every kind of them, for compute-sanitizer.
-trace: a step under torch's profiler, and for how much of our kernels' time backward computes. lives: 1,000 inits and
+sums: of every dtype, compared with NumPy's. death: of three ranks one is killed while its GPU is behind. drops:
+optimizers that end right behind a step. short: every kind of them, for compute-sanitizer.
+trace: a step under torch's profiler, and for how much of our kernels' time backward computes. lives: --lives inits and
 shutdowns. soak: training for --minutes, with other operations in between. Two ranks may share a GPU.
 """
 
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -39,15 +42,60 @@ def sums_are_right(place: Place, count: int, dtype: torch.dtype) -> None:
             raise SystemExit(f"{dtype} of {count} elements: a result is {worst} away from NumPy's")
 
 
-def kernels(arguments: argparse.Namespace, place: Place) -> Found:
-    """Runs under HOROCLONE_GPU_OPERATIONS=peers, where all of the arithmetic is our kernels'."""
+def sums(arguments: argparse.Namespace, place: Place) -> Found:
+    """By peers all of the arithmetic is our kernels', by NCCL its own."""
     began = time.perf_counter()
     for dtype in (
         torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.int16, torch.uint8
     ):  # fmt: skip
         for count in (1, 1000, 300_001):
             sums_are_right(place, count, dtype)
-    return {"device": place.name, "seconds": time.perf_counter() - began}
+    return {"device": place.name, "seconds": time.perf_counter() - began, "gpu": hvd.metrics()["gpu"]}
+
+
+def death(arguments: argparse.Namespace, place: Place) -> Found:
+    """What waits on the GPU for a rank that was killed, in two communicators that depend on each other, has an end."""
+    rank, pair = hvd.rank(), hvd.add_process_set([0, 1])
+    assert pair is not None
+    one, other = place.put(torch.ones(1000)), place.put(torch.ones(1000))
+
+    def both(step: str) -> None:
+        if rank < 2:
+            hvd.allreduce_(one, name=f"{step} of two", process_set=pair)
+        hvd.allreduce_(other, name=f"{step} of all")
+
+    both("warm")
+    place.synchronize()
+    hvd.barrier()
+    if rank == 1:
+        place.occupy(30)
+    both("late")
+    if rank == 1:
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends what is left of such a job
+    error, began = "", time.monotonic()
+    try:
+        hvd.allreduce(torch.ones(1), name="on the host")
+    except hvd.HorovodInternalError as raised:
+        error = str(raised)
+    raised_s = time.monotonic() - began
+    place.synchronize()
+    found = {
+        "names rank 1": "rank 1" in error,
+        "raises after s": raised_s,
+        "goes on after s": time.monotonic() - began,
+    }
+    arguments.json.with_suffix(f".{rank}.json").write_text(json.dumps(found))
+    return found
+
+
+def drops(arguments: argparse.Namespace, place: Place) -> Found:
+    """Buckets end while the GPU still uses them."""
+    for _ in range(20):
+        model_and_step(place)()
+    sums_are_right(place, 300_001, torch.float32)
+    return {"optimizers": 20}
 
 
 def short(arguments: argparse.Namespace, place: Place) -> Found:
@@ -140,12 +188,12 @@ def lives(arguments: argparse.Namespace, place: Place) -> Found:
     for _ in range(10):
         live()
     before = place.free_bytes() or 0
-    for _ in range(LIVES):
+    for _ in range(arguments.lives):
         live()
     left = before - (place.free_bytes() or 0)
     if left > LEFT_BEHIND:
-        raise SystemExit(f"{LIVES} lives have left {left} bytes of the GPU's memory in use")
-    return {"lives": LIVES, "bytes left": left}
+        raise SystemExit(f"{arguments.lives} lives have left {left} bytes of the GPU's memory in use")
+    return {"lives": arguments.lives, "bytes left": left}
 
 
 def soak(arguments: argparse.Namespace, place: Place) -> Found:
@@ -171,7 +219,7 @@ def soak(arguments: argparse.Namespace, place: Place) -> Found:
 
 
 PROGRAMS: dict[str, Callable[[argparse.Namespace, Place], Found]] = {
-    "kernels": kernels, "short": short, "trace": trace, "lives": lives, "soak": soak,
+    "sums": sums, "death": death, "drops": drops, "short": short, "trace": trace, "lives": lives, "soak": soak,
 }  # fmt: skip
 
 
@@ -180,9 +228,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("program", choices=PROGRAMS)
     parser.add_argument("--json", type=Path, help="where rank 0 writes what it found")
     parser.add_argument("--device", choices=KINDS, default="cuda")
+    parser.add_argument("--lives", type=int, default=LIVES)
     parser.add_argument("--minutes", type=float, default=5.0, help="of the soak")
     arguments = parser.parse_args(argv)
-    hvd.init()
+    hvd.init(process_sets="dynamic")
     found = PROGRAMS[arguments.program](arguments, place_for(arguments.device, share=True))
     if hvd.rank() == 0 and arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1))

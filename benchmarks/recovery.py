@@ -240,12 +240,9 @@ def print_one(found: dict[str, Any], arguments: argparse.Namespace) -> None:
         values = [row[key] for row in rows if key in row]
         if values:
             print(f"{text:<34}{figures(values)}")
-    for text, values in zip(
-        ("growing: until all train again", "growing: all did a step"),
-        zip(*found["growing"], strict=True),
-        strict=False,
-    ):
-        print(f"{text:<34}{figures(list(values))}")
+    for i, text in enumerate(("growing: until all train again", "growing: all did a step")):
+        if values := [row[i] for row in found["growing"]]:
+            print(f"{text:<34}{figures(values)}")
     for kind in dict.fromkeys(row["kind"] for row in rows):
         values = [row["step"] for row in rows if row["kind"] == kind]
         print(f"{'  step, killed in ' + kind:<34}{figures(values)}")

@@ -2,6 +2,11 @@
 
 #include <unistd.h>
 
+#include <cstdlib>
+#include <cstring>
+
+#include "base/hash.h"
+
 namespace hc {
 
 namespace {
@@ -64,6 +69,20 @@ std::string nccl_version_text(int version) {
   // Until 2.8 the code was 1000 * major + 100 * minor + patch.
   const int unit = version < 10000 ? 1000 : 10000;
   return text_of(version / unit, ".", version % unit / 100, ".", version % 100);
+}
+
+NcclPlace NcclPlace::of(const CuUuid& uuid, int version) {
+  NcclPlace place{uuid};
+  if (const char* host = std::getenv("NCCL_HOSTID"); host && *host) place.host = hash_of_text(host);
+  const char* shares = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
+  place.shares = shares && *shares == '1' && version >= kNcclShares;
+  return place;
+}
+
+bool is_same_gpu(const NcclPlace& a, const NcclPlace& b) { return std::memcmp(&a.uuid, &b.uuid, sizeof(CuUuid)) == 0; }
+
+bool nccl_refuses(const NcclPlace& a, const NcclPlace& b) {
+  return is_same_gpu(a, b) && a.host == b.host && !(a.shares && b.shares);
 }
 
 Result<std::shared_ptr<const NcclApi>> NcclApi::load(const std::string& path, const std::string& folders,

@@ -39,7 +39,7 @@ inline constexpr int kNcclScalarOnHost = 1;  // ncclScalarHostImmediate: the sca
 // Non-blocking communicators and ncclCommFinalize came with 2.14; ncclAvg, bfloat16 and ncclRedOpCreatePreMulSum
 // before.
 inline constexpr int kNcclOldest = 21400;
-inline constexpr int kNcclRegisters = 21900, kNcclHasWindows = 22700;  // versions
+inline constexpr int kNcclRegisters = 21900, kNcclHasWindows = 22700, kNcclShares = 23003;  // versions
 // Before, a group that was under way lived in the memory of the thread that had called it.
 inline constexpr int kNcclNonBlocking = 22700;
 inline constexpr int kNcclSymmetric = 1;  // of a window: all ranks pass the same offsets in it
@@ -104,5 +104,15 @@ struct NcclApi {
 };
 
 std::string nccl_version_text(int version);  // "2.28.9"
+
+// What NCCL tells the GPUs of two ranks apart by. It refuses two ranks on one GPU of one host.
+struct NcclPlace {
+  CuUuid uuid{};
+  uint64_t host = 0;    // hash of NCCL_HOSTID, which NCCL takes for the machine's name; 0: unset
+  uint64_t shares = 0;  // NCCL_MULTI_RANK_GPU_ENABLE tells it to accept them, from 2.30.3 on
+  static NcclPlace of(const CuUuid& uuid, int version);
+};
+bool is_same_gpu(const NcclPlace& a, const NcclPlace& b);  // of ranks on one machine
+bool nccl_refuses(const NcclPlace& a, const NcclPlace& b);
 
 }  // namespace hc

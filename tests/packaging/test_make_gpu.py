@@ -46,20 +46,35 @@ def test_make_gpu_builds_without_network_and_gives_every_part_a_verdict(tmp_path
     for name in ("MAKEFLAGS", "MAKELEVEL", "VIRTUAL_ENV", "PYTHONPATH"):
         env.pop(name, None)
     arguments = f"--fakes {fakes} --budget 900 --few few --tests='-k test_fake_join'"
-    done = subprocess.run(
-        ["make", "gpu", f"ARGS={arguments}"], cwd=tree, env=env, capture_output=True, text=True, timeout=1400
-    )
-    said = done.stdout + done.stderr
-    results = json.loads((tree / "out" / "gpu.json").read_text())
+    said, results = "", {}
+    for verb, name in (("gpu", "gpu"), ("gpu-second", "gpu-second")):
+        done = subprocess.run(
+            ["make", verb, f"ARGS={arguments}"],
+            cwd=tree,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
+        said += done.stdout + done.stderr
+        results |= json.loads((tree / "out" / f"{name}.json").read_text())
+        assert done.returncode == 0, said
     verdicts = {name: one["status"] for name, one in results.items()}
     logs = "\n".join(path.read_text()[-3000:] for path in sorted((tree / "out" / "gpu").glob("*.log")))
     assert verdicts == {
-        "doctor": "passed", "tests": "passed", "one rank": "passed", "two ranks": "passed",
-        "cupy and jax": "not here",  # none of their tests has this name
-        "sanitizer": "not here", "trace": "not here",
+        "kernels": "passed", "doctor": "passed", "nccl": "passed", "ends": "passed", "nccl buckets": "passed",
+        "features": "not here", "cupy and jax": "not here",  # none of their tests has this name
+        "one rank": "passed", "two ranks": "passed", "peers": "passed", "sanitizer": "not here", "trace": "not here",
     }, f"{said}\n{logs}"  # fmt: skip
-    assert done.returncode == 0, said
-    assert results["doctor"]["figures"]["device"] == "fake" and results["tests"]["figures"]["passed"] == 1
+    kernels = results["kernels"]["figures"]
+    assert kernels["compared"] > 8000 and not kernels["differ"] and kernels["speed"][0]["GB/s"] > 0
+    assert results["doctor"]["figures"]["gpu"]["0"]["backend"] == "peers"
+    nccl = results["nccl"]["figures"]
+    assert nccl["sums"]["gpu"]["0"]["backend"] == "nccl" and nccl["passed"] == 1
+    for part in ("ends", "peers"):
+        assert all(one["names rank 1"] for one in results[part]["figures"]["death"].values())
+    assert results["ends"]["figures"]["lives"]["lives"] == 20
+    assert set(results["nccl buckets"]["figures"]["buckets"]) == {"torch.distributed", "horoclone"}
     one = results["one rank"]["figures"]
     assert set(one["buckets"]) == {"torch.distributed", "horoclone"} and one["facts"]["ranks"] == 1
     assert results["two ranks"]["figures"]["allreduce"]["65536"]["horoclone"] > 0
@@ -70,11 +85,14 @@ def test_make_gpu_builds_without_network_and_gives_every_part_a_verdict(tmp_path
     }
     assert results["trace"]["figures"]["trace"].endswith("gpu_trace.json")
     few = tree / "few"
-    assert sorted(path.name for path in few.iterdir()) == ["gpu.json", "gpu.tar.gz", "gpu.txt"]
-    with tarfile.open(few / "gpu.tar.gz") as archive:
-        assert {"gpu/doctor.log", "gpu/tests.xml", "gpu/trace.log"} <= set(archive.getnames())
-    table = (tree / "out" / "gpu.txt").read_text()
-    assert "there is no GPU to trace" in table and "doctor          passed" in table
+    kinds = ("json", "tar.gz", "txt")
+    assert sorted(path.name for path in few.iterdir()) == [
+        *(f"gpu-second.{kind}" for kind in kinds), *(f"gpu.{kind}" for kind in kinds)
+    ]  # fmt: skip
+    with tarfile.open(few / "gpu-second.tar.gz") as archive:
+        assert {"gpu/doctor.log", "gpu/nccl.xml", "gpu/trace.log"} <= set(archive.getnames())
+    assert "kernels         passed" in (tree / "out" / "gpu.txt").read_text()
+    assert "there is no GPU to trace" in (tree / "out" / "gpu-second.txt").read_text()
     assert not list(tree.glob(".venv")), "nothing was installed but into build/gpu"
 
 

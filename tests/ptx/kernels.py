@@ -45,7 +45,8 @@ def source_of(only: str = "", text: str = SOURCE) -> str:
 
 def nvrtc_ptx(source: str, capability: int) -> str:
     """What NVRTC makes of it with the options of nvrtc_api.cc."""
-    found = [Path(folder) / "libnvrtc.so.13" for folder in nvrtc_folders()]
+    named = os.environ.get("HOROCLONE_NVRTC_LIBRARY")
+    found = [Path(named)] if named else [Path(folder) / "libnvrtc.so.13" for folder in nvrtc_folders()]
     library = next((path for path in found if path.exists()), None)
     if library is None:
         raise Absent("NVRTC 13 is not installed: pip install nvidia-cuda-nvrtc")
@@ -55,6 +56,8 @@ def nvrtc_ptx(source: str, capability: int) -> str:
         *(one for one in options if "architecture" not in one),
     ]
     assert "--fmad=false" in options, "what nvrtc_api.cc gives is no longer found"
+    for builtins in library.parent.glob("libnvrtc-builtins.so.*"):  # which it looks for by name alone
+        ctypes.CDLL(str(builtins))
     nvrtc = ctypes.CDLL(str(library))
 
     def strings(*texts: str) -> ctypes.Array[ctypes.c_char_p]:
@@ -173,10 +176,10 @@ class Buffer:
     """Memory "of the device" with an address of `skip` above a multiple of 16."""
 
     def __init__(self, bytes_: int, skip: int = 0) -> None:
-        self._all = np.full(bytes_ + 2 * GUARD + 16, 0xA5, np.uint8)
-        self._from = (-self._all.ctypes.data) % 16 + GUARD + skip % 16
-        self.bytes = self._all[self._from : self._from + bytes_]
-        self.at = self._all.ctypes.data + self._from
+        self.whole = np.full(bytes_ + 2 * GUARD + 16, 0xA5, np.uint8)
+        self._from = (-self.whole.ctypes.data) % 16 + GUARD + skip % 16
+        self.bytes = self.whole[self._from : self._from + bytes_]
+        self.at = self.whole.ctypes.data + self._from
 
     @classmethod
     def of(cls, values: np.ndarray, skip: int = 0) -> Buffer:
@@ -189,7 +192,7 @@ class Buffer:
 
     def is_intact(self) -> bool:
         after = self._from + len(self.bytes)
-        return bool((self._all[: self._from] == 0xA5).all() and (self._all[after:] == 0xA5).all())
+        return bool((self.whole[: self._from] == 0xA5).all() and (self.whole[after:] == 0xA5).all())
 
 
 class Kernels:

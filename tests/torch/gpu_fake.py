@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import time
 
 import torch
 
@@ -105,6 +106,12 @@ class Fake:
         assert self.cuda.cuCtxPushCurrent_v2(ctypes.c_void_p(self.context)) == 0
         assert self.cuda.cuStreamSynchronize(ctypes.c_void_p(self.stream)) == 0
         assert self.cuda.cuCtxPopCurrent_v2(ctypes.byref(popped)) == 0
+
+    def occupy(self, seconds: float) -> None:
+        """The stream goes on so much later."""
+        job = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+        self.in_use += [job(lambda _: time.sleep(seconds)), job(lambda _: None)]
+        self.call("hc_fake_enqueue", ctypes.c_void_p(self.stream), self.in_use[-2], None, self.in_use[-1])
 
     def call(self, name: str, *arguments) -> None:
         assert getattr(self.cuda, name)(*arguments) == 0, name

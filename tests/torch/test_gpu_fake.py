@@ -51,6 +51,24 @@ def some(dtype: torch.dtype, rank: int, shape=(3, 4)) -> torch.Tensor:
     return values.to(dtype)
 
 
+def hosts_on_one_gpu() -> None:
+    hvd.init()
+    fake, rank = Fake(0), hvd.rank()
+    os.environ["NCCL_HOSTID"] = f"rank {rank}"
+    fake.install()
+    assert hvd.allreduce(fake.tensor(torch.ones(5)), op=hvd.Sum).tolist() == [2.0] * 5
+    assert hvd.metrics()["gpu"][0]["backend"] == "nccl"
+    if rank == 0:
+        hvd.send(fake.tensor(torch.arange(3.0)), 1)
+    else:
+        assert hvd.recv(fake.tensor(torch.zeros(3)), 0).tolist() == [0.0, 1.0, 2.0]
+    hvd.shutdown()
+
+
+def test_ranks_on_one_gpu_go_by_nccl_where_each_is_a_host_of_its_own_to_it(ranks) -> None:
+    ranks(hosts_on_one_gpu, HOROCLONE_GPU_OPERATIONS="nccl")
+
+
 def operations() -> None:
     fake, rank, size = begin(), hvd.rank(), hvd.size()
     for dtype in DTYPES:

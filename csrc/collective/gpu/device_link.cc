@@ -1,8 +1,6 @@
 #include "collective/gpu/device_link.h"
 
 #include <algorithm>
-#include <cstdlib>
-#include <cstring>
 #include <thread>
 
 namespace hc {
@@ -13,17 +11,15 @@ constexpr double kLinkFarewellS = 2;  // for what runs on the device, and for a 
 
 void LinkCard::put_into(Writer* frame) const {
   frame->put(operations);
-  frame->put(shares_gpus);
   frame->put(nccl_version);
-  frame->put_raw(&uuid, sizeof(uuid));
+  frame->put_raw(&place, sizeof(place));
 }
 
 LinkCard LinkCard::read_from(Reader* frame) {
   LinkCard card;
   card.operations = frame->get<GpuOperations>();
-  card.shares_gpus = frame->get<bool>();
   card.nccl_version = frame->get<int32_t>();
-  frame->take(&card.uuid, sizeof(card.uuid));
+  frame->take(&card.place, sizeof(card.place));
   return card;
 }
 
@@ -40,8 +36,7 @@ LinkBackend choose_link_backend(const LinkCard& sender, const LinkCard& receiver
   else if (sender.nccl_version != receiver.nccl_version)
     backend.reason = text_of("NCCL is ", nccl_version_text(sender.nccl_version), " at the sender and ",
                              nccl_version_text(receiver.nccl_version), " at the receiver");
-  else if (same_node && std::memcmp(&sender.uuid, &receiver.uuid, sizeof(CuUuid)) == 0 &&
-           !(sender.shares_gpus && receiver.shares_gpus))
+  else if (same_node && nccl_refuses(sender.place, receiver.place))
     backend.reason = "both ends use the same GPU, which NCCL refuses";
   backend.by_nccl = backend.reason.empty();
   if (demanded && !backend.by_nccl)
@@ -144,9 +139,7 @@ LinkCard DeviceLinks::card() const {
   LinkCard card;
   card.operations = options_.operations;
   card.nccl_version = nccl_ ? nccl_->version : 0;
-  const char* shares = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
-  card.shares_gpus = shares && *shares == '1' && card.nccl_version >= 23003;
-  card.uuid = gpu_->uuid();
+  card.place = NcclPlace::of(gpu_->uuid(), card.nccl_version);
   return card;
 }
 

@@ -19,9 +19,8 @@ namespace hc {
 // What one end tells the other of its GPU before both choose the backend of a message.
 struct LinkCard {
   GpuOperations operations = GpuOperations::kAuto;
-  bool shares_gpus = false;  // NCCL was told to accept several ranks on one GPU
   int32_t nccl_version = 0;  // 0: there is none
-  CuUuid uuid{};
+  NcclPlace place;
   void put_into(Writer* frame) const;
   static LinkCard read_from(Reader* frame);
 };

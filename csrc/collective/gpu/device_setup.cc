@@ -4,8 +4,6 @@
 // memory and say whether they could map it. Resumable like every collective.
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
-#include <cstring>
 
 #include "base/thread.h"
 #include "collective/gpu/device_state.h"
@@ -20,12 +18,11 @@ constexpr size_t kReasonBytes = 320;
 struct Introduction {
   uint8_t has_device = 0;
   uint8_t has_nccl = 0;
-  uint8_t shares_gpus = 0;  // NCCL was told to accept several ranks on one GPU
   uint8_t has_kernels = 0;
   uint8_t has_shared_segment = 0;  // shares host memory with all members
   GpuOperations operations = GpuOperations::kAuto;
   int32_t nccl_version = 0;
-  CuUuid uuid{};
+  NcclPlace place;
   int32_t devices = 0;     // GPUs that its process sees
   uint8_t has_levels = 0;  // made where every rank wants them for one reason or the other
   uint8_t reduces_by_levels = 0;
@@ -59,14 +56,14 @@ bool anybody(const Table& table, GpuOperations wants) {
 }
 
 bool on_one_gpu(const Table& table, const Group& group, size_t a, size_t b) {
-  return group.node[a] == group.node[b] && std::memcmp(&table[a].uuid, &table[b].uuid, sizeof(CuUuid)) == 0;
+  return group.node[a] == group.node[b] && is_same_gpu(table[a].place, table[b].place);
 }
 
-// The first pair of ranks on one GPU that do not both let NCCL know it; -1: none.
+// The first pair of ranks on one GPU that NCCL refuses; -1: none.
 std::pair<int, int> sharing_a_gpu(const Table& table, const Group& group) {
   for (size_t r = 0; r < table.size(); ++r)
     for (size_t other = 0; other < r; ++other)
-      if (on_one_gpu(table, group, r, other) && !(table[r].shares_gpus && table[other].shares_gpus))
+      if (group.node[r] == group.node[other] && nccl_refuses(table[r].place, table[other].place))
         return {static_cast<int>(other), static_cast<int>(r)};
   return {-1, -1};
 }
@@ -238,11 +235,9 @@ class DeviceSetup : public Collective {
     mine_.peer_bytes = options_.peer_bytes;
     device_.kernels_missing.text().copy(mine_.kernels_reason, kReasonBytes - 1);
     if (device_.gpu) {
-      mine_.uuid = device_.gpu->uuid();
+      mine_.place = NcclPlace::of(device_.gpu->uuid(), mine_.has_nccl ? device_.nccl.api().version : 0);
       (void)device_.gpu->api().cuDeviceGetCount(&mine_.devices);
     }
-    const char* shares = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
-    mine_.shares_gpus = shares && *shares == '1' && mine_.has_nccl && device_.nccl.api().version >= 23003;
     device_.nccl.missing().text().copy(mine_.reason, kReasonBytes - 1);
     if (!mine_.has_nccl) return Status::ok();
     mine_.nccl_version = device_.nccl.api().version;
