@@ -56,7 +56,7 @@ CPP = (
     Fault("csrc/agreement/coordinator.cc", "if (list.size() < 2 ||", "if (list.size() < 3 ||", "agreement negotiation: random schedules*"),
     Fault("csrc/agreement/coordinator.cc", "if (next.is_join()) break;", "if (false) break;", "agreement coordinator: join*"),
     Fault("csrc/collective/selection.cc", "return bytes < t.ring_from_bytes ? Algorithm::kRecursiveDoubling : Algorithm::kRing;", "return bytes <= t.ring_from_bytes ? Algorithm::kRecursiveDoubling : Algorithm::kRing;", "collective selection*"),
-    Fault("csrc/collective/selection.cc", "return ranks == 2 ? 4 * flat_bytes : flat_bytes;", "return flat_bytes;", "collective selection*"),
+    Fault("csrc/collective/selection.cc", "std::min(kBypassBytes, ranks == 2 ? 4 * flat_bytes : flat_bytes);", "std::min(kBypassBytes, flat_bytes);", "collective selection*"),
     Fault("csrc/net/framed_channel.cc", "if (frame.empty() || frame.size() > kMaxControlBytes) {", "if (frame.empty()) {", "net channel*"),
     Fault("csrc/net/framed_channel.cc", "if (goodbye_ && !stranded_ && !inbox_.waiting()) return Status::ok();", "if (goodbye_ && !stranded_) return Status::ok();", "net *channel*"),
     Fault("csrc/server/table.cc", "return static_cast<uint32_t>(shard * partitions >> 16);", "return static_cast<uint32_t>(shard * partitions >> 17);", "server partitions*"),

@@ -1,7 +1,9 @@
-"""tests/checkout.py tells what a commit would have from .gitignore, and unpacks what Debian 12's Python can."""
+"""tests/checkout.py tells what a commit would have, and unpacks what Debian 12's Python can; planted faults fit the tree."""
 
 from __future__ import annotations
 
+import re
+import runpy
 import shutil
 import subprocess
 import tarfile
@@ -46,3 +48,17 @@ def test_archives_are_unpacked_without_filters_too(tmp_path: Path, monkeypatch: 
         checkout.unpack(tmp_path / "one.tar.gz", tmp_path / str(number))
         assert (tmp_path / str(number) / "file").read_text() == "content"
         monkeypatch.delattr(tarfile, "data_filter", raising=False)
+
+
+def test_each_planted_fault_is_a_line_of_the_sources_and_its_test_exists() -> None:
+    faults = runpy.run_path(str(ROOT / "tests" / "planted_faults.py"))
+    cases = "\n".join(path.read_text() for path in sorted((ROOT / "csrc" / "tests").rglob("*.cc")))
+    for fault in faults["FAULTS"]:
+        assert fault.before in (ROOT / fault.file).read_text(), f"{fault.file} has no line {fault.before!r}"
+        if fault in faults["PYTHON"]:
+            assert all((ROOT / word.split("::")[0]).exists() for word in fault.test.split() if "/" in word)
+        else:
+            folder, case = fault.test.split(" ", 1)
+            assert (ROOT / "csrc" / "tests" / folder).is_dir()
+            name = '"' + re.escape(case).replace(r"\*", ".*")
+            assert re.search(name, cases), f"no case {case!r} of the C++ tests"

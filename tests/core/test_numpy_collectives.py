@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+import weakref
 
 import ml_dtypes
 import numpy as np
@@ -359,3 +360,15 @@ def test_the_world_is_up_after_the_ranks_passed_different_process_sets():
     ):
         hvd.init(process_sets=[mine])
     assert hvd.size() == 2 and hvd.allreduce(np.ones(1), op=hvd.Sum).tolist() == [2]
+
+
+@ranks(2)
+def test_arrays_live_until_their_operation_has_been_waited_for():
+    """Also those that the caller has forgotten: the core reads and writes their memory."""
+    mine = np.full(100_000, float(hvd.rank() + 1))
+    alive = weakref.ref(mine)
+    handle = hvd.allreduce_async_(mine, name="kept", op=hvd.Sum)
+    del mine
+    gc.collect()
+    assert alive() is not None
+    assert (hvd.synchronize(handle) == 3.0).all()

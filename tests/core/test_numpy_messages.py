@@ -72,3 +72,15 @@ def test_what_does_not_fit_is_an_error_on_both_sides_and_the_next_message_arrive
             assert hvd.recv(np.zeros((2, count // 2)), 0).sum() == count, (
                 "another shape of as many elements fits"
             )
+
+
+@ranks(2)
+def test_arrays_that_cannot_be_filled_or_sent_are_refused():
+    one = np.ones(4)
+    for call, text in (
+        (lambda: hvd.recv(one[::2], 1), "contiguous"),
+        (lambda: hvd.recv([0.0], 1), "NumPy array"),
+        (lambda: hvd.send(np.ones(2, np.longdouble), 1), "float128 is not supported"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=text):
+            call()

@@ -92,6 +92,20 @@ def test_a_forgotten_broadcast_is_found_and_one_after_the_first_step_is_none() -
                 training.steps(1)
 
 
+@ranks(2, limit_s=180)
+def test_with_fewer_comparisons_a_forgotten_broadcast_is_found_after_the_tenth_step() -> None:
+    """In a program, where each step takes its share of the values by the step's number."""
+    with told("error", 100):
+        training = Training(True, hvd.rank())
+        training.steps(8)
+        training.params, training.state = hvd.broadcast((training.params, training.state), 0)
+        training.steps(4)
+        training = Training(True, hvd.rank())
+        training.steps(10)
+        with pytest.raises(Exception, match="after step 10 the ranks .* before the first step or after it"):
+            training.steps(1)
+
+
 @ranks(3, limit_s=180)
 def test_a_flipped_bit_is_found_at_the_next_check() -> None:
     for program, options in (

@@ -38,7 +38,7 @@ def some(rng: np.random.Generator, kind: str, count: int) -> np.ndarray:
     """Every pattern of bits can come, so NaN, infinities, denormals, and the ends of a range."""
     dtype = DTYPES[kind]
     if kind == "bool":
-        return rng.integers(0, 3, count).astype(dtype)
+        return rng.choice(np.array([0, 0, 1, 2, 4, 128, 255], dtype), count)
     made = np.frombuffer(rng.bytes(count * dtype.itemsize), dtype).copy()
     if kind in ("f32", "f64"):  # most of these should have something in common with each other
         usual = rng.random(count) < 0.9
@@ -120,10 +120,11 @@ def reduced(
     return acc if kind == "bool" else divided(multiplied(acc, post), divisor)
 
 
-# Elements, how far the first source and the second destination are from 16 bytes, and how many sources and destinations.
+# Elements, and how far each source and each destination is from 16 bytes; None: the last source is a destination.
 SHAPES = (
-    (0, (0, 0), 2, 1), (1, (0, 0), 2, 2), (15, (0, 0), 3, 2), (1000, (0, 0), 2, 2), (9001, (0, 0), 1, 2),
-    (777, (8, 0), 3, 2), (513, (0, 8), 2, 2), (64, (0, 0), 64, 64),
+    (0, (0, 0), (None,)), (1, (0, 0), (None, 0)), (15, (0, 0, 0), (None, 0)), (1000, (0, 0), (None, 0)),
+    (9001, (0,), (None, 0)), (777, (8, 0, 0), (None, 0)), (778, (0, 8, 0), (None,)), (513, (0, 8), (None, 0)),
+    (514, (0, 0), (None, 8)), (515, (0, 0), (8, 0)), (64, (0,) * 64, (None,) + (0,) * 63),
 )  # fmt: skip
 OF_NUMBERS = ((1.0, 1.0, 1), (0.5, 1.0, 1), (1.0, 1 / 3, 1), (1e30, 1e30, 1))
 OF_INTEGERS = ((1.0, 1.0, 3), (2.5, 0.3, 2), (1e300, 1.0, 1), (float("nan"), 1.0, 1))
@@ -138,14 +139,13 @@ def check_reduce(kernels: Kernels, name: str, rng: np.random.Generator) -> Itera
     for number, (op, kinds) in enumerate(REDUCTIONS):
         if not groups[kinds] & groups[taken] or op in ("Average", "Adasum"):
             continue
-        for count, skips, sources, destinations in SHAPES:
+        for count, skips, places in SHAPES:
+            sources, destinations = len(skips), len(places)
             for pre, post, divisor in scales if sources < 64 else scales[::4]:
-                given = [some(rng, kind, count) for _ in range(sources)]
-                inputs = [Buffer.of(one, skips[0] if i == 0 else 0) for i, one in enumerate(given)]
-                # In place of the last source, and elsewhere.
+                given = [some(rng, kind, count) for _ in skips]
+                inputs = [Buffer.of(one, skip) for one, skip in zip(given, skips, strict=True)]
                 outputs = [
-                    inputs[-1],
-                    *(Buffer(count * dtype.itemsize, skips[1]) for _ in range(destinations - 1)),
+                    inputs[-1] if skip is None else Buffer(count * dtype.itemsize, skip) for skip in places
                 ]
                 a = ReduceArguments(
                     count=count, pre=pre, post=post, divisor=divisor, sources=sources, destinations=destinations,
@@ -155,13 +155,18 @@ def check_reduce(kernels: Kernels, name: str, rng: np.random.Generator) -> Itera
                     [one.at for one in inputs],
                     [one.at for one in outputs],
                 )
-                kernels.launch(name, a, [*inputs, *outputs[1:]], blocks=1 + sources % 2 * (count < 9000))
+                kernels.launch(
+                    name,
+                    a,
+                    [*inputs, *(one for one in outputs if one is not inputs[-1])],
+                    blocks=1 + sources % 2 * (count < 9000),
+                )
                 want = reduced(kind, op, given, pre, post, divisor)
                 right = all(same(one.values(dtype), want) for one in outputs)
                 yield (
                     ""
                     if right
-                    else f"{name}: {op} of {count} elements {skips}, {sources} sources, {pre} {post} {divisor}"
+                    else f"{name}: {op} of {count} elements {skips} {places}, {pre} {post} {divisor}"
                 )
 
 
@@ -299,9 +304,9 @@ def check_combine(kernels: Kernels, name: str, rng: np.random.Generator) -> Iter
     sums = Buffer.of(norms)
     given = AdasumArguments(sums=sums.at)
     for i, (count, *_) in enumerate(ROWS):
-        given.row[i] = Row(buffers[2 * i].at, buffers[2 * i + 1].at, count, i)
+        given.row[i] = Row(buffers[2 * i].at, buffers[2 * i + 1].at, count, len(ROWS) - 1 - i)
     kernels.launch(name, given, [*buffers, sums], blocks=1, rows=len(ROWS))
-    for i, (aa, ab, bb) in enumerate(norms):
+    for i, (aa, ab, bb) in enumerate(norms[::-1]):
         of_a = 1 - ab / (2 * aa) if aa else 1.0
         of_b = 1 - ab / (2 * bb) if bb else 1.0
         want = (of_a * a[i].astype(np.float64) + of_b * b[i].astype(np.float64)).astype(a[i].dtype)

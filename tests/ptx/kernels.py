@@ -111,28 +111,21 @@ PTX_OF = {"nvrtc": nvrtc_ptx, "nvcc": nvcc_ptx}
 def built(ptx: str) -> Path:
     """The shared library of a module's kernels, which the driver's fake can load. Each different C text is compiled once."""
     code = translator.translated(ptx)
+    # Each multiplication and each addition rounds.
+    compiler = [
+        *(os.environ.get("CXX") or "g++").split(),
+        *["-x", "c", "-", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-o"],
+    ]
     folder = ROOT / "build" / "ptx"
     folder.mkdir(parents=True, exist_ok=True)
-    library = folder / f"{hashlib.sha256(code.encode()).hexdigest()[:32]}.so"
-    with (folder / "lock").open("w") as lock:
+    name = hashlib.sha256(f"{compiler}\n{code}".encode()).hexdigest()[:32]
+    library = folder / f"{name}.so"
+    with (folder / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
             made = library.with_suffix(".unfinished")
-            compiler = os.environ.get("CXX") or "g++"
-            # Each multiplication and each addition rounds.
-            command = [
-                *compiler.split(),
-                "-x",
-                "c",
-                "-",
-                "-O1",
-                "-ffp-contract=off",
-                "-fPIC",
-                "-shared",
-                "-o",
-            ]
             done = subprocess.run(
-                [*command, made, "-lm"], input=code, capture_output=True, text=True, timeout=170
+                [*compiler, made, "-lm"], input=code, capture_output=True, text=True, timeout=360
             )
             assert done.returncode == 0, done.stderr[-3000:]
             made.rename(library)

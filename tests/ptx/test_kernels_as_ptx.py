@@ -116,10 +116,14 @@ PLANTED = {
     "scaled twice": ("return v * (T)pre; }", "return v * (T)pre * (T)pre; }", "hc_reduce_f64"),
     "scaled in float": ("(double)v * factor)", "(float)v * (float)factor)", "i32_i32"),
     "every other stride": ("c < chunks; c += here.step) {", "c < chunks; c += 2 * here.step) {", "hc_pack_bytes"),
-    "unsigned": ("using I8 = signed char", "using I8 = unsigned char", "hc_reduce_i8"),
+    "unsigned": ("reduce_integers<hc::I8, hc::I32", "reduce_integers<hc::U8, hc::I32", "hc_reduce_i8"),
     "divided downwards": ("return v / divisor; }", "return (v - (v < 0 ? divisor - 1 : 0)) / divisor; }", "i64_i64"),
     "one address is enough": ("kVector && is_aligned(from) && is_aligned(to)", "kVector && is_aligned(from)", "f64_f64"),
     "written before it is read": ("HC_ONE_BY_ONE\n  for (int s = 1; s < a.sources; ++s) {", "pointer<Vector>(a.out[0])[at] = first;\n  HC_ONE_BY_ONE\n  for (int s = 1; s < a.sources; ++s) {", "hc_reduce_u16"),
+    "one source's address": ("s < a.sources; ++s) aligned", "s < 1; ++s) aligned", "hc_reduce_f32"),
+    "not the first destination's": ("for (int d = 0; d < a.destinations; ++d) aligned", "for (int d = 1; d < a.destinations; ++d) aligned", "hc_reduce_f32"),
+    "another row's sums": ("3ull * row.place", "3ull * here.row", "hc_adasum_combine_f32"),
+    "two bits of a bool": ("v.byte != 0", "(v.byte & 3) != 0", "hc_reduce_bool"),
     "one destination": ("d < a.destinations; ++d) pointer", "d < 1; ++d) pointer", "hc_reduce_bool"),
     "the other's sum": ("const double of_b = sums[2] == 0", "const double of_b = sums[0] == 0", "hc_adasum_combine_f64"),
     "a lane of the line before": ("(line * 3 + which) * a.lanes_in", "(line * 3 + which) * a.lanes_out", "hc_adasum_fold"),
@@ -133,8 +137,9 @@ def test_a_fault_that_is_planted_in_a_kernel_is_noticed(fault: str) -> None:
     assert before in kernels.SOURCE, "mend this line of PLANTED"
     right = kernels.source_of(only)
     assert not differences(ptx("nvrtc", right, 90))
+    wrong = ptx("nvrtc", right.replace(before, after), 90)
     try:
-        found = differences(ptx("nvrtc", right.replace(before, after), 90))
+        found = differences(wrong)
     except (AssertionError, translator.Unknown) as refused:
         found = [str(refused)]
     assert found

@@ -74,6 +74,14 @@ def test_reducescatter_makes_sparse_tensors_dense() -> None:
 
 
 @ranks(2)
+def test_a_gather_while_a_rank_has_joined_is_an_error() -> None:
+    if hvd.rank() == 0:
+        with pytest.raises(tf.errors.FailedPreconditionError, match="not supported with Join"):
+            hvd.allgather(tf.ones(2))
+    hvd.join()
+
+
+@ranks(2)
 def test_the_classes_of_errors() -> None:
     """Where Horovod's scripts catch an error of the arguments; the runtime goes on."""
     errors, one, four = tf.errors, tf.constant(1.0), tf.ones(4)
