@@ -60,7 +60,7 @@ def test_layers_come_from_a_file_of_plan_and_wrong_ones_are_refused(capsys, tmp_
         file.write_text(wrong)
         assert tool.main(["simulate", "--ranks", "8", "--layers", str(file)]) == 2, wrong
     assert tool.main(["simulate", "--ranks", "8", "--layers", "resnet99"]) == 2
-    assert "resnet99: neither resnet50" in capsys.readouterr().out
+    assert "resnet99: neither resnet50" in capsys.readouterr().err
 
 
 def test_the_command_prints_a_table_and_writes_json(capsys, tmp_path):
