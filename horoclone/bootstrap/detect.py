@@ -120,6 +120,15 @@ def torch_port(job: str) -> int:
     return 20000 + zlib.crc32(job.encode()) % 12000
 
 
+# Not named after us: it must stay where a process is started without our variables, to be a job of its own.
+BESIDE_OURS = "_TORCH_VARIABLES_BESIDE_OTHERS"
+
+
+def mark_of_torchs(environ: Environment) -> str:
+    """What BESIDE_OURS holds while torch's variables are those that horoclonerun has set."""
+    return "/".join(environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+
+
 def torchs_by_us(environ: Environment) -> bool:
     """Whether torch's variables are those that horoclonerun sets beside its own: nobody serves there yet."""
     job = environ.get("HOROCLONE_JOB")
@@ -145,6 +154,8 @@ def _torchrun(environ: Environment) -> Placement | None:
     if not elastic and not ("MASTER_ADDR" in environ and "MASTER_PORT" in environ):
         return None
     if "RANK" not in environ or "WORLD_SIZE" not in environ:
+        return None
+    if not elastic and environ.get(BESIDE_OURS) == mark_of_torchs(environ):
         return None
     parts = [environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
     job = ":".join(["torchrun" if elastic else "env", *parts, environ.get("TORCHELASTIC_RESTART_COUNT", "0")])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from horoclone.bootstrap.detect import torch_port
+from horoclone.bootstrap.detect import BESIDE_OURS, mark_of_torchs, torch_port
 from horoclone.launch.hosts import Placement
 
 # Of the other host, or of our terminal: they would be wrong there.
@@ -19,7 +19,7 @@ _STALE = (
     "HOROCLONE_SECRET", "HOROCLONE_SECRET_FILE", "HOROCLONE_MEMBER", "HOROCLONE_ELASTIC", "HOROVOD_ELASTIC",
     "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "RANK", "WORLD_SIZE",
     "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE",
-    "TORCHELASTIC_ERROR_FILE",
+    "TORCHELASTIC_ERROR_FILE", BESIDE_OURS,
 )  # fmt: skip
 # With one of these, the address and port for torch are that launcher's, and maybe in use, not the user's.
 _OF_A_RANK = ("RANK", "TORCHELASTIC_RUN_ID", "HOROCLONE_JOB")
@@ -49,8 +49,9 @@ def torch_variables(
         "LOCAL_WORLD_SIZE": str(placement.local_size),
         "GROUP_RANK": str(node),
     }
-    meeting = {"MASTER_ADDR": first_host, "MASTER_PORT": str(torch_port(job))}
-    return variables | {name: value for name, value in meeting.items() if not environment.get(name)}
+    store = {"MASTER_ADDR": first_host, "MASTER_PORT": str(torch_port(job))}
+    variables |= {name: environment.get(name) or value for name, value in store.items()}
+    return {**variables, BESIDE_OURS: mark_of_torchs(variables)}
 
 
 def member_variables(rendezvous: str, id_: bytes, timeout_s: float) -> dict[str, str]:

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from horoclone.bootstrap.detect import torch_port
+from horoclone.bootstrap.detect import BESIDE_OURS, torch_port
 from horoclone.launch import frames, hosts, report, root_cause, termination
 from horoclone.launch.environment import (
     exported,
@@ -125,7 +125,8 @@ def test_torchs_address_and_port_are_kept_one_by_one_where_they_are_the_users():
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         environment = job_environment({name: "1234"}, {})
         found = {**environment, **torch_variables(rank, 0, "a", "job", environment)}
-        assert found == {"PYTHONUNBUFFERED": "1", **ours, name: "1234"}
+        mark = {BESIDE_OURS: f"0/1/{found['MASTER_PORT']}"}
+        assert found == {"PYTHONUNBUFFERED": "1", **ours, name: "1234", **mark}
     for name in (
         "RANK",
         "TORCHELASTIC_RUN_ID",
