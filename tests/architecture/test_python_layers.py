@@ -53,7 +53,7 @@ keras: arguments arrays comparison compression elastic errors evaluation gradien
     runtime runtime.exported stand_ins tensorflow torch torch.operations tracking
 launch: anonymous_file bootstrap connection_limits errors failpoints live membership optional selection settings simulate
     sockets
-lightning: errors objects runtime runtime.lifecycle torch tracking
+lightning: bootstrap errors objects runtime runtime.lifecycle torch tracking
 live: connection_limits
 membership: bootstrap errors failpoints
 objects: arguments arrays bootstrap errors process_sets runtime
