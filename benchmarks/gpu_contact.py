@@ -423,7 +423,7 @@ PARTS: dict[str, tuple[Callable[[Run], Result], float]] = {
     "kernels": (kernels, 60),
     "doctor": (doctor, 40),
     "nccl": (nccl, 130),
-    "ends": (ends, 60),
+    "ends": (ends, 90),
     "nccl buckets": (nccl_buckets, 45),
     "features": (features, 90),
     "one rank": (one_rank, 80),
