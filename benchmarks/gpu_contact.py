@@ -181,15 +181,8 @@ def read(path: Path) -> dict[str, Any]:
 def kernels(run: Run) -> Result:
     """Every kernel of ours in one process, to the bit, and its speed beside the driver's copy."""
     path = run.folder / "kernels.json"
-    run(
-        [
-            sys.executable,
-            HERE / "gpu_kernels.py",
-            "--json",
-            path,
-            *(["--largest", "4096"] if run.on_fakes else []),
-        ]
-    )
+    sizes = ["--largest", "4096"] if run.on_fakes else []
+    run([sys.executable, HERE / "gpu_kernels.py", "--json", path, *sizes])
     return Result(figures=read(path))
 
 
@@ -289,11 +282,8 @@ def peers(run: Run) -> Result:
     path = run.folder / "drops.json"
     result = pytest(run, TESTS_ON_FAKES[:1] if run.on_fakes else TESTS)
     result.figures["death"] = death(run, HOROCLONE_GPU_OPERATIONS="peers")
-    run(
-        ranks(2, HERE / "gpu_programs.py", "drops", "--json", path, *kind(run)),
-        HOROCLONE_GPU_OPERATIONS="peers",
-    )
-    run(ranks(2, HERE / "gpu_programs.py", "drops", "--json", path, *kind(run)), **AS_HOSTS)
+    for env in ({"HOROCLONE_GPU_OPERATIONS": "peers"}, AS_HOSTS):
+        run(ranks(2, HERE / "gpu_programs.py", "drops", "--json", path, *kind(run)), **env)
     return result
 
 

@@ -35,6 +35,16 @@ def wrong_type(call: str, argument: str, value: Any, accepted: str) -> TypeError
     return TypeError(f"{call}: {argument}={given(value)} cannot be used; {argument} takes {accepted}.")
 
 
+def whole_numbers(text: str) -> list[int]:
+    """`2,4,8` of a command line, all above 0. For argparse, to which its error belongs."""
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) for part in parts):
+        from argparse import ArgumentTypeError  # not loaded for a program that only imports horoclone
+
+        raise ArgumentTypeError(f"{text!r} is no list of whole numbers, such as 2,4,8")
+    return [int(part) for part in parts]
+
+
 def refuse_mask(array: Any) -> None:
     """ValueError for a masked array of NumPy, of which np.asarray() and TensorFlow take what lies under the mask."""
     if hasattr(array, "mask") and hasattr(array, "filled"):

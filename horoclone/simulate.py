@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from horoclone import replay
+from horoclone.arguments import whole_numbers
 
 # Microseconds to send, to travel, to receive: TCP over the loopback, and shared memory (docs/performance.md).
 DEFAULT_COSTS: dict[str, dict[str, float]] = {
@@ -149,7 +150,7 @@ def layers_of(name: str) -> tuple[tuple[float, float], ...]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=_sizes, default=list(SIZES), help="8,64,512,4096,32768")
+    parser.add_argument("--ranks", type=whole_numbers, default=list(SIZES), help="8,64,512,4096,32768")
     parser.add_argument("--ranks-per-node", type=int, default=8)
     parser.add_argument("--fanout", type=int, default=8, help="of the tree (8)")
     parser.add_argument("--tensors", type=int, default=161, help="announced in a step (161)")
@@ -241,13 +242,6 @@ def show(result: dict[str, Any]) -> None:
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     for line in lines:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
-
-
-def _sizes(text: str) -> list[int]:
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers, such as 2,4,8")
-    return [int(part) for part in parts]
 
 
 def _check_plot(path: Path) -> None:

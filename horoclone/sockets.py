@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from horoclone.arguments import whole_numbers
 from horoclone.runtime.native_module import core
 
 SYSTEM = "/sys/devices/system"
@@ -169,8 +170,10 @@ def _times(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=_numbers, help="2,4,8 (default: so on up to all cores)")
-    parser.add_argument("--sizes", type=_numbers, default=list(SIZES), help="bytes (65536,1048576,16777216)")
+    parser.add_argument("--ranks", type=whole_numbers, help="2,4,8 (default: so on up to all cores)")
+    parser.add_argument(
+        "--sizes", type=whole_numbers, default=list(SIZES), help="bytes (65536,1048576,16777216)"
+    )
     parser.add_argument(
         "--rounds", type=int, default=3, help="runs of each kind, of which the best counts (3)"
     )
@@ -187,13 +190,6 @@ def show(arguments: argparse.Namespace) -> int:
         print(f"horoclone sockets: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _numbers(text: str) -> list[int]:
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers, such as 2,4,8")
-    return [int(part) for part in parts]
 
 
 def _shown(number: int) -> str:

@@ -184,9 +184,11 @@ def routable_addresses(interfaces: str = "") -> list[str]:
             )
         return [found[name] for name in named]
     first = address_towards(_ELSEWHERE)
-    return sorted(
-        found.values(), key=lambda one: 2 if one.startswith("127.") or one == "::1" else int(one != first)
-    )
+    return sorted(found.values(), key=lambda one: 2 if is_loopback(one) else int(one != first))
+
+
+def is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
 
 
 def address_towards(host: str) -> str | None:
@@ -203,7 +205,7 @@ def address_towards(host: str) -> str | None:
                 own = str(probe.getsockname()[0])
         except OSError:
             continue
-        if own != place[0] and not own.startswith("127.") and "%" not in own:
+        if own != place[0] and not is_loopback(own) and "%" not in own:
             return own
     return None
 

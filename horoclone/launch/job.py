@@ -221,7 +221,7 @@ class Job:
                 addresses = wire.routable_addresses(self._request.interfaces or "")
             except ValueError as error:
                 raise LaunchError(f"--network-interfaces: {error}") from None
-            addresses = [one for one in addresses if not one.startswith("127.") and one != "::1"] or addresses
+            addresses = [one for one in addresses if not wire.is_loopback(one)] or addresses
         try:
             return self._serve(secret, job, addresses)
         except OSError as error:

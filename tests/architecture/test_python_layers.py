@@ -78,8 +78,8 @@ runtime.lifecycle: bootstrap errors failpoints process_sets runtime.elastic_sets
     settings
 selection:
 settings:
-simulate: replay runtime
-sockets: runtime
+simulate: arguments replay runtime
+sockets: arguments runtime
 spark: bootstrap connection_limits errors launch runner
 spark.keras: keras
 spark.torch: torch
