@@ -172,3 +172,20 @@ def test_metrics_have_prometheus_names_and_every_rank() -> None:
     assert duration.type == "histogram"
     counts = [s.value for s in duration.samples if s.name.endswith("_bucket") and s.labels["rank"] == "3"]
     assert counts == sorted(counts) and counts[-1] == 100 and counts[8] == 50
+
+
+def test_the_last_picture_of_the_dashboard_shows_failed_ranks_as_lost_whatever_they_wrote_before() -> None:
+    content = pytest.importorskip("horoclone.live.dashboard.content").Content(
+        FixedJob([
+            metrics_of(0, 4, state="ended"),  # it shut down in order, and its process failed behind that
+            metrics_of(1, 4, state="lost", exit_code=-9),
+            metrics_of(2, 4),  # it was last read while it ran
+            metrics_of(3, 4, state="ended"),
+        ]),
+        "1",
+    )  # fmt: skip
+    content.look()
+    content.end(137, "root cause: rank 1", {0: 1, 1: -9, 2: 0, 3: 0})
+    ranks = content.look()["ranks"]
+    assert [one["state"] for one in ranks] == ["lost", "lost", "ended", "ended"]
+    assert [one["note"] for one in ranks][:2] == ["exit code 1", "SIGKILL"]

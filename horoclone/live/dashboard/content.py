@@ -69,8 +69,9 @@ class Content:
 
 
 def _last_of(metrics: RankMetrics, code: int | None) -> RankMetrics:
-    """Metrics that were read before the job ended, with what became of its process. code: None: not known."""
-    if metrics.exit_code is not None or metrics.state in ("ended", "lost"):
+    """Metrics that were read before the job ended, with what became of its process. code: None: not known. A process
+    may fail after its rank has shut down in order, so a failure counts for more than what the rank wrote."""
+    if metrics.exit_code is not None or (not code and metrics.state in ("ended", "lost")):
         return metrics
     state = "lost" if code else "ended"
     return dataclasses.replace(
