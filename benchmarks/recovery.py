@@ -14,7 +14,8 @@ phase in which the process really was is read from its file, and recorded with e
 --hosts 2: horoclonerun runs in a network namespace, and half of its workers in another one (root and iproute2).
 The clock is CLOCK_MONOTONIC, which all processes of a machine share. "known": until the first survivor knows;
 "formed": until the next generation of the survivors is up; "step": until all of its ranks did a step.
-"growing" is the pause of the others when the new worker joins; the step that follows is training's own.
+"growing" is what a new worker costs: how long the others stand still, from the interrupt until they train again, which
+they do while it still receives what has changed; and how much longer than a step it takes until all did one.
 
 torchrun restarts all ranks from a file (--max-restarts, gloo); torchft 0.2.0 leaves a replica out of the next quorum
 (gloo, one replica a rank, its lighthouse with --torchft-heartbeat-ms; it needs a Python that has it).
@@ -170,14 +171,23 @@ def row_of(job: Job, kill: Kill) -> dict[str, Any]:
     return row
 
 
-def pauses_of(job: Job) -> list[tuple[float, float]]:
-    """In ms, where somebody came and nobody was lost: from the interrupt until all train, and until all did a step."""
+def pauses_of(job: Job) -> list[tuple[float, ...]]:
+    """In ms, where somebody came and nobody was lost: from the interrupt until the others train, until all train, until
+    all did a step, and that without the time of a step as it was before."""
     found = []
     for number in job.complete():
         asked_s = job.times("updated", number - 1)
         if asked_s and not job.times("lost", number - 1):
-            began_s, done_s = max(job.times("generation", number)), max(job.times("step", number))
-            found.append(((began_s - min(asked_s)) * 1000, (done_s - min(asked_s)) * 1000))
+            before = set(job.members(number - 1).values())
+            began_s = job.beginnings(number)
+            done_s = max(job.times("step", number))
+            ends_s = [
+                max(when for pid, when in began_s.items() if pid in before),
+                max(began_s.values()),
+                done_s,
+            ]
+            ends_s.append(done_s - job.step_s(number - 1))
+            found.append(tuple((when - min(asked_s)) * 1000 for when in ends_s))
     return found
 
 
@@ -240,7 +250,13 @@ def print_one(found: dict[str, Any], arguments: argparse.Namespace) -> None:
         values = [row[key] for row in rows if key in row]
         if values:
             print(f"{text:<34}{figures(values)}")
-    for i, text in enumerate(("growing: until all train again", "growing: all did a step")):
+    names = {
+        "growing: until the others train": 0,
+        "until all train": 1,
+        "until all did a step": 2,
+        "less a step": 3,
+    }
+    for text, i in names.items():
         if values := [row[i] for row in found["growing"]]:
             print(f"{text:<34}{figures(values)}")
     for kind in dict.fromkeys(row["kind"] for row in rows):

@@ -53,6 +53,8 @@ class Job:
         self._sizes: dict[int, int] = {}
         self._starts: dict[int, set[tuple[int, float]]] = defaultdict(set)  # step and sum
         self._times: dict[tuple[str, int], list[float]] = defaultdict(list)  # (what, generation) -> when
+        self._beginnings: dict[int, dict[int, float]] = defaultdict(dict)  # generation -> pid -> when
+        self._steps_s: dict[int, float] = {}  # generation -> mean time of a step, as a rank has it
         self._said: list[str] = []  # the last lines that were no news
         self._ended = ""
 
@@ -117,8 +119,13 @@ class Job:
                     self._sizes[int(number)] = int(size)
                     self._starts[int(number)].add((int(step), float(total)))
                     self._times["generation", int(number)].append(float(at))
+                    self._beginnings[int(number)][int(pid)] = float(at)
                     return
-                case [("step" | "lost" | "updated") as what, number, at]:
+                case ["updated", number, step_s, at]:
+                    self._times["updated", int(number)].append(float(at))
+                    self._steps_s[int(number)] = float(step_s)
+                    return
+                case [("step" | "lost") as what, number, at]:
                     self._times[what, int(number)].append(float(at))
                     return
         except ValueError:
@@ -152,6 +159,13 @@ class Job:
 
     def times(self, what: str, number: int) -> list[float]:
         return list(self._times[what, number])
+
+    def beginnings(self, number: int) -> dict[int, float]:
+        return dict(self._beginnings[number])
+
+    def step_s(self, number: int) -> float:
+        """Mean time of a step of a generation that was interrupted for others."""
+        return self._steps_s[number]
 
     def wait_for(self, is_it: Callable[[int], bool], text: str) -> int:
         """Waits until the newest complete generation is such a one; its number."""

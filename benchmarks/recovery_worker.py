@@ -6,8 +6,8 @@ is a number that NumPy follows beside. Each step is compared with both: a sum ov
 counted twice, ends the process with code 3.
 
 A file of the folder, one for each process, says in which phase it is; the parent writes there where it shall die.
-Printed are `generation number rank size pid step sum t`, `step number t`, `lost number t`, `updated number t`; t is
-CLOCK_MONOTONIC in seconds.
+Printed are `generation number rank size pid step sum t`, `step number t`, `lost number t`, `updated number mean t`;
+t is CLOCK_MONOTONIC in seconds, mean the seconds that a step of the generation took.
 """
 
 from __future__ import annotations
@@ -153,13 +153,14 @@ def telling(train: Callable[[Any, Any], None]) -> Callable[[Any], None]:
     def told(state: Any) -> None:
         now = generation()
         say("generation", now.number, now.rank, now.size, os.getpid(), state.step, state.total)
+        began_s, step = time.monotonic(), state.step
         try:
             train(state, now)
         except errors.HorovodInternalError:
             say("lost", now.number)
             raise
         except errors.HostsUpdatedInterrupt:
-            say("updated", now.number)
+            say("updated", now.number, (time.monotonic() - began_s) / max(1, state.step - step))
             raise
 
     return told

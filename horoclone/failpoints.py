@@ -41,6 +41,8 @@ POINTS: dict[str, str] = {
     "elastic.sync.begin": "attributes are about to be broadcast",
     "elastic.sync.received": "attributes are received, and not saved",
     "elastic.sync.done": "the synchronised state is saved as a commit",
+    "elastic.replica.wait": "the others train on, and this new rank is about to wait for the commit that it is sent",
+    "elastic.replica.taken": "this new rank has its state; it was in no collective with the others yet",
     "init.wait": "`init()` is about to wait for a generation",
     "init.told": "the record of the generation is there; nothing is connected",
     "init.gathered": "the addresses of all ranks are there; nothing is connected",

@@ -1,9 +1,10 @@
 """Commits for those who wait in init(), newcomers and spares: what is sent of a state while the others train, and how
 one of them goes on from it when it is let in.
 
-The ranks of a generation into which they come agree in one small allgather that everybody has the same commit; then
-nothing else travels. A commit is offered when all ranks hold it, so that its number is never that of another. Thread:
-the one that trains; packing is done by the one that sends.
+The ranks of a generation into which they come agree in one small allgather that everybody has the same commit, or is
+being sent it: then the others train on, and who is new comes into their first collective when it has it. A commit is
+offered when all ranks hold it, so that its number is never that of another. Thread: the one that trains; packing is
+done by the one that sends.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import functools
 import inspect
 import io
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from horoclone import errors, failpoints
 from horoclone.elastic import member
 from horoclone.elastic.generation import generation
 from horoclone.runtime.lifecycle import member as process
@@ -62,6 +64,12 @@ def offer(state: Any) -> None:
     process.offer_replica(number, lambda: [] if content is None else packed(content))
 
 
+def finish(state: Any) -> None:
+    """Training is over: where nothing was committed in this generation, who is new may still be waiting for it."""
+    if process.feeds() and state._commit_number == generation().commit:
+        process.finish_feeding()
+
+
 def is_provisional() -> bool:
     """Whether a state that is made now will be replaced before training begins, as a commit of the others has come: the
     others stand still meanwhile, so it need not begin with a copy of its values."""
@@ -84,12 +92,21 @@ def _all_have_it(state: Any) -> bool:
     if getattr(state, "_commit_number", 0) == now.commit and not process.digest_of_replica(now.commit):
         offer(state)  # it was lost between its save and its offer
     process.hurry_replica()
-    commit, digest = _take_over(state, now.commit) if now.rank in now.newcomers else _held(state, now.commit)
-    everybody = member.told_by_all((commit, digest), "hvd.elastic.replica")
+    is_new = now.rank in now.newcomers
+    mine = (_promised if is_new else _held)(state, now.commit)
+    try:
+        everybody = member.told_by_all(mine, "hvd.elastic.replica")
+    except errors.HorovodInternalError:
+        if is_new and mine[1]:  # all others may be gone
+            _take_over(state, now.commit, mine[1:2])
+        raise
     digests = {told[1] for told in everybody if told[1]}
-    if len(digests) != 1 or any(told[0] != now.commit for told in everybody):
+    feeder = everybody[0][2]
+    if len(digests) > 1 or any(told[0] != now.commit or told[2] not in (0, feeder) for told in everybody):
+        process.take_replica(waits=False)
         return False
-    if now.rank in now.newcomers:
+    if is_new:
+        _take_over(state, now.commit, digests)
         state.on_reset()  # as the others have done: the callbacks may have changed what the commit holds
     return True
 
@@ -122,24 +139,47 @@ def _is_whole(state: Any) -> bool:
     return all(one.__module__.startswith("horoclone.") for one in methods)
 
 
-def _held(state: Any, commit: int) -> tuple[int, int]:
+def _held(state: Any, commit: int) -> tuple[int, int, int]:
+    """The commit, its digest if this process has sent it, and process.feeder()."""
     is_there = _is_whole(state) and state._commit_number == commit
-    return (commit, process.digest_of_replica(commit)) if is_there else (0, 0)
+    return (commit, process.digest_of_replica(commit), process.feeder()) if is_there else (0, 0, 0)
 
 
-def _take_over(state: Any, commit: int) -> tuple[int, int]:
-    """Gives the state what came while this process waited; (0, 0) where that is another commit or does not fit."""
+def _promised(state: Any, commit: int) -> tuple[int, int, int]:
+    """As _held(), of who is new: the digest if it has the commit, else who sends it; zeros where the commits that come
+    are of a state that differs."""
+    replica, feeder = process.promised_replica()
+    if replica is None or not _is_whole(state):
+        return 0, 0, 0
+    try:
+        if not replica.parts or not state._accepts(unpacked(replica.parts)):
+            return 0, 0, 0
+    except Exception:  # the sync that follows says in what it differs
+        return 0, 0, 0
+    if replica.commit == commit:
+        return commit, replica.digest, 0
+    return (commit, 0, feeder) if feeder and replica.commit < commit else (0, 0, 0)
+
+
+def _take_over(state: Any, commit: int, digests: Collection[int]) -> None:
+    """Gives the state the commit that has come or comes. PeerLost where it does not: another generation begins then, in
+    which this process has no commit. ValueError where it is of a state that differs."""
+    failpoints.reach("elastic.replica.wait")
     replica = process.take_replica()
-    if replica is None or replica.commit != commit or not _is_whole(state):
-        return 0, 0
+    if replica is None or replica.commit != commit or (digests and replica.digest not in digests):
+        raise errors.PeerLost(f"commit {commit}, on its way from rank 0, did not arrive", -1)
+    before = state._content()
     try:
         content = unpacked(replica.parts)
         if not state._accepts(content):
-            return 0, 0
+            raise ValueError("it has other attributes, or a model or an optimizer of another form")
         state._set_content(content)
         state.restore()
-    except Exception:  # of a state that differs: the sync that follows says in what
-        return 0, 0
+    except Exception as error:
+        state._set_content(before)
+        raise ValueError(
+            f"commit {commit} of the others does not fit the state of this process: {error}"
+        ) from error
     state._slots, state._commit_number = {commit: state._content()}, commit
     member.offer_commits((commit,))
-    return commit, replica.digest
+    failpoints.reach("elastic.replica.taken")

@@ -67,6 +67,7 @@ def run_fn(func: Callable[_P, _T], reset: Callable[[], Any]) -> Callable[_P, _T]
                     _synchronise(state, skip_sync)
                     value = func(state, *args, **kwargs)
                     state._come_to_an_end()
+                    replicas.finish(state)
                     if getattr(state, "_disk", None) is not None:
                         state._disk.wait()
                     return value

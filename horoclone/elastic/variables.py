@@ -108,7 +108,7 @@ class VariablesState(ObjectState):
         plain, values = content
         forms = [
             [(str(one.dtype), one.shape) for one in some]
-            for some in (values, self._values_of(self._variables()))
+            for some in (values, map(np.asarray, self._read(self._variables())))
         ]
         return super()._accepts(plain) and forms[0] == forms[1]
 

@@ -49,6 +49,7 @@ class ElasticMember:
         self._link: MembershipClient | None = None
         self._thread: _MembershipThread | None = None
         self._feeder: replica.Feeder | None = None  # since this process was rank 0
+        self._feeds_since = 0  # the generation in which that was
         self._feed: replica.Feed | None = None  # since this process waits to be one of the ranks
 
     def is_elastic(self) -> bool:
@@ -77,7 +78,7 @@ class ElasticMember:
         if self._feed is not None and self.assignment.commit:
             self._feed.finish(self.assignment.commit)
         elif self._feed is not None:
-            self.take_replica()  # nobody has trained yet: this is no newcomer
+            self.take_replica(waits=False)  # nobody has trained yet: this is no newcomer
         one_host = all(address.startswith(("127.", "unix:")) for address in self._who.addresses)
         if self.assignment.rank == 0:
             self._start_feeding(self._who, self.assignment.number, one_host)
@@ -213,7 +214,7 @@ class ElasticMember:
             client = Client(list(who.addresses), who.secret, who.job, HELLO_S)
             client.put(replica.KEY, number.to_bytes(8, "little") + ",".join(feeder.addresses).encode())
             client.close()
-            self._feeder = feeder
+            self._feeder, self._feeds_since = feeder, number
         except (OSError, errors.HorovodInternalError) as error:
             say(f"newcomers are not given commits while they wait: {error}")
 
@@ -239,10 +240,23 @@ class ElasticMember:
         """Whether this process was given a commit while it waited, which nobody has taken yet."""
         return self._feed is not None and self._feed.has_commit()
 
-    def take_replica(self) -> replica.Replica | None:
-        """The newest commit that this process was given while it waited; once."""
+    def feeder(self) -> int:
+        """Of this process, if it is rank 0: the generation since which it gives commits to those who wait; 0: none."""
+        return self._feeds_since if self.feeds() else 0
+
+    def finish_feeding(self) -> None:
+        """Training is over: who was let in gets what it was promised before this process ends."""
+        if self._feeder is not None:
+            self._feeder.finish()
+
+    def promised_replica(self) -> tuple[replica.Replica | None, int]:
+        """The newest commit that this process was given while it waited, and the feeder() of whom the next come."""
+        return self._feed.promised() if self._feed is not None else (None, 0)
+
+    def take_replica(self, waits: bool = True) -> replica.Replica | None:
+        """The newest commit that this process was given while it waited, once; waits: for that of this generation."""
         feed, self._feed = self._feed, None
-        return feed.take() if feed is not None else None
+        return feed.take(waits) if feed is not None else None
 
     def _follow(self) -> MembershipClient:
         """The connection of init() to the coordinator of now."""

@@ -37,7 +37,7 @@ SLICE = 1 << 18  # bytes that are compared at once
 PART_OF_TIME = 2  # one part of so many at most goes to packing and sending, the rest is training's alone
 RETRY_S = 0.5
 REACH_S = 2.0  # for the feeder to answer; it is tried again
-LAST_S = 30.0  # for the commit that is on its way when a spare is promoted
+LAST_S = 30.0  # a promoted spare that hears nothing for so long gets nothing any more
 LOOK_S = 5.0  # so often does a spare that hears nothing look whether somebody else feeds
 QUIET_S = 5.0  # who hears nothing for so long does not wait to be fed any more
 _HEAD = struct.Struct("<QI")
@@ -91,7 +91,8 @@ class Feeder:
         self._hurries = False  # the newest offer is not to wait for its turn
         self._packed: Replica | None = None
         self._packed_of: tuple[int, Pack] | None = None  # the offer
-        self._spares = 0
+        # what each spare was sent last
+        self._served: dict[socket.socket, tuple[int, Pack] | None] = {}
         self._unauthenticated = UnauthenticatedConnections(MAX_SPARES, HELLO_S, shut_down, has_unread)
         self._closed = False
         self._packing = threading.Lock()
@@ -119,6 +120,14 @@ class Feeder:
         with self._news:
             self._hurries = True
             self._news.notify_all()
+
+    def finish(self) -> None:
+        """Waits until everybody has the newest offer, or is gone: this process may end then."""
+        self.hurry()
+        with self._news:
+            self._news.wait_for(
+                lambda: self._closed or all(one is self._offered for one in self._served.values()), LAST_S
+            )
 
     def digest(self, commit: int) -> int:
         """Of a commit that was sent; 0: it was not, or is not the newest."""
@@ -151,14 +160,15 @@ class Feeder:
             if not wire.admit(peer, self._secret, self._job, HELLO_S):
                 return
             self._unauthenticated.gone(peer)
-            if self._take():
+            if self._take(peer):
                 peer.settimeout(STUCK_S)
                 try:
                     self._feed(peer)
                 finally:
                     with self._news:
-                        self._spares -= 1
-                        if not self._spares and self._packed is not None:
+                        del self._served[peer]
+                        self._news.notify_all()
+                        if not self._served and self._packed is not None:
                             self._packed = self._packed._replace(
                                 parts=()
                             )  # its memory; the digest may be asked for
@@ -169,12 +179,12 @@ class Feeder:
             self._unauthenticated.gone(peer)
             peer.close()
 
-    def _take(self) -> bool:
+    def _take(self, peer: socket.socket) -> bool:
         """Whether there is room for one more that has proved to be of this job."""
         with self._news:
-            if self._spares >= MAX_SPARES:
+            if len(self._served) >= MAX_SPARES:
                 return False
-            self._spares += 1
+            self._served[peer] = None
             return True
 
     def _feed(self, peer: socket.socket) -> None:
@@ -198,6 +208,9 @@ class Feeder:
             seen, replica = self._newest()
             self._send(peer, replica, sent)
             sent = replica
+            with self._news:
+                self._served[peer] = seen
+                self._news.notify_all()
             took_s = time.monotonic() - began_s
             next_s = began_s + max(self._interval_s, PART_OF_TIME * took_s)
 
@@ -246,9 +259,9 @@ class Feed(Client):
         self._newest: Replica | None = None
         self._memory: dict[int, bytearray] = {}  # for parts of the next commit, by their places
         self._stop = False
-        self._is_fed = False  # somebody is connected who feeds
+        self._feeder = 0  # who is connected and feeds: the generation since which it does; 0: nobody
         self._heard_s = time.monotonic()  # the last bytes
-        self._wanted, self._until_s = 0, float("inf")
+        self._wanted = 0  # see finish()
         self._thread = threading.Thread(target=self._run, name="hc-replica-in", daemon=True)
 
     def start(self) -> None:
@@ -261,22 +274,30 @@ class Feed(Client):
     def has_commit(self) -> bool:
         return self._newest is not None and bool(self._newest.parts)
 
+    def promised(self) -> tuple[Replica | None, int]:
+        """The newest commit that has come whole, and who sends those behind it; see _feeder. Waits for the first."""
+        while not self.has_commit() and self._feeder and not self._is_over() and not self._is_quiet():
+            self._thread.join(SLICE_S / 10)
+        return self._newest, self._feeder
+
     def _is_quiet(self) -> bool:
         return time.monotonic() >= self._heard_s + QUIET_S
 
     def finish(self, commit: int) -> None:
-        """This process is promoted: nothing after this commit is wanted, and that one not for long."""
+        """This process is promoted: nothing after this commit is wanted, and that one as long as something comes."""
         self._hear()  # what comes next comes from now on
-        self._wanted, self._until_s = commit, time.monotonic() + LAST_S
+        self._wanted = commit
 
     def _is_over(self) -> bool:
-        has_come = self._newest is not None and 0 < self._wanted <= self._newest.commit
-        return self._stop or has_come or time.monotonic() >= self._until_s
+        if not self._wanted or self._stop:
+            return self._stop
+        has_come = self._newest is not None and self._wanted <= self._newest.commit
+        return has_come or time.monotonic() >= self._heard_s + LAST_S
 
-    def take(self) -> Replica | None:
-        """The newest commit that has come whole; no other comes after it. Waits for the one that finish() has named, as
-        long as something comes."""
-        while self._wanted and self._is_fed and not self._is_over() and not self._is_quiet():
+    def take(self, waits: bool = True) -> Replica | None:
+        """The newest commit that has come whole; no other comes after it. waits: for the one that finish() has named,
+        as long as something comes."""
+        while waits and self._wanted and self._feeder and not self._is_over() and not self._is_quiet():
             self._thread.join(SLICE_S / 10)
         self._stop, self._memory = True, {}
         return self._newest
@@ -307,14 +328,14 @@ class Feed(Client):
         try:
             connection = source.open()
             stream, before = _Stream(connection, is_over, self._hear), None  # of this feeder
-            self._is_fed = True
+            self._feeder = int.from_bytes(value[:8], "little")
             while not self._is_over():
                 replica = self._checked(stream.read(before, self._memory))
                 if replica is None:
                     return
                 before = self._keep(replica)
         finally:
-            self._is_fed = False
+            self._feeder = 0
             source.close()
 
     def _keep(self, replica: Replica) -> Replica:

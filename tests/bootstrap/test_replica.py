@@ -234,7 +234,7 @@ def test_who_is_let_in_does_not_wait_for_a_feeder_that_is_gone(feeder: Feeder, f
     newest(feed, 1)
     feed.finish(2)
     feeder.close()
-    until(lambda: not feed._is_fed)
+    until(lambda: not feed._feeder)
     began = time.monotonic()
     taken = feed.take()
     assert taken is not None and taken.commit == 1 and time.monotonic() - began < replica.QUIET_S
@@ -311,3 +311,30 @@ def test_a_spare_gets_in_past_strangers_that_say_nothing(server: Server, feeder:
         until(lambda: not feed._thread.is_alive())
         for one in idle:
             one.close()
+
+
+def test_who_is_new_hears_which_commit_it_has_and_who_sends_the_next(feeder: Feeder, feed: Feed) -> None:
+    threading.Timer(0.1, lambda: feeder.offer(1, lambda: [b"1"])).start()
+    until(lambda: feed._feeder)
+    replica, since = feed.promised()
+    assert replica is not None and replica.commit == 1 and since == 1
+    feeder.offer(2, lambda: [b"2"])
+    newest(feed, 2)
+
+
+def test_a_feeder_that_ends_lets_everybody_have_the_newest_commit(server: Server) -> None:
+    one = Feeder(SECRET, JOB, ["127.0.0.1"], 1000.0)
+    tell(server, one.addresses)
+    one.offer(1, lambda: [b"1"])
+    one.finish()  # of nobody
+    feed = Feed(server.addresses, SECRET, JOB)
+    feed.start()
+    try:
+        newest(feed, 1)
+        large = bytes(30_000_000)
+        one.offer(2, lambda: [large])
+        one.finish()
+    finally:
+        one.close()
+    newest(feed, 2)
+    feed.take()

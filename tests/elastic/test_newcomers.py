@@ -117,6 +117,16 @@ def test_a_newcomer_that_is_killed_while_it_waits_costs_nobody_anything(
     job.finish()
 
 
+def test_where_the_commit_does_not_arrive_another_generation_begins(launch: Any, tmp_path: Path) -> None:
+    """The others train already, and lose no step."""
+    fault = "elastic.replica.wait=raise:PeerLost@1#2"
+    job = Growing(launch, tmp_path, 2, 1_000_000, "plain", HOROCLONE_FAILPOINTS=fault)
+    job.to(3)
+    job.until(lambda: len(job.of_generation(3)) == 3)
+    assert len(job.of_generation(2)) == 2, "the newcomer did not train"
+    assert {one[5] for one in job.finish() if one[0] == "3"} == {"sync"}
+
+
 @pytest.mark.in_turn
 @pytest.mark.parametrize(
     "fault",
@@ -126,6 +136,10 @@ def test_a_newcomer_that_is_killed_while_it_waits_costs_nobody_anything(
         "elastic.run.reset=kill#0",
         "init.told=kill@1#2",  # the newcomer, and those that come in its place
         "init.connected=kill@1#2",
+        "elastic.replica.wait=kill@1#2",
+        "elastic.replica.taken=kill@1#2",
+        "elastic.sync.done=kill@2#1",  # the others train already
+        "elastic.replica.wait=delay:0.5#2;elastic.sync.done=kill@2#0",
     ],
 )
 def test_who_is_killed_when_a_newcomer_is_let_in_takes_no_step_along(

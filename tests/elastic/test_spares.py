@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from horoclone import errors
 from horoclone.elastic import member, replicas
 from horoclone.elastic.generation import Generation
 from horoclone.elastic.state import ObjectState
@@ -77,6 +78,8 @@ class Ranks:
         self.rank, self.commit, self.said = 0, 5, {}
         self.others: dict[int, list[int]] = {}
         self.replica: Replica | None = None
+        self.before: Replica | None = None  # what has come when the ranks agree
+        self.feeder = 0
         self.has_spares = True
         self.offered: list[int] = []
         patch = monkeypatch.setattr
@@ -85,7 +88,9 @@ class Ranks:
         patch(process, "feeds", lambda: self.rank == 0)
         patch(replicas, "is_ours", lambda _: True)
         patch(process, "offer_replica", lambda commit, pack: self.offered.append(commit))
-        patch(process, "take_replica", lambda: self.replica)
+        patch(process, "take_replica", lambda waits=True: self.replica)
+        patch(process, "promised_replica", lambda: (self.before or self.replica, self.feeder))
+        patch(process, "feeder", lambda: self.feeder if self.rank == 0 else 0)
         patch(process, "digest_of_replica", lambda commit: 99 if commit == 5 else 0)
         patch(facts, "rank", lambda: self.rank)
         patch(facts, "size", lambda: 2)
@@ -127,9 +132,9 @@ def test_who_is_new_takes_the_commit_and_acts_as_the_others_have(
 ) -> None:
     state, calls = state_of(0, monkeypatch, step=0, model=np.zeros(3))
     state.register_reset_callbacks([lambda: setattr(state, "step", state.step + 100)])
-    two.rank, two.replica, two.others = 1, given(5, step=7, model=np.arange(3.0)), {0: [5, 99]}
+    two.rank, two.replica, two.others = 1, given(5, step=7, model=np.arange(3.0)), {0: [5, 99, 0]}
     replicas.synchronise(state)
-    assert two.said[1] == [5, 99] and not calls
+    assert two.said[1] == [5, 99, 0] and not calls
     assert state.step == 107 and state.model.tolist() == [0, 1, 2] and state._held() == (5,)
     state.model += 1
     state.restore()
@@ -139,12 +144,12 @@ def test_who_is_new_takes_the_commit_and_acts_as_the_others_have(
 @pytest.mark.parametrize(
     "replica, others",
     [
-        (None, [5, 99]),
-        (given(4, step=7), [5, 99]),  # an older commit
-        (given(5, epoch=7), [5, 99]),  # of another state
-        (given(5, step=7), [5, 77]),  # somebody else's commit of that number
-        (given(5, step=7), [0, 0]),  # another rank has none
-        (Replica(5, [b"no pickle"], 99), [5, 99]),
+        (None, [5, 99, 0]),
+        (given(4, step=7), [5, 99, 0]),  # an older commit
+        (given(5, epoch=7), [5, 99, 0]),  # of another state
+        (given(5, step=7), [5, 77, 0]),  # somebody else's commit of that number
+        (given(5, step=7), [0, 0, 0]),  # another rank has none
+        (Replica(5, [b"no pickle"], 99), [5, 99, 0]),
     ],
 )
 def test_where_anything_differs_everything_is_sent(
@@ -158,12 +163,71 @@ def test_where_anything_differs_everything_is_sent(
 
 def test_who_was_there_says_what_it_has(two: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     state, calls = state_of(5, monkeypatch, step=3)
-    two.others = {1: [5, 99]}
+    two.others, two.feeder = {1: [5, 99, 0]}, 1
     replicas.synchronise(state)
-    assert two.said[0] == [5, 99] and not calls and state.step == 3
+    assert two.said[0] == [5, 99, 1] and not calls and state.step == 3
     state._commit_number = 6
     replicas.synchronise(state)
-    assert two.said[0] == [0, 0] and calls == [1]
+    assert two.said[0] == [0, 0, 0] and calls == [1]
+
+
+@pytest.mark.parametrize("digest", [0, 99])
+def test_who_is_new_waits_for_its_commit_while_the_others_train_on(
+    two: Ranks, monkeypatch: pytest.MonkeyPatch, digest: int
+) -> None:
+    state, calls = state_of(0, monkeypatch, step=0)
+    two.rank, two.others, two.feeder = 1, {0: [5, digest, 3]}, 3
+    two.before, two.replica = given(4, step=6), given(5, step=7)
+    replicas.synchronise(state)
+    assert two.said[1] == [5, 0, 3] and not calls and state.step == 7 and state._held() == (5,)
+
+
+@pytest.mark.parametrize("has_it", [True, False])
+def test_who_is_new_keeps_the_commit_that_it_has_where_the_others_are_lost(
+    two: Ranks, monkeypatch: pytest.MonkeyPatch, has_it: bool
+) -> None:
+    def tell(*_: object) -> None:
+        raise errors.PeerLost("rank 0 is gone", 0)
+
+    state, _ = state_of(0, monkeypatch, step=0)
+    two.rank, two.feeder, two.replica = 1, 3, given(5 if has_it else 4, step=7)
+    monkeypatch.setattr(member, "told_by_all", tell)
+    with pytest.raises(errors.PeerLost, match="rank 0"):
+        replicas.synchronise(state)
+    assert (state.step, state._held()) == ((7, (5,)) if has_it else (0, ()))
+
+
+def test_who_is_fed_by_another_than_rank_0_is_sent_everything(
+    two: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, calls = state_of(0, monkeypatch, step=0)
+    two.rank, two.others, two.feeder, two.before = 1, {0: [5, 0, 3]}, 2, given(4, step=6)
+    replicas.synchronise(state)
+    assert two.said[1] == [5, 0, 2] and calls == [1] and state.step == 0
+
+
+@pytest.mark.parametrize("comes", [None, given(4, step=6), given(5, step=7)._replace(digest=98)])
+def test_a_commit_that_does_not_arrive_ends_the_generation(
+    two: Ranks, monkeypatch: pytest.MonkeyPatch, comes: Replica | None
+) -> None:
+    state, calls = state_of(0, monkeypatch, step=0)
+    two.rank, two.others, two.feeder = 1, {0: [5, 99, 3]}, 3
+    two.before, two.replica = given(4, step=6), comes
+    with pytest.raises(errors.PeerLost, match="commit 5"):
+        replicas.synchronise(state)
+    assert not calls and state.step == 0 and state._held() == ()
+
+
+def test_a_commit_of_another_form_than_those_before_leaves_the_state_as_it_was(
+    two: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, _ = state_of(0, monkeypatch, step=0)
+    two.rank, two.others, two.feeder = 1, {0: [5, 99, 3]}, 3
+    two.before, two.replica = given(4, step=6), given(5, epoch=6)
+    with pytest.raises(ValueError, match="commit 5 .* does not fit"):
+        replicas.synchronise(state)
+    state.restore()
+    assert state.step == 0 and state._held() == ()
 
 
 def test_a_state_that_keeps_more_than_is_known_here_is_always_sent(
@@ -174,7 +238,7 @@ def test_a_state_that_keeps_more_than_is_known_here_is_always_sent(
             super().save()
 
     mine = Mine(lambda value: value, lambda: 0, step=1)
-    mine._commit_number, two.others = 5, {1: [5, 99]}
+    mine._commit_number, two.others = 5, {1: [5, 99, 0]}
     offered: list[Any] = []
 
     def offer(commit: int, pack: Any) -> None:
@@ -185,7 +249,7 @@ def test_a_state_that_keeps_more_than_is_known_here_is_always_sent(
     mine.sync = lambda: calls.append(1)  # type: ignore[method-assign]
     replicas.offer(mine)
     replicas.synchronise(mine)
-    assert two.said[0] == [0, 0] and calls == [1] and not offered
+    assert two.said[0] == [0, 0, 0] and calls == [1] and not offered
 
 
 @pytest.mark.parametrize("has_spares", [True, False])
@@ -194,7 +258,7 @@ def test_callbacks_of_a_newcomer_may_know_less_than_those_of_the_others(
 ) -> None:
     state, calls = state_of(0, monkeypatch, step=0)
     state.register_reset_callbacks([lambda: None])
-    two.has_spares, two.rank, two.replica, two.others = has_spares, 1, given(5, step=7), {0: [5, 99]}
+    two.has_spares, two.rank, two.replica, two.others = has_spares, 1, given(5, step=7), {0: [5, 99, 0]}
     replicas.synchronise(state)
     assert calls == ([] if has_spares else [1])
 
@@ -203,9 +267,21 @@ def test_a_commit_that_was_not_offered_before_the_loss_is_offered_now(
     two: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state, _ = state_of(6, monkeypatch, step=3)
-    two.commit, two.others = 6, {1: [6, 99]}
+    two.commit, two.others = 6, {1: [6, 99, 0]}
     replicas.synchronise(state)
     assert two.offered == [6]
+
+
+def test_who_is_new_gets_its_commit_also_where_training_ends_at_once(
+    two: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, finished = state_of(5, monkeypatch, step=3)[0], []
+    monkeypatch.setattr(process, "finish_feeding", lambda: finished.append(two.rank))
+    for two.rank in (0, 1):
+        replicas.finish(state)
+    state._commit_number = 6  # who is new was there when it was made
+    replicas.finish(state)
+    assert finished == [0]
 
 
 def test_arrays_travel_as_their_own_memory() -> None:

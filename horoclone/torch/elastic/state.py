@@ -364,19 +364,37 @@ def _handler_of(value: Any) -> StateHandler | None:
     return next((handler(value) for kind, handler in _registry if isinstance(value, kind)), None)
 
 
+def _form_of_model(name: str, state: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    return [
+        (f"{name}.{key}", str(value.dtype), tuple(value.shape))
+        if isinstance(value, torch.Tensor)
+        else (f"{name}.{key}", type(value).__name__)
+        for key, value in state.items()
+    ]
+
+
+def _group_sizes(groups: Sequence[Mapping[str, Any]]) -> list[int]:
+    return [len(group["params"]) for group in groups]
+
+
 def _forms_of(name: str, handler: StateHandler) -> list[tuple[Any, ...]]:
     """Names, dtypes and shapes of a model; the parameter groups of an optimizer; the kind of anything else."""
     if isinstance(handler, ModelStateHandler):
-        return [
-            (f"{name}.{key}", str(value.dtype), tuple(value.shape))
-            if isinstance(value, torch.Tensor)
-            else (f"{name}.{key}", type(value).__name__)
-            for key, value in handler.value.state_dict().items()
-        ]
+        return _form_of_model(name, handler.value.state_dict())
     if isinstance(handler, OptimizerStateHandler):
-        sizes = [len(group["params"]) for group in handler.value.param_groups]
-        return [(name, type(handler.value).__name__, "groups of", sizes)]
+        return [(name, type(handler.value).__name__, "groups of", _group_sizes(handler.value.param_groups))]
     return [(name, type(handler.value).__name__)]
+
+
+def _takes(handler: StateHandler, kept: Mapping[str, Any]) -> bool:
+    """Whether what another rank's handler keeps has the form of this one's value."""
+    if isinstance(handler, ModelStateHandler):
+        state = handler._saved_model_state
+        return _form_of_model("", kept["_saved_model_state"]) == _form_of_model("", state)
+    if isinstance(handler, OptimizerStateHandler):
+        states = kept["_saved_optimizer_state"], handler._saved_optimizer_state
+        return _group_sizes(states[0]["param_groups"]) == _group_sizes(states[1]["param_groups"])
+    return True
 
 
 class TorchState(ObjectState):
@@ -504,7 +522,9 @@ class TorchState(ObjectState):
 
     def _accepts(self, content: Any) -> bool:
         plain, kept = content
-        return super()._accepts(plain) and set(kept) == set(self._handlers)
+        if not super()._accepts(plain) or set(kept) != set(self._handlers):
+            return False
+        return all(_takes(handler, kept[name]) for name, handler in self._handlers.items())
 
     def _set_content(self, content: Any) -> None:
         plain, kept = content
