@@ -81,7 +81,8 @@ def sum_with(chunk: Part, before: int) -> int:
 class Feeder:
     """Rank 0's side. Threads: one that waits for spares, one for each spare; offer() is called by the one that trains.
 
-    bindings: where it listens. interval_s: a spare gets a commit at most so often, and the newest one in the end.
+    bindings: where it listens, see wire.parse_address(). interval_s: a spare gets a commit at most so often, and the
+    newest one in the end.
     """
 
     def __init__(self, secret: bytes, job: str, bindings: Sequence[str], interval_s: float) -> None:
@@ -96,17 +97,20 @@ class Feeder:
         self._unauthenticated = UnauthenticatedConnections(MAX_SPARES, HELLO_S, shut_down, has_unread)
         self._closed = False
         self._packing = threading.Lock()
-        self._listeners = [
-            socket.create_server(
-                (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=BACKLOG
-            )
-            for host in bindings
-        ]
+        self._listeners: list[socket.socket] = []
         self.addresses: list[str] = []
-        for listener in self._listeners:
-            host, port = listener.getsockname()[:2]
-            hosts = wire.routable_addresses() if host in ("0.0.0.0", "::") else [host]
-            self.addresses += [wire.format_address(one, port) for one in hosts]
+        for binding in bindings:
+            family, target = wire.parse_address(binding)
+            listener = socket.socket(family, socket.SOCK_STREAM)
+            self._listeners.append(listener)
+            listener.bind(target)
+            listener.listen(BACKLOG)
+            if family == socket.AF_UNIX:
+                self.addresses.append(binding)
+            else:
+                host, port = listener.getsockname()[:2]
+                hosts = wire.routable_addresses() if host in ("0.0.0.0", "::") else [host]
+                self.addresses += [wire.format_address(one, port) for one in hosts]
             threading.Thread(target=self._accept, args=(listener,), name="hc-replica", daemon=True).start()
 
     def offer(self, commit: int, pack: Pack) -> None:
@@ -156,7 +160,8 @@ class Feeder:
 
     def _serve(self, peer: socket.socket) -> None:
         try:
-            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if peer.family != socket.AF_UNIX:
+                peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if not wire.admit(peer, self._secret, self._job, HELLO_S):
                 return
             self._unauthenticated.gone(peer)

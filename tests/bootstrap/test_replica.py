@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 import struct
 import threading
@@ -42,8 +43,14 @@ def tell(server: Server, addresses: list[str], generation: int = 1) -> None:
 
 
 @pytest.fixture
-def feeder(server: Server) -> Iterator[Feeder]:
-    one = Feeder(SECRET, JOB, ["127.0.0.1"], 0.0)
+def near() -> str:
+    """As on one host."""
+    return f"unix:horoclone-test-{secrets.token_hex(8)}"
+
+
+@pytest.fixture
+def feeder(server: Server, near: str) -> Iterator[Feeder]:
+    one = Feeder(SECRET, JOB, [near], 0.0)
     tell(server, one.addresses)
     yield one
     one.close()
@@ -106,15 +113,20 @@ def test_nothing_is_packed_for_nobody_and_what_cannot_be_packed_is_not_sent(
 
 
 @pytest.mark.parametrize("secret, job", [(b"x" * 32, f"{JOB}/replica"), (SECRET, JOB)])
-def test_a_stranger_is_told_nothing(feeder: Feeder, secret: bytes, job: str) -> None:
+@pytest.mark.parametrize("binding", ["127.0.0.1", ""])
+def test_a_stranger_is_told_nothing(near: str, secret: bytes, job: str, binding: str) -> None:
+    feeder = Feeder(SECRET, JOB, [binding or near], 0.0)
     feeder.offer(1, lambda: [b"weights"])
-    host, port = feeder.addresses[0].split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as peer:
+    family, target = wire.parse_address(feeder.addresses[0])
+    with socket.socket(family) as peer:
+        peer.settimeout(10)
+        peer.connect(target)
         greeting = peer.recv(wire.GREETING_BYTES, socket.MSG_WAITALL)
         nonce = b"n" * wire.NONCE_BYTES
         proof = wire.proof(secret, b"client", job, greeting[len(wire.GREETING) :], nonce)
         peer.sendall(wire.HELLO + nonce + proof)
         said = peer.recv(1 << 16, socket.MSG_WAITALL)
+    feeder.close()
     assert said == wire.REFUSED
 
 
@@ -299,8 +311,11 @@ def test_a_promoted_spare_waits_for_its_commit_only_for_a_while(
 
 
 def test_a_spare_gets_in_past_strangers_that_say_nothing(server: Server, feeder: Feeder) -> None:
-    host, _, port = feeder.addresses[0].rpartition(":")
-    idle = [socket.create_connection((host, int(port)), timeout=5) for _ in range(2 * replica.MAX_SPARES)]
+    family, target = wire.parse_address(feeder.addresses[0])
+    idle = [socket.socket(family) for _ in range(2 * replica.MAX_SPARES)]
+    for one in idle:
+        one.settimeout(5)
+        one.connect(target)
     feed = Feed(server.addresses, SECRET, JOB)
     feed.start()
     try:
