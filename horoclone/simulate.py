@@ -149,28 +149,41 @@ def layers_of(name: str) -> tuple[tuple[float, float], ...]:
     return pairs
 
 
+# fmt: off
+EXAMPLES = (
+    ("a table of five sizes", "horoclone simulate"),
+    ("one size, another model and network", "horoclone simulate --ranks 256 --layers vgg16 --link-gbit 25"),
+    ("a plot and the figures", "horoclone simulate --plot sizes.png --json sizes.json"),
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=whole_numbers, default=list(SIZES), help="8,64,512,4096,32768")
-    parser.add_argument("--ranks-per-node", type=int, default=8)
-    parser.add_argument("--fanout", type=int, default=8, help="of the tree (8)")
-    parser.add_argument("--tensors", type=int, default=161, help="announced in a step (161)")
-    parser.add_argument("--steps", type=int, default=5, help="counted steps (5)")
-    parser.add_argument("--costs", help="what messages cost: JSON of benchmarks/control.py --costs")
-    parser.add_argument(
-        "--gradient-mb", type=float, default=102.0, help="gradients of a step (102: ResNet-50)"
-    )
-    parser.add_argument("--compute-ms", type=float, default=120.0, help="forward and backward pass (120)")
-    parser.add_argument("--link-gbit", type=float, default=100.0, help="of a node, each way (100)")
-    parser.add_argument("--local-gb-s", type=float, default=8.0, help="GB/s of a node's reduction (8)")
-    parser.add_argument(
-        "--layers", default="resnet50", metavar="NAME|FILE",
-        help=f"what the model is like: {', '.join(LAYERS)} (resnet50), or a file of `horoclone plan --json`",
-    )  # fmt: skip
-    parser.add_argument(
-        "--cross-barrier", action="store_true", help="steps that do not wait (docs/priority.md)"
-    )
-    parser.add_argument("--json", help="write the result here, - for stdout")
-    parser.add_argument("--plot", help="write a plot here (.png, .svg, .pdf)")
+    add = parser.add_argument_group("ranks").add_argument
+    add("--ranks", type=whole_numbers, default=list(SIZES), metavar="N,...",
+        help=f"numbers of ranks (default {','.join(map(str, SIZES))})")
+    add("--ranks-per-node", type=int, default=8, metavar="N", help="ranks on a node (default %(default)s)")
+    add("--fanout", type=int, default=8, metavar="N", help="of the tree of request lists (default %(default)s)")
+    add = parser.add_argument_group("model").add_argument
+    add("--layers", default="resnet50", metavar="NAME|FILE",
+        help=f"{', '.join(LAYERS)}, or a file of horoclone plan --json (default %(default)s)")
+    add("--tensors", type=int, default=161, metavar="N", help="announced in a step (default %(default)s)")
+    add("--gradient-mb", type=float, default=102.0, metavar="MB",
+        help="gradients of a step, in MB (default %(default)g: ResNet-50)")
+    add("--compute-ms", type=float, default=120.0, metavar="MS",
+        help="forward and backward pass, in ms (default %(default)g)")
+    add("--cross-barrier", action="store_true", help="steps that do not wait (docs/priority.md)")
+    add = parser.add_argument_group("network").add_argument
+    add("--link-gbit", type=float, default=100.0, metavar="GBIT",
+        help="of a node, each way, in Gbit/s (default %(default)g)")
+    add("--local-gb-s", type=float, default=8.0, metavar="GB",
+        help="a node's own reduction, in GB/s (default %(default)g)")
+    add("--costs", metavar="FILE", help="what messages cost: JSON of benchmarks/control.py --costs (default: TCP over "
+        "the loopback, and shared memory)")
+    add = parser.add_argument_group("run and output").add_argument
+    add("--steps", type=int, default=5, metavar="N", help="counted steps (default %(default)s)")
+    add("--json", metavar="FILE", help="write the result there, - for stdout")
+    add("--plot", metavar="FILE", help="write a plot there (.png, .svg, .pdf)")
+# fmt: on
 
 
 def show_sizes(arguments: argparse.Namespace) -> int:

@@ -169,16 +169,25 @@ def _times(
     return times
 
 
+# fmt: off
+EXAMPLES = (
+    ("all numbers of ranks up to all cores", "horoclone sockets"),
+    ("eight ranks, one size", "horoclone sockets --ranks 8 --sizes 1048576"),
+    ("where the cores lie; starts nothing", "horoclone sockets --no-times"),
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=whole_numbers, help="2,4,8 (default: so on up to all cores)")
-    parser.add_argument(
-        "--sizes", type=whole_numbers, default=list(SIZES), help="bytes (65536,1048576,16777216)"
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=3, help="runs of each kind, of which the best counts (3)"
-    )
-    parser.add_argument("--seconds", type=float, default=0.5, help="for each size in a run (0.5)")
-    parser.add_argument("--no-times", action="store_true", help="only look and count, start no ranks")
+    add = parser.add_argument_group("what is measured").add_argument
+    add("--ranks", type=whole_numbers, metavar="N,...", help="numbers of ranks (default: 2, 4 ... up to all cores)")
+    add("--sizes", type=whole_numbers, default=list(SIZES), metavar="BYTES,...",
+        help=f"sizes, in bytes (default {','.join(map(str, SIZES))})")
+    add = parser.add_argument_group("for how long").add_argument
+    add("--rounds", type=int, default=3, metavar="N",
+        help="runs of each kind, of which the best counts (default %(default)s)")
+    add("--seconds", type=float, default=0.5, metavar="S", help="for each size in a run (default %(default)s)")
+    add("--no-times", action="store_true", help="only look and count, start no ranks")
+# fmt: on
 
 
 def show(arguments: argparse.Namespace) -> int:

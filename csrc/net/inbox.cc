@@ -45,17 +45,21 @@ Status Inbox::end_segment() {
   return Status::ok();
 }
 
+std::string text_of_batch(const Tag& tag) {
+  return text_of("batch ", tag.batch, tag.process_set ? text_of(" of process set ", tag.process_set) : "");
+}
+
 Status check_match(const SegmentHeader& header, const Transfer& transfer) {
   if (header.tag.offset == transfer.tag.offset && header.bytes == transfer.bytes) return Status::ok();
-  return error(Code::kInternal, "data out of step in batch ", header.tag.batch, " of process set ",
-               header.tag.process_set, ": ", header.bytes, " bytes at offset ", header.tag.offset, " arrived where ",
-               transfer.bytes, " bytes at offset ", transfer.tag.offset, " were due");
+  return error(Code::kInternal, "data out of step in ", text_of_batch(header.tag), ": ", header.bytes,
+               " bytes at offset ", header.tag.offset, " arrived where ", transfer.bytes, " bytes at offset ",
+               transfer.tag.offset, " were due");
 }
 
 Status check_sum(const SegmentHeader& header, uint32_t sum) {
   if (sum == header.sum) return Status::ok();
   return error(Code::kInternal, "sent data that was changed on its way: the ", header.bytes, " bytes at offset ",
-               header.tag.offset, " of batch ", header.tag.batch, " of process set ", header.tag.process_set,
+               header.tag.offset, " of ", text_of_batch(header.tag),
                " have another checksum. A network card, a switch or a proxy between the two hosts is faulty");
 }
 

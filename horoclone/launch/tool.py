@@ -52,7 +52,13 @@ def build_parser() -> Parser:
     from horoclone.launch import leaving
 
     parser = Parser(
-        prog=PROGRAM, description="Starts jobs, and looks at hosts, jobs and what jobs leave behind."
+        prog=PROGRAM,
+        examples=(
+            ("four ranks on this machine", f"{PROGRAM} run -np 4 python train.py"),
+            ("what they do", f"{PROGRAM} top"),
+            ("is this host fit for a job?", f"{PROGRAM} doctor"),
+        ),
+        description="Starts jobs, and looks at hosts, jobs and what jobs leave behind.",
     )
     parser.add_argument("-v", "-V", "--version", action="version", version=__version__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True, title="commands", parser_class=Parser)
@@ -95,11 +101,17 @@ def build_parser() -> Parser:
         "paths", nargs="+", metavar="FILE", help="a rank's file (HOROCLONE_TIMELINE_ALL_RANKS=1)"
     )
     simulated = command(
-        "simulate", simulate.show_sizes, "what agreement costs, and how long a step takes, at any size"
+        "simulate",
+        simulate.show_sizes,
+        "what agreement costs, and how long a step takes, at any size",
+        examples=simulate.EXAMPLES,
     )
     simulate.add_arguments(simulated)
     looked = command(
-        "sockets", sockets.show, "measure allreduces with and without levels of sockets and caches"
+        "sockets",
+        sockets.show,
+        "measure allreduces with and without levels of sockets and caches",
+        examples=sockets.EXAMPLES,
     )
     sockets.add_arguments(looked)
     if optional.is_there("plan"):

@@ -231,9 +231,9 @@ def test_scripts_of_torch_are_told_where_their_ranks_stand(launch, tmp_path, cas
     began = time.monotonic()
     command = [sys.executable, "-m", "horoclone.launch", "-np", "2", sys.executable, str(script)]
     done = launch(command, env=SOON, check=False)
-    assert done.returncode != 0 and time.monotonic() - began < 60, done.output
+    assert done.returncode != 0 and time.monotonic() - began < 120, done.output
     first = "loss" if case == "branch" else "metric"
-    text = rf"rank 0 stands in allreduce '{first}' at \S*train\.py:1[0-1], rank 1 in allreduce 'gradients[^']*' at \S*train\.py:\d"
+    text = rf"rank 0 stands in allreduce '{first}' at \S*train\.py:1[0-1], rank 1 in allreduce '[^']*bias[^']* [(]gradients[^']*' at \S*train\.py:\d"
     assert re.search(text, done.output), done.output
     assert "Has rank 1 more batches than rank 0? (hvd.join() evens them out.)" in done.output
 

@@ -298,7 +298,13 @@ def test_roots_that_are_nobody(binding):
     hvd, of = api(binding)
     for root in (2, -1):
         error = raised(lambda root=root: hvd.broadcast_async(of([1]), root, name="b"))
-        says(error, ValueError, f"rank {hvd.rank()}", "broadcast 'b'", f"root rank {root} is not a member")
+        says(
+            error,
+            ValueError,
+            f"rank {hvd.rank()}",
+            "broadcast 'b'",
+            f"root rank {root} is not one of the job's {hvd.size()} ranks",
+        )
     works(binding)
 
 

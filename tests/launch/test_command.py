@@ -433,7 +433,7 @@ def test_the_tool_command_runs_jobs_and_explains_itself(launch):
 
 
 @pytest.mark.parametrize(
-    "command", ["run", "leave", "doctor", "debug", "timeline", "simulate", "plan", "check-build"]
+    "command", ["run", "leave", "doctor", "debug", "timeline", "simulate", "sockets", "plan", "check-build"]
 )
 def test_every_subcommand_has_help_of_its_own(called, command):
     assert command in called(tool.main, ["--help"]).stdout
@@ -456,13 +456,20 @@ def test_a_misspelt_command_is_answered_with_what_was_meant(called, words, said)
     assert said in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
-def test_help_begins_with_three_examples_and_names_defaults(called):
-    text = called(cli.main, ["--help"]).stdout
-    assert text.splitlines()[:3] == [
-        "usage: horoclonerun -np N [-H host:slots,...] [flags] python train.py ...", "", "examples:"
-    ]  # fmt: skip
-    assert len(text.partition("examples:\n")[2].partition("\n\n")[0].splitlines()) == 3
-    assert "(HOROVOD_FUSION_THRESHOLD; default 128)" in " ".join(text.split())
+@pytest.mark.parametrize("main, words, usage, default", [
+    (cli.main, [], "horoclonerun -np N [-H host:slots,...] [flags] python train.py ...",
+     "(HOROVOD_FUSION_THRESHOLD; default 128)"),
+    (tool.main, [], "horoclone [-h] [-v] COMMAND ...", "commands:"),
+    (tool.main, ["simulate"], "horoclone simulate [-h] [--ranks N,...]", "network: --link-gbit GBIT of a node, each "
+     "way, in Gbit/s (default 100)"),
+    (tool.main, ["sockets"], "horoclone sockets [-h] [--ranks N,...]", "(default 65536,1048576,16777216)"),
+])  # fmt: skip
+def test_help_begins_with_three_examples_and_names_defaults(called, main, words, usage, default):
+    text = called(main, [*words, "--help"]).stdout
+    above, _, below = text.partition("\nexamples:\n")
+    assert above.startswith(f"usage: {usage}") and "\n\n" not in above
+    assert len(below.partition("\n\n")[0].splitlines()) == 3
+    assert default in " ".join(text.split())
 
 
 @pytest.mark.parametrize("words, said", [

@@ -60,7 +60,7 @@ def test_messages_of_a_process_set_are_apart_and_collectives_go_on() -> None:
 def test_wrong_arguments_raise_at_once() -> None:
     one = torch.ones(3)
     for call, text in (
-        (lambda: hvd.send(one, 2), "not a member"),
+        (lambda: hvd.send(one, 2), "not one of the job's 2 ranks"),
         (lambda: hvd.send(one, -1), "dst=-1"),
         (lambda: hvd.recv(one, "first"), "src='first'"),
         (lambda: hvd.send(one, 1, tag=-4), "tag -4 is negative"),

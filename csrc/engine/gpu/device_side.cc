@@ -41,14 +41,13 @@ void DeviceSide::tell() {
   gpu_.note_way(members_.id, {name, told_, device_->kernels_reason()});
   if (members_.group_rank != 0) return;
   if (name != "host" || context_.config.gpu_operations == "host")
-    context_.log.debug("process set ", members_.id, ": tensors on GPUs are reduced by ", told_);
+    context_.log.debug(members_.prefix(), "tensors on GPUs are reduced by ", told_);
   else
-    context_.log.warning("process set ", members_.id,
-                         ": tensors on GPUs travel through host memory, which is slower: ", told_);
+    context_.log.warning(members_.prefix(), "tensors on GPUs travel through host memory, which is slower: ", told_);
   if (!device_->advice().empty()) context_.log.warning(device_->advice());
   if (name == "nccl" && !device_->kernels_reason().empty() && context_.config.gpu_kernels != "off")
-    context_.log.warning("process set ", members_.id,
-                         ": this library's kernels for GPUs cannot be used, so what NCCL does not do by itself (16-bit "
+    context_.log.warning(members_.prefix(),
+                         "this library's kernels for GPUs cannot be used, so what NCCL does not do by itself (16-bit "
                          "integers, averages of integers, Adasum) travels through host memory: ",
                          device_->kernels_reason(), ". `horoclone doctor` tries them");
 }
@@ -95,10 +94,10 @@ void DeviceSide::register_buckets(std::shared_ptr<const BucketSet> buckets) {
     if (!told.is_ok()) failed = std::move(told);
   }
   if (!failed.is_ok())
-    context_.log.warning("process set ", members_.id, ": NCCL does not register all buckets: ", failed.text(),
+    context_.log.warning(members_.prefix(), "NCCL does not register all buckets: ", failed.text(),
                          ". HOROCLONE_GPU_REGISTER=0 goes without");
   else if (!buckets->memory.empty())
-    context_.log.debug("process set ", members_.id, ": NCCL knows ", buckets->memory.size(), " buckets in advance");
+    context_.log.debug(members_.prefix(), "NCCL knows ", buckets->memory.size(), " buckets in advance");
   if (!buckets->memory.empty()) registered_.push_back({std::move(buckets)});
 }
 
@@ -432,7 +431,7 @@ Status DeviceSide::check(const Status& closed) {
   if (!device_) return Status::ok();
   const uint16_t id = members_.id;
   if (Status ok = device_->check(); !ok.is_ok()) {
-    gpu_.fail(ok.with(text_of("process set ", id)));
+    gpu_.fail(id ? ok.with(text_of("process set ", id)) : ok);
     return Status::ok();
   }
   HC_TRY(check_order());

@@ -79,7 +79,7 @@ Status check_rows(const Submission& s, int size) {
 
 Status check_message(const Submission& s, const Members& set) {
   const bool any = s.op == Op::kReceive && s.root == -1;
-  if (!any && set.position_of(s.root) < 0) return wrong(s, "it is not a member of process set ", set.id);
+  if (!any && set.position_of(s.root) < 0) return wrong(s, "rank ", s.root, set.no_member_text());
   if (s.tag < 0) return wrong(s, "tag ", s.tag, " is negative");
   return Status::ok();
 }
@@ -92,8 +92,7 @@ Status check_arguments(const Submission& s, const Members& set, int me) {
     return error(Code::kInvalidArgument, title_of(s.op), ": Rank ", me,
                  " is not a member of the provided process set.");
   if (is_message(s.op)) HC_TRY(check_message(s, set));
-  if (has_root(s.op) && set.position_of(s.root) < 0)
-    return wrong(s, "root rank ", s.root, " is not a member of process set ", set.id);
+  if (has_root(s.op) && set.position_of(s.root) < 0) return wrong(s, "root rank ", s.root, set.no_member_text());
   const bool is_root = has_root(s.op) && s.root == me;
   if (s.tensors.empty() && (s.op == Op::kSend || (s.op == Op::kScatter && is_root)))
     return wrong(s, "no tensor was given");

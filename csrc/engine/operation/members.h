@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -22,6 +23,13 @@ struct Members {
     Members members{id, generation, std::move(ranks), -1};
     members.group_rank = members.position_of(me);
     return members;
+  }
+  // In front of a message about them; nothing for the set of all ranks.
+  std::string prefix() const { return id ? "process set " + std::to_string(id) + ": " : ""; }
+  // Behind "rank 9".
+  std::string no_member_text() const {
+    return id ? " is not a member of process set " + std::to_string(id)
+              : " is not one of the job's " + std::to_string(size()) + " ranks";
   }
   int size() const { return static_cast<int>(ranks.size()); }
   bool has_me() const { return group_rank >= 0; }

@@ -128,7 +128,7 @@ void ProcessSet::mark_awaited(TimePoint now, std::vector<bool>* waits) {
 }
 
 std::string ProcessSet::describe(TimePoint now) const {
-  std::string text = text_of("\nprocess set ", members().id, ": ", members().size(), " ranks, ", pending_.size(),
+  std::string text = text_of("\n", members().prefix(), members().size(), " ranks, ", pending_.size(),
                              " operations pending, ", batches_.planned(), " batches planned");
   if (batches_.runner()) text += text_of(", batch ", batches_.runner()->batch().id, " under way");
   size_t shown = 0;

@@ -1,12 +1,13 @@
 // Asks late ranks what they are doing when a stall is reported, and collects their answers. Each is asked once per
-// report, and the report says who has not answered in time. Values only: the engine sends the frames. Thread: the
-// thread that makes progress.
+// report, and the report says who has not answered in time; a stack that several have stands there once. Values only:
+// the engine sends the frames. Thread: the thread that makes progress.
 #pragma once
 
 #include <map>
-#include <set>
 #include <string>
+#include <vector>
 
+#include "agreement/deadlock.h"
 #include "base/clock.h"
 #include "base/status.h"
 
@@ -35,18 +36,33 @@ class StackRequest {
       if (text.empty()) return false;
     return true;
   }
-  // "\n  rank 2 ..." for each, further lines indented.
+  // "\n  rank 2 ..." for each, the stack indented behind the last of those that have it.
   std::string text() const {
+    std::map<std::string, std::vector<int>> ranks_at;
+    for (const auto& [rank, text] : answers_) ranks_at[stack_in(text)].push_back(rank);
     std::string out;
-    for (const auto& [rank, text] : answers_) {
-      out += text_of("\n  rank ", rank, " ");
-      for (const char c : text.empty() ? "has not answered (stopped? very busy?)" : text)
-        out += c == '\n' ? std::string("\n    ") : std::string(1, c);
+    for (const auto& [first, any] : answers_) {
+      const std::string stack = stack_in(any);
+      const std::vector<int>& ranks = ranks_at[stack];
+      if (!stack.empty() && ranks[0] != first) continue;
+      for (const int rank : stack.empty() ? std::vector<int>{first} : ranks) {
+        const std::string& text = answers_.at(rank);
+        out += text_of("\n  rank ", rank, " ",
+                       text.empty() ? "has not answered (stopped? very busy?)" : text.substr(0, text.find('\n')));
+      }
+      if (ranks.size() > 1 && !stack.empty()) out += text_of("\n    ", ranks_text(ranks), ":");
+      for (const char c : stack) out += c == '\n' ? std::string("\n    ") : std::string(1, c);
     }
     return out;
   }
 
  private:
+  // From the end of the first line on.
+  static std::string stack_in(const std::string& text) {
+    const size_t end = text.find('\n');
+    return end == std::string::npos ? "" : text.substr(end);
+  }
+
   bool open_ = false;
   TimePoint asked_at_{};
   std::map<int, std::string> answers_;  // by world rank; empty until it answers

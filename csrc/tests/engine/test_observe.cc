@@ -291,6 +291,13 @@ TEST_CASE("straggler statistics and stack requests: who was last, who has answer
   CHECK_FALSE(stack_request.complete(at(10)));
   CHECK(stack_request.complete(at(2000000)));
   CHECK(stack_request.text() == "\n  rank 2 sleeps\n    File x\n  rank 5 has not answered (stopped? very busy?)");
+  stack_request.open(at(0));
+  for (int rank : {1, 2, 3, 4, 6}) stack_request.ask(rank);
+  for (int rank : {1, 3, 4}) stack_request.answer(rank, text_of("sleeps ", rank, "\nFile x\nFile y"));
+  stack_request.answer(2, "waits\nFile z");
+  CHECK(stack_request.text() ==
+        "\n  rank 1 sleeps 1\n  rank 3 sleeps 3\n  rank 4 sleeps 4\n    ranks 1,3,4:\n    File x\n    File y"
+        "\n  rank 2 waits\n    File z\n  rank 6 has not answered (stopped? very busy?)");
 }
 
 TEST_CASE("engine: a timeline, records and metrics are asked for while other threads submit") {

@@ -28,7 +28,7 @@ from horoclone.torch.operations.grouped import grouped_allreduce_async_
 from horoclone.torch.operations.tensors import uncompiled
 from horoclone.torch.optimizer.agreement import agree_on_order, agree_on_parameters, by_name
 from horoclone.torch.optimizer.backward_calls import BackwardCalls
-from horoclone.torch.optimizer.buckets import BUCKET_BYTES, GradState, flat_of, form_of, is_dense
+from horoclone.torch.optimizer.buckets import BUCKET_BYTES, GradState, flat_of, form_of, is_dense, summary_of
 from horoclone.torch.optimizer.compared import Comparison
 from horoclone.torch.optimizer.reducer import TOO_MANY
 from horoclone.torch.optimizer.wrapping import WrappedOptimizer, checked_passes, parameters_of
@@ -46,6 +46,7 @@ class Deltas:
         self._named: Sequence[tuple[str, torch.Tensor]] = []
         self._layout = 0  # number of the agreed layout, in the names of the operations
         self._parts: list[list[torch.Tensor]] = []  # one operation each, the same ones on every rank
+        self._summaries: list[str] = []  # the parameters of each, in its name
         self._starts: dict[torch.Tensor, torch.Tensor] = {}
         self._forms: list[Any] = []
         self._places = torch.zeros(0)  # of a check that travels
@@ -97,13 +98,16 @@ class Deltas:
         self._comparison.heard(agreed.same_values, agreed.policy)
         self._comparison.begin(by_name(states))
         self._layout, runs = agree_on_order(states, self._set, agreed.leads)
-        self._parts, filled = [[]], 0
+        parts: list[list[GradState]] = [[]]
+        filled = 0
         for state in (state for run in runs for state in run):
             if filled > BUCKET_BYTES:
-                self._parts.append([])
+                parts.append([])
                 filled = 0
-            self._parts[-1].append(state.parameter)
+            parts[-1].append(state)
             filled += state.parameter.nbytes
+        self._parts = [[state.parameter for state in part] for part in parts]
+        self._summaries = [summary_of([state.name for state in part]) for part in parts if part]
         self._starts = {
             p: torch.empty_like(p, requires_grad=False) for p in (state.parameter for state in states)
         }
@@ -161,7 +165,7 @@ class Deltas:
             wires = [self._on_the_wire(p) for p in part]
             flat = [flat_of(wire) for wire, _ in wires]
             try:
-                name = f"deltas.{self._layout}.{index}"
+                name = f"{self._summaries[index]} (deltas.{self._layout}.{index})"
                 tensors = flat if index else [*flat, mark, self._places]
                 handle = grouped_allreduce_async_(tensors, name=name, op=Adasum, process_set=self._set)
                 running.append((handle, wires))

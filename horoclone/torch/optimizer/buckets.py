@@ -252,6 +252,11 @@ def address_of(grad: torch.Tensor) -> int:
     return grad.data_ptr() if grad.layout is torch.strided else 0
 
 
+def summary_of(names: Sequence[str]) -> str:
+    """Parameters that travel together, as errors and views name them."""
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
 class Bucket:
     """Contiguous memory of several gradients of one dtype, reduced in place by one operation."""
 
@@ -269,8 +274,7 @@ class Bucket:
         _let_go(runtime)
         self.index = index
         self.states = list(states)
-        more = len(self.states) - 1
-        self.summary = self.states[0].name + (f" and {more} more" if more else "")
+        self.summary = summary_of([state.name for state in self.states])
         align = max(1, ALIGNMENT_BYTES // dtype.itemsize)
         offsets, count = [], 0
         for state in self.states:

@@ -903,7 +903,7 @@ class Reducer:
             mark[0] = self._changed
             if not self._marks and not self._changed:
                 self.comparison.fill(mark[1:])
-            name = f"gradients.{self.layout}.{'mark' if prompt else 'late mark'}"
+            name = f"changes of parameters (gradients.{self.layout}.{'mark' if prompt else 'late mark'})"
             self._marks[prompt] = operations.allreduce_async_(
                 mark, name=name, op=Max, process_set=self._terms.process_set
             )
@@ -1065,7 +1065,7 @@ class Reducer:
         return together and not state.sparse_dim and (self.shards == 1 or is_dense(state.parameter))
 
     def _name_of(self, bucket: Bucket) -> str:
-        return f"gradients.{self.layout}.{bucket.index} ({bucket.summary})"
+        return f"{bucket.summary} (gradients.{self.layout}.{bucket.index})"
 
     def _expose(self) -> None:
         for bucket in self.buckets:

@@ -189,8 +189,9 @@ class Sharding:
                     copies.append((piece.parameter, parts[-1]))
             if parts:
                 place = place_of_all(parts)
+                name = f"parameters of rank {roots[owner]} (cut {self.layout})"
                 handle = requests.submit_group(
-                    runtime, BROADCAST, f"parameters.{self.layout}.{owner}", sources=parts, targets=parts,
+                    runtime, BROADCAST, name, sources=parts, targets=parts,
                     dtypes=[NUMBER_OF[part.dtype] for part in parts], root=roots[owner], process_set=number,
                     place=place,
                 )  # fmt: skip
