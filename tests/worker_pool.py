@@ -331,7 +331,8 @@ class WorkerPool:
         self._ended: dict[int, int] = {}
         self._started: list[int] = []
         self._is_ready = False
-        self.env = dict(env)
+        # Read when jax is imported. Most of its tests' time is XLA's; what a rank starts anew has XLA's own settings.
+        self.env = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", **env}
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno()), *modules],

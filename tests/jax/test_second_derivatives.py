@@ -32,7 +32,7 @@ CASES = {
 }  # fmt: skip
 
 
-@ranks(3)
+@ranks(2)
 def test_they_are_those_of_one_process() -> None:
     size, rank = hvd.size(), hvd.rank()
     xs = [jnp.asarray(np.random.RandomState(r).randn(6, 2), jnp.float32) for r in range(size)]

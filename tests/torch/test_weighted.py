@@ -1,21 +1,25 @@
-"""Weighted means of torch tensors and gradients: sum(w * x) / sum(w), as one process has on the whole batch."""
+"""Weighted means of torch tensors and gradients: sum(w * x) / sum(w), as one process has on the whole batch.
+
+What each binding has, is in tests/weighted.py.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from world import ranks
+from world import load, ranks
 
 import horoclone.torch as hvd
 from horoclone import metrics as observed
 from horoclone.errors import InvalidArgument, Mismatch, Unsupported
 
-WEIGHTS = [(3, 5, 2), (1000003, 1, 0), (0.1, 0.7, 0.25)]
+shared = load(Path(__file__).parents[1] / "weighted.py", "weighted")
 
 
 def _inputs(seed: int, shape: tuple[int, ...] = (4, 5)) -> list[np.ndarray]:
@@ -34,57 +38,43 @@ def _assert_within_an_ulp(found: torch.Tensor, wanted: np.ndarray) -> None:
     assert np.all(np.abs(found.numpy() - wanted) <= np.spacing(np.maximum(np.abs(wanted), 1.0)))
 
 
+FORMS: list[Any] = [
+    hvd.allreduce,
+    lambda x, **more: hvd.grouped_allreduce([2 * x, x], **more)[1],
+    lambda x, **more: hvd.synchronize(hvd.allreduce_async(x, **more)),
+    lambda x, **more: hvd.synchronize(hvd.grouped_allreduce_async([2 * x, x], **more))[1],
+    lambda x, **more: hvd.allreduce_(x.clone(), **more),
+    lambda x, **more: hvd.grouped_allreduce_([x.clone()], **more)[0],
+    lambda x, **more: hvd.synchronize(hvd.allreduce_async_(x.clone(), **more)),
+]
+
+
+def _plain(tensor: torch.Tensor) -> np.ndarray:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return tensor.detach().double().numpy().astype(dtype)
+
+
+def _gradient(form: Any, x: torch.Tensor, scale: float, weight: float) -> torch.Tensor:
+    x.requires_grad_()
+    y = (form if form in FORMS[:2] else hvd.allreduce)(x, name="x", weight=weight)
+    (found,) = torch.autograd.grad((y * scale).sum(), [x])
+    return found
+
+
+@pytest.mark.parametrize("question", shared.NAMES)
+@ranks(3)
+def test_as_any_binding(question: str) -> None:
+    calls = shared.Calls(
+        hvd, hvd.join, lambda values, dtype: torch.tensor(values, dtype=getattr(torch, dtype)), _plain, FORMS,
+        _gradient, InvalidArgument, Mismatch,
+    )  # fmt: skip
+    shared.ask(question, calls)
+
+
 def _error(call: Callable[[], Any], kind: type[Exception]) -> str:
     with pytest.raises(kind) as caught:
         call()
     return str(caught.value)
-
-
-@ranks(2, 3)
-def test_every_form_of_allreduce_takes_a_weight() -> None:
-    for seed, weights in enumerate(WEIGHTS):
-        parts, own = _inputs(seed), weights[hvd.rank()]
-        wanted = _mean(parts, weights)
-        x = torch.from_numpy(parts[hvd.rank()])
-        before = x.clone()
-        _assert_within_an_ulp(hvd.allreduce(x, name="x", weight=own), wanted)
-        _assert_within_an_ulp(
-            hvd.allreduce(x, op=hvd.Average, weight=torch.tensor(own, dtype=torch.float64)), wanted
-        )
-        _assert_within_an_ulp(hvd.synchronize(hvd.allreduce_async(x, name="x", weight=own)), wanted)
-        assert torch.equal(x, before)
-        for reduced in (
-            hvd.grouped_allreduce([x, 2 * x], name="g", weight=own),
-            hvd.synchronize(hvd.grouped_allreduce_async([x, 2 * x], weight=own)),
-        ):
-            _assert_within_an_ulp(reduced[0], wanted)
-            _assert_within_an_ulp(reduced[1] / 2, wanted)
-        y, z = x.clone(), x.clone()
-        assert hvd.allreduce_(y, name="y", weight=own) is y
-        _assert_within_an_ulp(y, wanted)
-        assert hvd.grouped_allreduce_([z], name="z", weight=own)[0] is z
-        _assert_within_an_ulp(z, wanted)
-        handle = hvd.allreduce_async_(x, name="x", weight=own)
-        assert hvd.synchronize(handle) is x and hvd.synchronize(handle) is None
-        _assert_within_an_ulp(x, wanted)
-
-
-@ranks(2, 3)
-def test_weights_keep_their_precision_in_narrow_dtypes() -> None:
-    weights = (1000003.0, 999.0, 17.0)[: hvd.size()]
-    share = sum(w * (r + 1) for r, w in enumerate(weights)) / sum(weights)
-    for dtype in torch.float32, torch.bfloat16, torch.float16:
-        x = torch.full((3,), 1.0 + hvd.rank(), dtype=dtype)
-        found = hvd.allreduce(x, name="x", weight=weights[hvd.rank()])
-        assert found.dtype == dtype
-        # In bfloat16 a sum of weights that was rounded there would be off by more than its neighbour.
-        assert torch.equal(found, torch.full((3,), share).to(dtype))
-    pair = hvd.grouped_allreduce(
-        [torch.ones(2).half(), torch.ones(2).double() * hvd.rank()], weight=weights[hvd.rank()]
-    )
-    assert [t.dtype for t in pair] == [torch.float16, torch.float64] and torch.equal(
-        pair[0], torch.ones(2).half()
-    )
 
 
 @ranks(2)
@@ -95,12 +85,6 @@ def test_bfloat16_stays_bfloat16_under_compression() -> None:
     for compression in (hvd.Compression.fp16,):
         with pytest.raises(ValueError, match="Compression.none and hvd.Compression.bf16"):
             hvd.allreduce(x, compression=compression, weight=1)
-
-
-@ranks(2, 3)
-def test_a_rank_of_weight_0_has_no_part_whatever_it_holds() -> None:
-    x = torch.full((2,), math.nan if hvd.rank() else 5.0)
-    assert torch.equal(hvd.allreduce(x, name="x", weight=int(hvd.rank() == 0)), torch.full((2,), 5.0))
 
 
 @ranks(3, init=False)
@@ -116,76 +100,30 @@ def test_process_sets_have_means_and_errors_of_their_own() -> None:
     hvd.shutdown()
 
 
-@ranks(2, 3)
-def test_a_wrong_weight_is_named_on_every_rank_and_the_runtime_goes_on() -> None:
+@ranks(2)
+def test_a_wrong_weight_is_said_of_every_rank_that_gave_one_and_of_groups() -> None:
     x = torch.ones(3)
-    wrong = {math.nan: "which is not a number", math.inf: "which is infinite", -2: "which is negative"}
-    for value, why in {**wrong, 1e300: "which is infinite", -math.inf: "which is negative"}.items():
-        text = _error(
-            lambda v=value: hvd.allreduce(x, name="loss", weight=v if hvd.rank() == 1 else 1), InvalidArgument
-        )
-        assert (
-            "allreduce 'loss': rank 1 gave the weight" in text
-            and why in text
-            and "0 where it has none" in text
-        )
-    text = _error(lambda: hvd.grouped_allreduce([x, x], name="pair", weight=0), InvalidArgument)
-    assert "'pair'" in text and "all ranks gave the weight 0" in text
+    for value, why in {1e300: "which is infinite", -math.inf: "which is negative"}.items():
+        text = _error(lambda v=value: hvd.allreduce(x, weight=v if hvd.rank() == 1 else 1), InvalidArgument)
+        assert "rank 1 gave the weight" in text and why in text and "0 where it has none" in text
     text = _error(lambda: hvd.allreduce(x, weight=math.nan), InvalidArgument)
     assert all(f"rank {r} gave" in text for r in range(hvd.size())) and "unnamed" in text
     text = _error(lambda: hvd.allreduce(x, name="big", weight=3e38), InvalidArgument)
     assert "infinite in float32" in text
     assert torch.equal(x, torch.ones(3))
-    assert hvd.allreduce(x, name="loss", weight=1)[0] == 1
-
-
-@ranks(2, 3)
-def test_a_weight_on_one_rank_only_is_a_mismatch() -> None:
-    x = torch.ones(3)
-    for call in hvd.allreduce, lambda t, **more: hvd.grouped_allreduce([t, t], **more):
-        more = {"weight": 2} if hvd.rank() == 1 else {}
-        assert "give weight= where the others do" in _error(
-            lambda c=call, m=more: c(x, name="x", **m), Mismatch
-        )
-    assert hvd.allreduce(x, name="x")[0] == 1
+    pair = hvd.grouped_allreduce([torch.ones(2).half(), torch.ones(2).double() * hvd.rank()], weight=1.0)
+    assert [t.dtype for t in pair] == [torch.float16, torch.float64]
 
 
 @ranks(2)
-def test_what_is_no_weight_or_no_mean_is_refused() -> None:
+def test_what_works_with_no_weight_is_refused() -> None:
     x = torch.ones(3)
-    for weight in "3", [1], torch.ones(1), True, 1j, object():
-        with pytest.raises(TypeError, match="weight"):
-            hvd.allreduce(x, weight=weight)
-    for more in {"op": hvd.Sum}, {"prescale_factor": 2.0}, {"postscale_factor": 2.0}:
-        with pytest.raises(ValueError, match="weight= "):
-            hvd.allreduce(x, weight=1, **more)
-    with pytest.raises(ValueError, match="floating-point"):
-        hvd.allreduce(torch.ones(2, dtype=torch.int32), weight=1)
+    with pytest.raises(ValueError, match="weight= "):
+        hvd.allreduce(x, weight=1, postscale_factor=2.0)
     with pytest.raises(ValueError, match="priority"):
         hvd.allreduce_async(x, weight=1, priority=1)
     with pytest.raises(ValueError, match="has no gradient"):
         hvd.allreduce(x, weight=torch.tensor(1.0, requires_grad=True))
-
-
-@ranks(2, 3)
-def test_the_gradient_of_a_weighted_mean_is_each_ranks_share() -> None:
-    weights = (1.0, 3.0, 4.0)[: hvd.size()]
-    for call in hvd.allreduce, lambda t, **more: hvd.grouped_allreduce([t], **more)[0]:
-        x = torch.ones(2, dtype=torch.float64, requires_grad=True)
-        (call(x, name="x", weight=weights[hvd.rank()]) * (hvd.rank() + 1)).sum().backward()
-        own = weights[hvd.rank()] / sum(weights) * sum(range(1, hvd.size() + 1))
-        assert torch.allclose(x.grad, torch.full((2,), own, dtype=torch.float64), rtol=1e-15)
-
-
-@ranks(3)
-def test_a_rank_that_has_joined_has_the_weight_0() -> None:
-    if hvd.rank() == 2:
-        hvd.join()
-        return
-    x = torch.full((2,), 1.0 + hvd.rank())
-    assert hvd.allreduce(x, name="x", weight=1 + 2 * hvd.rank())[0] == 7 / 4
-    assert "all ranks gave" in _error(lambda: hvd.allreduce(x, name="x", weight=0), InvalidArgument)
-    hvd.join()
 
 
 @ranks(2)
@@ -251,7 +189,7 @@ def test_training_is_that_of_one_process_on_the_whole_batch(options: dict[str, A
     assert all(p.abs().max() > 0 for p in model.parameters())
 
 
-@ranks(2, 3)
+@ranks(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_gradients_of_narrow_dtypes_have_the_mean_of_their_weights(dtype: torch.dtype) -> None:
     weights = (1000003.0, 999.0, 17.0)[: hvd.size()]
@@ -271,7 +209,7 @@ def test_gradients_are_the_weighted_mean_to_an_ulp() -> None:
     p = torch.nn.Parameter(torch.zeros(33, dtype=torch.float64))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), named_parameters=[("p", p)])
     for step in range(4):
-        for weights in WEIGHTS:
+        for weights in shared.WEIGHTS:
             parts = _inputs(step, (33,))
             optimizer.set_weight(weights[hvd.rank()])
             (p * torch.from_numpy(parts[hvd.rank()])).sum().backward()
