@@ -77,15 +77,16 @@ class Entry:
     suites: re.Pattern[str]
     covered: set[str] = field(default_factory=set)
 
+    def names(self, label: str, case: str) -> bool:
+        return bool(self.suites.fullmatch(label)) and any(each.fullmatch(case) for each in self.patterns)
+
     def covers(self, suite: Suite, difference: Difference) -> bool:
-        if not self.suites.fullmatch(suite.label):
-            return False
         theirs, ours = difference.kinds
         if "last_places" in self.says and not difference.within(float(self.says["last_places"])):
             return False
         if theirs not in self.says.get("horovod", [theirs]) or ours not in self.says.get("here", [ours]):
             return False
-        return any(pattern.fullmatch(difference.case) for pattern in self.patterns)
+        return self.names(suite.label, difference.case)
 
 
 @dataclass

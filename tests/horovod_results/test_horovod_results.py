@@ -1,4 +1,4 @@
-"""What Horovod computed, case by case, is what comes out here: the whole recorded table, on real ranks.
+"""What Horovod computed, case by case, is what comes out here: the recorded table, on real ranks.
 
 A case that differs must be covered by tests/horovod_results/deliberate.yaml, which docs/from_horovod.md prints. By hand:
 `python tests/horovod_results/compare.py torch-2 'torch[.]allreduce'`.
@@ -6,6 +6,7 @@ A case that differs must be covered by tests/horovod_results/deliberate.yaml, wh
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.slow
 table = load(HERE / "table.py", "table")
 compare = load(HERE / "compare.py", "compare")
 COVERED: dict[str, set[str]] = {}
-RAN: set[str] = set()
+RAN: set[str] = set()  # cases, with the label of their suite
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -28,19 +29,23 @@ def no_rank_is_left() -> Iterator[None]:
     compare.end_ranks()
 
 
-# With TensorFlow each case builds functions or models anew.
-TURNS = dict.fromkeys(("tf-2", "tf-3", "tf-keras-2", "tf-keras-3"), pytest.mark.in_turn)
+# With TensorFlow each case builds functions or models anew: a part of one suite at a time. Neighbouring cases, which are
+# much alike, are in different parts.
+PARTS = {"torch-2": 2, "torch-3": 2, "tf-2": 3, "tf-3": 3, "tf-keras-2": 3, "tf-keras-3": 3}
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "label", [pytest.param(suite.label, marks=TURNS.get(suite.label, ())) for suite in table.suites()]
-)
-def test_every_case_is_equal_or_listed(label: str) -> None:
-    suite = next(each for each in table.suites() if each.label == label)
+def parts(begin: str) -> list[tuple[str, int]]:
+    """Suites whose names begin like that, once for each of their parts."""
+    labels = [suite.label for suite in table.suites() if suite.label.startswith(begin)]
+    return [(label, part) for label in labels for part in range(PARTS.get(label, 1))]
+
+
+def equal_or_listed(label: str, part: int) -> None:
+    whole = next(each for each in table.suites() if each.label == label)
+    suite = dataclasses.replace(whole, cases=whole.cases[part :: PARTS.get(label, 1)])
     among = compare.entries()
     compared = compare.compare(suite, among=among)
-    RAN.add(label)
+    RAN.update(f"{label} {case['id']}" for case in suite.cases)
     for entry in among:
         COVERED.setdefault(entry.key, set()).update(entry.covered)
     print(f"{label}: {len(compared.equal)} equal, {len(compared.listed)} listed")
@@ -48,14 +53,30 @@ def test_every_case_is_equal_or_listed(label: str) -> None:
     assert len(compared.equal) + len(compared.listed) == sum(not each.get("unstable") for each in suite.cases)
 
 
+@pytest.mark.in_turn("part")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("label, part", parts("torch"))
+def test_every_case_of_torch_is_equal_or_listed(label: str, part: int) -> None:
+    equal_or_listed(label, part)
+
+
+@pytest.mark.in_turn
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("label, part", parts("tf"))
+def test_every_case_of_tensorflow_is_equal_or_listed(label: str, part: int) -> None:
+    equal_or_listed(label, part)
+
+
 def test_no_entry_of_the_list_is_idle() -> None:
-    if not COVERED:
+    """Of the entries whose every case has run; `pytest tests/horovod_results` runs all."""
+    if not RAN:
         pytest.skip("the tests before this one did not run")
-    labels = {suite.label for suite in table.suites()}
-    whole = [
-        entry for entry in compare.entries() if {one for one in labels if entry.suites.fullmatch(one)} <= RAN
-    ]
-    idle = [entry.key for entry in whole if not COVERED[entry.key] and entry.says.get("recorded", True)]
+    cases = [(suite.label, case["id"]) for suite in table.suites() for case in suite.cases]
+    idle = []
+    for entry in compare.entries():
+        named = {f"{label} {case}" for label, case in cases if entry.names(label, case)}
+        if named <= RAN and not COVERED[entry.key] and entry.says.get("recorded", True):
+            idle.append(entry.key)
     assert not idle, f"these entries of deliberate.yaml cover no case any more: {idle}"
 
 

@@ -62,23 +62,24 @@ def test_digits_in_the_style_of_tensorflow_1(launch: Any, tmp_path: Path) -> Non
 
 @ranks(2, init=False, limit_s=120)
 def test_two_ranks_train_as_one_process_with_the_whole_batch() -> None:
-    """The losses agree to 2 %, the accuracies to one image in a hundred, after eight epochs of float32 rounding."""
+    """The losses agree to 2 %, the accuracies to one image in a hundred, after five epochs of float32 rounding."""
     import horoclone.tensorflow as hvd
 
     def curve(size: int) -> tuple[list[float], list[float]]:
-        text = printed_by(EXAMPLES / "tensorflow2_digits.py", "--epochs", "8")
+        text = printed_by(EXAMPLES / "tensorflow2_digits.py", "--epochs", "5")
         if hvd.rank() == 0:
             assert f"{size} ranks, identical parameters" in text
         losses = [float(x) for x in re.findall(r"loss ([\d.]+), test", text)]
         return losses, [float(x) for x in re.findall(r"test accuracy ([\d.]+)%", text)]
 
-    hvd.init([int(os.environ["HOROCLONE_RANK"])])  # each alone, with the whole batch
-    alone, expected = curve(1)
-    hvd.shutdown()
+    if os.environ["HOROCLONE_RANK"] == "0":  # alone, with the whole batch
+        hvd.init([0])
+        alone, expected = curve(1)
+        hvd.shutdown()
     hvd.init()
     together, accuracies = curve(2)
     if hvd.rank() == 0:
-        assert len(together) == len(alone) == 8
+        assert len(together) == len(alone) == 5
         for mine, theirs in zip(together, alone, strict=True):
             assert abs(mine - theirs) <= 0.02 * theirs + 1e-3, (together, alone)
         assert all(abs(a - b) <= 1.0 for a, b in zip(accuracies, expected, strict=True)), (

@@ -33,5 +33,5 @@ def growth(calls: int, first: int = 0) -> float:
 @ranks(2, limit_s=240, env={"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""})
 def test_new_names_and_factors_cost_no_memory() -> None:
     """It was 31 KB for each. What is left is the core's, which remembers 8,192 names at most."""
-    growth(200)
-    assert growth(400, 200) < 6000
+    growth(100)
+    assert growth(150, 100) < 6000

@@ -90,8 +90,9 @@ def test_several_steps_before_the_broadcast_are_no_fault_and_more_are() -> None:
 
 @ranks(3)
 def test_a_flipped_bit_is_found_at_the_next_check_and_mended() -> None:
-    for graph in (False, True):
-        for options in ({}, {"op": hvd.Sum}, {"compression": hvd.Compression.fp16}, {"weight": 3.0}):
+    every: list[Any] = [{}, {"op": hvd.Sum}, {"compression": hvd.Compression.fp16}, {"weight": 3.0}]
+    for graph, some in ((False, every), (True, [every[0], every[3]])):
+        for options in some:
             with told("repair") as lines:
                 training = Training(graph, **options)
                 training.steps(4)
