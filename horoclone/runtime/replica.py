@@ -2,9 +2,10 @@
 connection that each of them opens.
 
 Rank 0 writes its addresses into the rendezvous; a spare reads them there, proves the job's secret (wire.py), and
-receives each newest commit: [commit u64][parts u32][bytes u64 of each part], of each part [kept u8] and, where it is
-not as in the commit that was sent before, its bytes; then [sum u32 of each part][digest][tag]. The content is not
-interpreted here. A spare keeps the newest commit that arrived completely.
+receives each newest commit: [commit u64][parts u32][bytes u64 of each part], of each part [what u8] and, where it is
+not as in the commit that was sent before, its bytes; then [sum u32 of each part][digest][tag]. Where training waits for
+a newer one, the rest is left out (GIVEN_UP). The content is not interpreted here. A spare keeps the newest commit that
+arrived completely.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ LAST_S = 30.0  # a promoted spare that hears nothing for so long gets nothing an
 LOOK_S = 5.0  # so often does a spare that hears nothing look whether somebody else feeds
 QUIET_S = 5.0  # who hears nothing for so long does not wait to be fed any more
 _HEAD = struct.Struct("<QI")
+CHANGED, KEPT, GIVEN_UP = b"\0", b"\1", b"\2"
 
 Part = bytes | bytearray | memoryview
 Pack = Callable[[], Sequence[Part]]
@@ -211,7 +213,8 @@ class Feeder:
                 return
             began_s = time.monotonic()
             seen, replica = self._newest()
-            self._send(peer, replica, sent)
+            if not self._send(peer, replica, sent):
+                continue
             sent = replica
             with self._news:
                 self._served[peer] = seen
@@ -233,18 +236,22 @@ class Feeder:
                 self._packed_of = offered
             return offered, self._packed
 
-    def _send(self, peer: socket.socket, replica: Replica, before: Replica | None) -> None:
-        """Only what has changed since the commit before, which this peer has. Sums are made once for all spares."""
+    def _send(self, peer: socket.socket, replica: Replica, before: Replica | None) -> bool:
+        """Only what has changed since the commit before, which this peer has. Sums are made once for all spares. False:
+        training waits for a newer commit."""
         sizes, sums = [memoryview(part).nbytes for part in replica.parts], replica.sums
         assert isinstance(sums, list)
         peer.sendall(_HEAD.pack(replica.commit, len(sizes)) + struct.pack(f"<{len(sizes)}Q", *sizes))
         for place, part in enumerate(replica.parts):
+            if self._hurries and self._offered is not None and self._offered[0] > replica.commit:
+                peer.sendall(GIVEN_UP)
+                return False
             old = before.parts[place] if before is not None and place < len(before.parts) else None
             if before is not None and old is not None and _are_same(part, old):
                 sums[place] = before.sums[place]
-                peer.sendall(b"\1")
+                peer.sendall(KEPT)
                 continue
-            peer.sendall(b"\0")
+            peer.sendall(CHANGED)
             view, total = memoryview(part), 0
             for begin in range(0, len(view), CHUNK):
                 chunk = view[begin : begin + CHUNK]
@@ -254,6 +261,7 @@ class Feeder:
             sums[place] = total if sums[place] < 0 else sums[place]
         tag = replica.tag_with(self._secret, self._job)
         peer.sendall(struct.pack(f"<{len(sums)}I", *sums) + struct.pack("<Q", replica.digest) + tag)
+        return True
 
 
 class Feed(Client):
@@ -283,7 +291,8 @@ class Feed(Client):
         """The newest commit that has come whole, and who sends those behind it; see _feeder. Waits for the first."""
         while not self.has_commit() and self._feeder and not self._is_over() and not self._is_quiet():
             self._thread.join(SLICE_S / 10)
-        return self._newest, self._feeder
+        feeder = self._feeder  # first: who has sent all that is wanted is connected no more
+        return self._newest, feeder
 
     def _is_quiet(self) -> bool:
         return time.monotonic() >= self._heard_s + QUIET_S
@@ -392,32 +401,44 @@ class _Stream:
         """The next commit. before: the one that came before it. None when this process does not want one any more;
         OSError where the stream makes no sense."""
         try:
-            commit, count = _HEAD.unpack(self._exactly(_HEAD.size))
-            if count > MAX_PARTS:
-                raise ConnectionError(f"a commit of {count} parts")
-            sizes = struct.unpack(f"<{count}Q", self._exactly(8 * count))
-            if sum(sizes) > _memory_bytes():
-                raise ConnectionError(f"a commit of {sum(sizes)} bytes, more than this machine has")
-            parts: list[Part] = []
-            sums: list[int] = []
-            for place, size in enumerate(sizes):
-                if self._exactly(1) == b"\0":
-                    old = memory.pop(place, None)
-                    part = old if old is not None and len(old) == size else bytearray(size)
-                    sums.append(self._take_in(part))
-                    parts.append(part)
-                    continue
-                if before is None or place >= len(before.parts) or len(before.parts[place]) != size:
-                    raise ConnectionError("a part that was never sent")
-                sums.append(before.sums[place])
-                parts.append(before.parts[place])
-            told = struct.unpack(f"<{count}I", self._exactly(4 * count))
-            if list(told) != sums:
-                raise ConnectionError(seal.broken(f"commit {commit}"))
-            (digest,) = struct.unpack("<Q", self._exactly(DIGEST_BYTES))
-            return Replica(commit, parts, digest, bytes(self._exactly(seal.TAG_BYTES)), sums)
+            while (replica := self._read_one(before, memory)) is None:
+                pass
+            return replica
         except _Over:
             return None
+
+    def _read_one(self, before: Replica | None, memory: dict[int, bytearray]) -> Replica | None:
+        """None: it was given up, and its memory is for the next."""
+        commit, count = _HEAD.unpack(self._exactly(_HEAD.size))
+        if count > MAX_PARTS:
+            raise ConnectionError(f"a commit of {count} parts")
+        sizes = struct.unpack(f"<{count}Q", self._exactly(8 * count))
+        if sum(sizes) > _memory_bytes():
+            raise ConnectionError(f"a commit of {sum(sizes)} bytes, more than this machine has")
+        parts: list[Part] = []
+        sums: list[int] = []
+        taken: dict[int, bytearray] = {}
+        for place, size in enumerate(sizes):
+            what = self._exactly(1)
+            if what == GIVEN_UP:
+                memory.update(taken)
+                return None
+            if what == CHANGED:
+                old = memory.pop(place, None)
+                part = old if old is not None and len(old) == size else bytearray(size)
+                taken[place] = part
+                sums.append(self._take_in(part))
+                parts.append(part)
+                continue
+            if before is None or place >= len(before.parts) or len(before.parts[place]) != size:
+                raise ConnectionError("a part that was never sent")
+            sums.append(before.sums[place])
+            parts.append(before.parts[place])
+        told = struct.unpack(f"<{count}I", self._exactly(4 * count))
+        if list(told) != sums:
+            raise ConnectionError(seal.broken(f"commit {commit}"))
+        (digest,) = struct.unpack("<Q", self._exactly(DIGEST_BYTES))
+        return Replica(commit, parts, digest, bytes(self._exactly(seal.TAG_BYTES)), sums)
 
     def _exactly(self, count: int) -> bytearray:
         part = bytearray(count)

@@ -232,6 +232,29 @@ def test_only_what_has_changed_is_sent_again(
     assert bytes(third.parts[2]) == before and third.parts[2] is first.parts[2], "its memory is used again"
 
 
+def test_a_commit_gives_way_to_the_one_for_which_training_waits(
+    feeder: Feeder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle, and what has arrived of it is not taken for a part of the next."""
+    sum_with = replica.sum_with
+
+    def sum_in_a_hurry(chunk: replica.Part, before: int) -> int:
+        feeder.hurry()
+        return sum_with(chunk, before)
+
+    monkeypatch.setattr(replica, "sum_with", sum_in_a_hurry)
+    feeder.offer(2, lambda: [b"c" * 9, b"d"])
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        assert not feeder._send(ours, replica.Replica(1, [b"a" * 9, b"b"], 6, sums=[-1, -1]), None)
+        assert feeder._send(ours, feeder._newest()[1], None)
+        memory: dict[int, bytearray] = {}
+        found = replica._Stream(theirs, lambda: False).read(None, memory)
+    assert found is not None and found.commit == 2 and not memory
+    assert [bytes(part) for part in found.parts] == [b"c" * 9, b"d"]
+    assert feeder.digest(2) == found.digest
+
+
 def test_who_is_let_in_waits_for_its_commit_while_it_comes(feeder: Feeder, feed: Feed) -> None:
     feeder.offer(1, lambda: [b"1"])
     newest(feed, 1)
@@ -335,6 +358,27 @@ def test_who_is_new_hears_which_commit_it_has_and_who_sends_the_next(feeder: Fee
     assert replica is not None and replica.commit == 1 and since == 1
     feeder.offer(2, lambda: [b"2"])
     newest(feed, 2)
+
+
+def test_a_commit_that_comes_while_it_is_asked_about_is_seen() -> None:
+    """Who has sent it is connected no more."""
+
+    class Arriving(Feed):
+        def has_commit(self) -> bool:
+            return True
+
+        @property
+        def _newest(self) -> replica.Replica | None:  # type: ignore[override]
+            self._feeder = 0
+            return replica.Replica(2, [b"2"], 7)
+
+        @_newest.setter
+        def _newest(self, _: replica.Replica | None) -> None:
+            pass
+
+    feed = Arriving(["127.0.0.1:1"], SECRET, JOB)
+    feed._feeder = 1
+    assert feed.promised() == (replica.Replica(2, [b"2"], 7), 1)
 
 
 def test_a_feeder_that_ends_lets_everybody_have_the_newest_commit(server: Server) -> None:

@@ -42,9 +42,11 @@ def out(*words: object) -> None:
     os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
 
-def send_and_say(feeder: Feeder, peer: Any, replica: Any, before: Any) -> None:
-    send(feeder, peer, replica, before)
-    out("fed", replica.commit)
+def send_and_say(feeder: Feeder, peer: Any, replica: Any, before: Any) -> bool:
+    is_whole = send(feeder, peer, replica, before)
+    if is_whole:
+        out("fed", replica.commit)
+    return is_whole
 
 
 def is_there(variable: str) -> bool:
