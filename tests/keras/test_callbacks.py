@@ -17,14 +17,14 @@ On = Callable[..., list[Any]]
 the_keras = load(Path(__file__).with_name("training.py"), "keras_training").the_keras
 
 
-def network(optimizer: Any = None, seed: int = 0, width: int = 4) -> Any:
+def network(optimizer: Any = None, seed: int = 0, width: int = 4, between: Any = ()) -> Any:
+    """between: classes of further layers."""
     keras = the_keras()
     keras.utils.set_random_seed(seed)
     model = keras.Sequential([
         keras.layers.Input((3,)),
         keras.layers.Dense(width, activation="tanh"),
-        keras.layers.BatchNormalization(),
-        keras.layers.Dropout(0.5),
+        *(layer() for layer in between),
         keras.layers.Dense(1),
     ])  # fmt: skip
     model.compile(optimizer or keras.optimizers.SGD(0.1, momentum=0.9), "mse")
@@ -69,7 +69,8 @@ def starts_alike() -> None:
     import horoclone.keras as hvd
 
     root = hvd.size() - 1
-    model = network(seed=hvd.rank())
+    layers = the_keras().layers
+    model = network(seed=hvd.rank(), between=[layers.BatchNormalization, lambda: layers.Dropout(0.5)])
     model.fit(**data(hvd.rank()))  # builds, and makes all state differ
     mine = state_of(model)
     everybody = hvd.allgather_object(mine)
@@ -427,15 +428,10 @@ def test_callbacks(on: On, backend: str, body: Any) -> None:
 
 
 @pytest.mark.in_turn("backend")
+@pytest.mark.parametrize("correction", [True, False])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_momentum_is_rescaled_with_the_rate(on: On, backend: str) -> None:
-    on(backend, corrects_momentum, correction=True)
-
-
-@pytest.mark.in_turn("backend")
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_momentum_stays_where_that_is_wanted(on: On, backend: str) -> None:
-    on(backend, corrects_momentum, correction=False)
+def test_momentum_is_rescaled_with_the_rate_or_not(on: On, backend: str, correction: bool) -> None:
+    on(backend, corrects_momentum, correction=correction)
 
 
 @pytest.mark.in_turn("backend")

@@ -123,7 +123,8 @@ def saves_a_plain_optimizer(path: str, which: str) -> None:
     if hvd.rank() == 0:
         model.save(path)
     hvd.allgather_object(None)
-    assert loaded_alone(path) == str(type(optimizer_named(which)))
+    if hvd.rank() == 0:
+        assert loaded_alone(path) == str(type(optimizer_named(which)))
     loaded = hvd.load_model(path)
     assert int(loaded.optimizer.iterations) == 2 * STEPS
     for other in (model, loaded):
@@ -176,7 +177,8 @@ def loads_what_the_user_wrote(path: str) -> None:
     )
     by_keras = keras.models.load_model(path, custom_objects={"Halving": Halving, **kinds})
     assert type(by_keras.optimizer)._horoclone_base is Halving  # reduces, as horoclone is loaded
-    assert loaded_alone(path, own=True) == "<class '__main__.Halving'>"
+    if hvd.rank() == 0:
+        assert loaded_alone(path, own=True) == "<class '__main__.Halving'>"
     fit(loaded, shard(hvd.rank()), callbacks=start)
     assert same_everywhere(loaded) and int(loaded.optimizer.iterations) == 4 * STEPS  # two epochs, twice
 
@@ -237,11 +239,11 @@ def test_tf_keras_with_several_batches_per_update(on: On, which: str) -> None:
     on("legacy", trains_as_one, which=which, passes=2)
 
 
-@pytest.mark.in_turn("which", "passes")
+@pytest.mark.in_turn("backend", "which", "passes")
 @pytest.mark.parametrize("sparse_as_dense", [False, True])
 @pytest.mark.parametrize(
     "backend, which, passes",
-    [("tensorflow", "sgd", 1), ("tensorflow", "sgd", 2), ("legacy", "legacy sgd", 1)],
+    [("tensorflow", "sgd", 1), ("tensorflow", "sgd", 2), ("legacy", "sgd", 1), ("legacy", "legacy sgd", 1)],
 )
 def test_sparse_gradients(on: On, backend: str, which: str, passes: int, sparse_as_dense: bool) -> None:
     on(backend, trains_as_one, which=which, embedding=True, passes=passes, sparse_as_dense=sparse_as_dense)

@@ -61,25 +61,25 @@ def finds_a_forgotten_broadcast() -> None:
             _fit(_model(seed=hvd.rank()), 3)
 
 
-def finds_flipped_bits(which: str, kind: str) -> None:
+def finds_flipped_bits() -> None:
+    """In a weight, then in the optimizer's state, which JAX does not repair: with it the second model is a new one."""
     import horoclone.keras as hvd
 
-    repairs = training.the_keras().backend.backend() != "jax"
-    with told("repair" if repairs else "warn") as lines:
-        model = _model(0, which)
-        _fit(model, 3)
-        assert not lines, lines
-        culprit = hvd.size() - 1
-        if hvd.rank() == culprit:
-            _flip(model.trainable_variables[2] if kind == "weight" else _slot(model))
-        _fit(model, 1)
-        assert len(lines) == (hvd.rank() == 0), lines
-        wanted = "the weight" if kind == "weight" else "the optimizer's state of"
-        who = "no majority" if hvd.size() == 2 else f"differs on rank {culprit} (against"
-        assert all(wanted in line and who in line for line in lines), lines
-        _fit(model, 2)
-        assert len(lines) == (hvd.rank() == 0), lines
-        assert training.same_everywhere(model) or not repairs
+    repairs, model = training.the_keras().backend.backend() != "jax", None
+    for kind in ("the weight", "the optimizer's state of"):
+        with told("repair" if repairs else "warn") as lines:
+            if model is None or not repairs:
+                model = _model(0)
+                _fit(model, 3)
+            assert not lines, lines
+            if hvd.rank() == 1:
+                _flip(model.trainable_variables[2] if kind == "the weight" else _slot(model))
+            _fit(model, 1)
+            assert len(lines) == (hvd.rank() == 0), lines
+            assert all(kind in line and "no majority" in line for line in lines), lines
+            _fit(model, 2)
+            assert len(lines) == (hvd.rank() == 0), lines
+            assert training.same_everywhere(model) or not repairs
 
 
 # What each backend tries beside a schedule of callbacks and local variables; torch, which compiles nothing, tries all
@@ -104,10 +104,6 @@ def is_silent(alone: bool) -> None:
             model = _model(hvd.rank(), which)
             _fit(model, 4, [begin(0)])
             assert training.same_everywhere(model)
-        late = begin(0)
-        whole = late.on_batch_end
-        late.on_batch_end = lambda batch, logs=None: whole(batch, logs)
-        _fit(_model(hvd.rank()), 4, [late])
         for options in ALONE if alone else AT_ONCE:
             chosen = {name: named.get(value, value) for name, value in options.items()}
             _fit(_model(hvd.rank(), **chosen), 6, [begin(0)])
@@ -202,11 +198,10 @@ def test_a_forgotten_broadcast_is_found(on: Callable[..., Any], backend: str) ->
     on(backend, finds_a_forgotten_broadcast)
 
 
-@pytest.mark.in_turn("backend")
-@pytest.mark.parametrize("kind", ["weight", "state"])
+@pytest.mark.in_turn
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_flipped_bit_is_found_at_the_next_check(on: Callable[..., Any], backend: str, kind: str) -> None:
-    on(backend, finds_flipped_bits, 3 if kind == "weight" else 2, which="adam", kind=kind)
+def test_a_flipped_bit_is_found_at_the_next_check(on: Callable[..., Any], backend: str) -> None:
+    on(backend, finds_flipped_bits)
 
 
 @pytest.mark.in_turn
