@@ -320,7 +320,7 @@ void get_batches(Reader* in, uint32_t expected_id, size_t room, std::vector<Plan
   const bool in_parts = (op & kInParts) != 0;
   if ((op & ~kInParts) >= kOpCount) in->fail();
   b->op = in->ok() ? static_cast<Op>(op & ~kInParts) : Op{};
-  b->algorithm = get_enum<Algorithm>(in, static_cast<int>(Algorithm::kPairwise) + 1);
+  b->algorithm = get_enum<Algorithm>(in, static_cast<int>(Algorithm::kCirculant) + 1);
   uint8_t flags = in->get<uint8_t>();
   const bool alone = (flags & kEachAlone) != 0;
   if (in_parts) get_part(in, b);

@@ -85,6 +85,7 @@ enum class Algorithm : uint8_t {
   kTwoLevel = 6,           // shared memory within a node, channels across
   kBinomialTree = 7,
   kPairwise = 8,
+  kCirculant = 9,  // over channels, the ring's bytes in fewer rounds
 };
 
 }  // namespace hc

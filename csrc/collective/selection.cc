@@ -11,6 +11,13 @@ namespace {
 // Below this the messages' latency counts, not their bytes: recursive doubling over all ranks.
 constexpr size_t kTwoLevelBytes = 8 * kKiB;
 
+// From here on a ring, which passes parts of a share on while the rest arrives, is as fast (docs/performance.md).
+inline size_t share() {
+  static const size_t v = getenv("X_CIRC") ? atoll(getenv("X_CIRC")) : 128 * kKiB;
+  return v;
+}
+#define kRingShareBytes share()
+
 // Smaller tensors that lie in the arena go with the private ones, of which many are copied into one batch: in place
 // each is a batch of its own, in which all ranks wait for each other twice. A caller that waits at once has nothing to
 // fuse it with, and in place is the faster there from kInPlaceAloneBytes on (docs/decisions/shared-memory.md).
@@ -25,13 +32,20 @@ Algorithm select_in_shared_memory(Op op, size_t bytes, const Thresholds& t) {
   return bytes <= std::min(t.flat_bytes, kFlatBufferBytes) ? Algorithm::kSharedFlat : Algorithm::kSharedBlocked;
 }
 
+// Of ranks whose messages take rounds, the rounds count where a rank's share is short. Up to three ranks a ring has as
+// few.
+Algorithm in_few_rounds(size_t bytes, int ranks) {
+  return ranks > 3 && bytes < kRingShareBytes * static_cast<size_t>(ranks) ? Algorithm::kCirculant : Algorithm::kRing;
+}
+
 Algorithm select_over_channels(Op op, size_t bytes, const Thresholds& t) {
   switch (op) {
     case Op::kAllreduce:
-      return bytes < t.ring_from_bytes ? Algorithm::kRecursiveDoubling : Algorithm::kRing;
+      if (bytes < t.ring_from_bytes) return Algorithm::kRecursiveDoubling;
+      return in_few_rounds(bytes, t.ranks);
     case Op::kAllgather:
     case Op::kReducescatter:
-      return Algorithm::kRing;
+      return in_few_rounds(bytes, t.ranks);
     case Op::kBroadcast:
     case Op::kReduce:
       return Algorithm::kBinomialTree;
@@ -72,6 +86,12 @@ size_t most_in_a_buffer(const Task& task) {
   return task.bytes();
 }
 
+// What an operation between nodes is chosen by: the whole of what is reduced or gathered, the same on every member.
+size_t bytes_of_all(const Task& task) {
+  if (task.op != Op::kAllgather && task.op != Op::kReducescatter) return task.bytes();
+  return std::accumulate(task.counts.begin(), task.counts.end(), size_t{0}) * size_of(task.dtype);
+}
+
 }  // namespace
 
 Algorithm choose_in_shared_memory(const Task& task) {
@@ -87,21 +107,22 @@ bool goes_by_levels(Op op, const Levels& levels) {
   return !levels.flat() && (op == Op::kAllreduce || op == Op::kBroadcast || op == Op::kAllgather);
 }
 
-Algorithm choose_between_nodes(const Task& task) {
-  if (task.algorithm == Algorithm::kRing || task.algorithm == Algorithm::kRecursiveDoubling) return task.algorithm;
+Algorithm choose_between_nodes(const Task& task, int ranks) {
+  for (const Algorithm demanded : {Algorithm::kRing, Algorithm::kRecursiveDoubling, Algorithm::kCirculant})
+    if (task.algorithm == demanded) return demanded;
   const bool two_level = task.algorithm == Algorithm::kTwoLevel;
   const Layout layout = two_level ? Layout::kSeveralNodesOfSeveral : Layout::kSeveralNodes;
-  return select_algorithm(task.op, task.reduce, task.bytes(), layout,
-                          {task.flat_bytes, task.ring_from_bytes, two_level});
+  return select_algorithm(task.op, task.reduce, bytes_of_all(task), layout,
+                          {task.flat_bytes, task.ring_from_bytes, two_level, ranks});
 }
 
-Algorithm choose_over_channels(const Task& task) {
+Algorithm choose_over_channels(const Task& task, int ranks) {
   if (task.algorithm != Algorithm::kAuto) return task.algorithm;
-  return select_over_channels(task.op, task.bytes(), {.ring_from_bytes = task.ring_from_bytes});
+  return select_over_channels(task.op, bytes_of_all(task), {.ring_from_bytes = task.ring_from_bytes, .ranks = ranks});
 }
 
-Algorithm select_for_block(size_t block_bytes, size_t ring_from_bytes) {
-  return select_over_channels(Op::kAllreduce, block_bytes, {.ring_from_bytes = ring_from_bytes});
+Algorithm select_for_block(size_t block_bytes, size_t ring_from_bytes, int nodes) {
+  return select_over_channels(Op::kAllreduce, block_bytes, {.ring_from_bytes = ring_from_bytes, .ranks = nodes});
 }
 
 bool reduces_in_place(bool in_arena, Reduce reduce) { return in_arena && is_element_wise(reduce); }
@@ -186,12 +207,15 @@ const char* name_of(Algorithm algorithm) {
       return "binomial tree";
     case Algorithm::kPairwise:
       return "pairwise exchange";
+    case Algorithm::kCirculant:
+      return "circulant";
   }
   return "?";
 }
 
 std::vector<Selection> selection_table(Layout layout, const Thresholds& t) {
-  std::vector<size_t> edges{0, std::min(t.flat_bytes, kFlatBufferBytes) + 1, kTwoLevelBytes + 1, t.ring_from_bytes};
+  std::vector<size_t> edges{0, std::min(t.flat_bytes, kFlatBufferBytes) + 1, kTwoLevelBytes + 1, t.ring_from_bytes,
+                            kRingShareBytes * static_cast<size_t>(t.ranks)};
   std::sort(edges.begin(), edges.end());
   std::vector<Selection> table;
   for (const Op op : {Op::kAllreduce, Op::kAllgather, Op::kBroadcast, Op::kReducescatter, Op::kAlltoall, Op::kReduce,
@@ -207,10 +231,9 @@ std::vector<Selection> selection_table(Layout layout, const Thresholds& t) {
 }
 
 std::string selection_json(const Thresholds& thresholds) {
-  constexpr std::pair<Layout, const char*> layouts[] = {
-      {Layout::kOneNode, "one node"},
-      {Layout::kSeveralNodes, "several nodes"},
-      {Layout::kSeveralNodesOfSeveral, "several nodes of several ranks"}};
+  constexpr std::pair<Layout, const char*> layouts[] = {{Layout::kOneNode, "one node"},
+                                                        {Layout::kSeveralNodes, "8 nodes"},
+                                                        {Layout::kSeveralNodesOfSeveral, "8 nodes of several ranks"}};
   std::string text = "{";
   for (const auto& [layout, name] : layouts) {
     text += text_of(text.size() > 1 ? "," : "", "\"", name, "\":[");

@@ -20,6 +20,7 @@ struct Thresholds {
   size_t flat_bytes = defaults::flat_bytes;  // shared memory: up to this many bytes per rank take the flat path
   size_t ring_from_bytes = defaults::ring_threshold_bytes;  // between nodes: a ring from here on
   bool two_level = true;                                    // reduce within each node first
+  int ranks = 2;                                            // that exchange messages: of the set, or one of each node
 };
 
 // `bytes`: the task's; in shared memory the largest contribution of any member.
@@ -31,13 +32,13 @@ Algorithm select_algorithm(Op op, Reduce reduce, size_t bytes, Layout layout, co
 Algorithm choose_in_shared_memory(const Task& task);
 // Of the blocked operations those that move less between sockets when they go by levels.
 bool goes_by_levels(Op op, const Levels& levels);
-// Several nodes. The task may demand a ring or recursive doubling; kTwoLevel permits two levels, which small tasks do
-// not use.
-Algorithm choose_between_nodes(const Task& task);
+// Several nodes. The task may demand a ring, a circulant graph or recursive doubling; kTwoLevel permits two levels,
+// which small tasks do not use. ranks: of the group.
+Algorithm choose_between_nodes(const Task& task, int ranks);
 // An allreduce over channels alone, whatever the layout: what the task demands, else by size.
-Algorithm choose_over_channels(const Task& task);
-// The part between the nodes of one block of a two-level allreduce: a ring or recursive doubling.
-Algorithm select_for_block(size_t block_bytes, size_t ring_from_bytes);
+Algorithm choose_over_channels(const Task& task, int ranks);
+// The part between the nodes of one block of a two-level allreduce.
+Algorithm select_for_block(size_t block_bytes, size_t ring_from_bytes, int nodes);
 // A buffer that lies in an arena on every rank is reduced where it lies. Adasum works on whole tensors elsewhere.
 bool reduces_in_place(bool in_arena, Reduce reduce);
 
@@ -65,8 +66,7 @@ struct Selection {
 };
 // select_algorithm as a table: for each operation, in ascending order of sizes.
 std::vector<Selection> selection_table(Layout layout, const Thresholds& thresholds);
-// {"one node": [{"operation", "from_bytes", "algorithm"} ...], "several nodes": ..., "several nodes of several ranks":
-// ...}
+// {"one node": [{"operation", "from_bytes", "algorithm"} ...], "8 nodes": ..., "8 nodes of several ranks": ...}
 std::string selection_json(const Thresholds& thresholds);
 
 }  // namespace hc

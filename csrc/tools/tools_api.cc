@@ -124,7 +124,7 @@ const char* hc_build_info(void) {
 const char* hc_selection_report(const char* const* names, const char* const* values, int32_t n) {
   auto config = hc::Config::read(settings_of(names, values, n));
   const hc::Tuning t = hc::Tuning::of(config.is_ok() ? config.take() : hc::Config());
-  return keep(hc::selection_json({t.flat_bytes, t.ring_from_bytes, t.two_level}));
+  return keep(hc::selection_json({t.flat_bytes, t.ring_from_bytes, t.two_level, 8}));
 }
 const char* hc_device_report(const char* const* names, const char* const* values, int32_t n) {
   auto config = hc::Config::read(settings_of(names, values, n));

@@ -74,7 +74,10 @@ Result<Schedule> allreduce_schedule(const Task& task, const Group& group) {
   shape.pack = task.pieces.size() > 1;
   shape.load = shape.pack || task.scale.pre != 1.0 ? Load::kCopy : Load::kNone;
   shape.in_place = task.pieces.size() == 1 && task.pieces[0].in == task.pieces[0].out;
-  if (choose_over_channels(task) == Algorithm::kRecursiveDoubling) return plan_recursive_doubling(shape);
+  shape.divisible = task.parts > 1;
+  const Algorithm algorithm = choose_over_channels(task, group.size);
+  if (algorithm == Algorithm::kRecursiveDoubling) return plan_recursive_doubling(shape);
+  if (algorithm == Algorithm::kCirculant) return plan_circulant_allreduce(shape);
   HC_TRY(check_algorithm(task, Algorithm::kRing));
   return plan_ring_allreduce(shape);
 }
@@ -124,7 +127,6 @@ Result<Schedule> scatter_schedule(const Task& task, const Group& group) {
 }
 
 Result<Schedule> allgather_schedule(const Task& task, const Group& group) {
-  HC_TRY(check_algorithm(task, Algorithm::kRing));
   HC_TRY(check_counts(task, task.counts, group));
   const Piece& piece = task.pieces[0];
   const size_t before = std::accumulate(task.counts.begin(), task.counts.begin() + group.rank, size_t{0});
@@ -135,16 +137,22 @@ Result<Schedule> allgather_schedule(const Task& task, const Group& group) {
     if (piece.in == piece.out && extent.in)
       return invalid(task, "an input inside the output must lie at its own place in the concatenation");
   }
+  const Algorithm algorithm = choose_over_channels(task, group.size);
+  if (algorithm == Algorithm::kCirculant) return plan_circulant_allgather(group.rank, task.counts, in_place);
+  HC_TRY(check_algorithm(task, Algorithm::kRing));
   return plan_ring_allgather(group.rank, task.counts, in_place);
 }
 
 Result<Schedule> reducescatter_schedule(const Task& task, const Group& group) {
-  HC_TRY(check_algorithm(task, Algorithm::kRing));
   HC_TRY(check_counts(task, task.counts, group));
   const Piece& piece = task.pieces[0];
   HC_TRY(check_memory(task, piece, {total(task.counts), task.counts[group.rank]}));
   const bool copies = task.scale.pre != 1.0 || piece.in == piece.out;
-  return plan_ring_reducescatter(group.rank, task.counts, copies ? Load::kCopy : Load::kNone);
+  const Load load = copies ? Load::kCopy : Load::kNone;
+  const Algorithm algorithm = choose_over_channels(task, group.size);
+  if (algorithm == Algorithm::kCirculant) return plan_circulant_reducescatter(group.rank, task.counts, load);
+  HC_TRY(check_algorithm(task, Algorithm::kRing));
+  return plan_ring_reducescatter(group.rank, task.counts, load);
 }
 
 Result<Schedule> alltoall_schedule(const Task& task, const Group& group) {

@@ -24,6 +24,8 @@ Step copy(Spot from, Spot to, size_t count) {
   return {.action = Action::kCopy, .count = count, .from = from, .to = to};
 }
 
+StepRange only(int step) { return {std::max(step, 0), step}; }
+
 // Makes `count` elements of the input usable at `home`; returns what has to be waited for.
 int add_load(Schedule& s, Load load, Spot input, Spot home, size_t count) {
   if (load == Load::kNone) return -1;
@@ -49,6 +51,90 @@ struct Offsets {
   std::vector<size_t> at;
 };
 
+// Adds the messages of the circulant graph. In round k rank r sends to r + skip[k] its sums of the chunks r + skip[k]
+// to r + skip[k-1] - 1, all modulo the number of ranks, which skip halves, rounded up, until it is 1. So fewer and
+// fewer sums stay, in the end that of chunk r. The same messages backwards gather what is summed.
+class Circulant {
+ public:
+  // at: where each rank's chunk begins, and where the last one ends. by_chunk: no step has more than one.
+  Circulant(Schedule* s, int rank, std::vector<size_t> at, bool by_chunk)
+      : s_(*s), rank_(rank), n_(static_cast<int>(at.size()) - 1), at_(std::move(at)), by_chunk_(by_chunk) {
+    for (skip_ = {n_}; skip_.back() > 1;) skip_.push_back((skip_.back() + 1) / 2);
+    sent_.resize(skip_.size());
+  }
+
+  int rounds() const { return static_cast<int>(skip_.size()) - 1; }
+
+  // source, home: Spot of an element of the input, and of the sums. This rank's own sum ends at `result`.
+  template <class Source, class Home>
+  void add_reduction(Load load, Source source, Home home, Spot result) {
+    const int left_out = n_ - skip_[1];  // the first round neither sends nor sums this chunk where the ranks are odd
+    for (const auto& [begin, end] : {std::pair{skip_[1], n_}, std::pair{0, left_out}, std::pair{left_out, skip_[1]}})
+      each_run(begin, end, [&, begin = begin](size_t first, size_t count) {
+        if (load == Load::kNone && begin == left_out) s_.add(copy(source(first), home(first), count));
+        add_load(s_, load, {Place::kInput, first}, home(first), count);
+      });
+    for (int k = 1; k <= rounds(); ++k) {
+      const StepRange before = all();
+      const int skip = skip_[k], kept = skip_[k - 1] - skip;
+      const bool loaded = k > 1 || load == Load::kCopy;
+      each_run(skip, skip + kept, [&](size_t first, size_t count) {
+        Step leave = send(wrap(rank_ + skip, n_), k, loaded ? home(first) : source(first), count);
+        leave.after_all = before;
+        sent_[k].push_back(s_.add(leave));
+      });
+      each_run(0, kept, [&](size_t first, size_t count) {
+        Step sum{.action = Action::kReduce, .peer = wrap(rank_ - skip, n_), .round = k, .count = count};
+        sum.from = loaded ? home(first) : source(first);
+        sum.finish = k == rounds();
+        sum.to = sum.finish ? result : home(first);
+        sum.after_all = before;
+        s_.add(sum);
+      });
+    }
+  }
+
+  // Every rank's chunk to all. home: Spot of an element. A partial sum has left before a chunk lands in its place.
+  template <class Home>
+  void add_allgather(Home home, int rounds_before) {
+    for (int k = rounds(); k >= 1; --k) {
+      const StepRange before = all();
+      const int skip = skip_[k], held = skip_[k - 1] - skip, round = rounds_before + rounds() - k + 1;
+      each_run(0, held, [&](size_t first, size_t count) {
+        Step leave = send(wrap(rank_ - skip, n_), round, home(first), count);
+        leave.after_all = before;
+        s_.add(leave);
+      });
+      size_t run = 0;
+      each_run(skip, skip + held, [&](size_t first, size_t count) {
+        Step land = receive(wrap(rank_ + skip, n_), round, home(first), count);
+        if (!sent_[k].empty()) land.after[0] = sent_[k][run++];
+        s_.add(land);
+      });
+    }
+  }
+
+  // visit(first element, elements) for this rank's chunks begin .. end - 1: as few runs of neighbours as there are.
+  template <class Visit>
+  void each_run(int begin, int end, Visit visit) const {
+    for (int next = begin; begin < end; begin = next) {
+      next = by_chunk_ ? begin + 1 : rank_ + begin < n_ ? std::min(end, n_ - rank_) : end;  // up to the last chunk
+      const size_t first = at_[wrap(rank_ + begin, n_)];
+      visit(first, at_[wrap(rank_ + next - 1, n_) + 1] - first);
+    }
+  }
+
+  StepRange all() const { return {0, static_cast<int>(s_.steps.size()) - 1}; }
+
+ private:
+  Schedule& s_;
+  const int rank_, n_;
+  const std::vector<size_t> at_;
+  const bool by_chunk_;
+  std::vector<int> skip_;
+  std::vector<std::vector<int>> sent_;  // [round] the steps that sent partial sums, in order
+};
+
 }  // namespace
 
 int Schedule::add(const Step& step) {
@@ -68,6 +154,7 @@ size_t chunk_begin(size_t count, int chunks, int c) {
 Schedule part_of(const Schedule& schedule, int part, int parts) {
   Schedule s{.name = schedule.name, .rounds = schedule.rounds, .scratch_count = schedule.scratch_count};
   std::vector<int> now(schedule.steps.size() + 1, -1);  // [1 + index before]
+  std::vector<int> kept(schedule.steps.size() + 1, 0);  // how many of the steps before an index are still there
   for (size_t i = 0; i < schedule.steps.size(); ++i) {
     Step step = schedule.steps[i];
     const size_t begin = chunk_begin(step.count, parts, part);
@@ -75,8 +162,10 @@ Schedule part_of(const Schedule& schedule, int part, int parts) {
     step.from.first += begin;
     step.to.first += begin;
     for (int& earlier : step.after) earlier = now[static_cast<size_t>(earlier + 1)];
-    step.after_all = now[static_cast<size_t>(step.after_all + 1)];
+    step.after_all = {kept[static_cast<size_t>(step.after_all.first)],
+                      kept[static_cast<size_t>(step.after_all.last + 1)] - 1};
     now[i + 1] = s.add(step);
+    kept[i + 1] = static_cast<int>(s.steps.size());
   }
   return s;
 }
@@ -185,6 +274,29 @@ Schedule plan_recursive_doubling(const AllreduceShape& shape) {
     store.after[0] = made;
     s.add(store);
   }
+  return s;
+}
+
+Schedule plan_circulant_allreduce(const AllreduceShape& shape) {
+  const int n = shape.size;
+  Schedule s{.name = "circulant"};
+  if (n == 1) return add_lone_copy(s, shape.load, shape.count), s;
+  if (shape.pack) s.scratch_count = shape.count;
+  std::vector<size_t> at;
+  for (int c = 0; c <= n; ++c) at.push_back(chunk_begin(shape.count, n, c));
+  const Spot result{shape.pack ? Place::kScratch : Place::kOutput, at[shape.rank]};
+  auto home = [&](size_t first) { return Spot{result.place, first}; };
+  Circulant graph(&s, shape.rank, std::move(at), shape.divisible);
+  s.rounds = 2 * graph.rounds();
+  graph.add_reduction(shape.load, [](size_t first) { return Spot{Place::kInput, first}; }, home, result);
+  graph.add_allgather(home, graph.rounds());
+  const StepRange all = graph.all();
+  if (shape.pack)
+    graph.each_run(0, n, [&](size_t first, size_t count) {
+      Step store = copy(home(first), {Place::kOutput, first}, count);
+      store.after_all = all;
+      s.add(store);
+    });
   return s;
 }
 
@@ -326,6 +438,29 @@ Schedule plan_ring_reducescatter(int rank, std::span<const size_t> counts, Load 
   return s;
 }
 
+Schedule plan_circulant_allgather(int rank, std::span<const size_t> counts, bool in_place) {
+  const Offsets offset(counts);
+  Schedule s{.name = "circulant"};
+  const Spot own{Place::kOutput, offset.at[rank]};
+  if (!in_place) s.add(copy({Place::kInput, 0}, own, counts[rank]));
+  Circulant graph(&s, rank, offset.at, false);
+  s.rounds = graph.rounds();
+  graph.add_allgather([](size_t first) { return Spot{Place::kOutput, first}; }, 0);
+  return s;
+}
+
+Schedule plan_circulant_reducescatter(int rank, std::span<const size_t> counts, Load load) {
+  const Offsets offset(counts);
+  Schedule s{.name = "circulant", .scratch_count = offset.at.back()};
+  if (counts.size() == 1) return s.scratch_count = 0, add_lone_copy(s, load, counts[0]), s;
+  Circulant graph(&s, rank, offset.at, false);
+  s.rounds = graph.rounds();
+  graph.add_reduction(
+      load, [](size_t first) { return Spot{Place::kInput, first}; },
+      [](size_t first) { return Spot{Place::kScratch, first}; }, {Place::kOutput, 0});
+  return s;
+}
+
 Schedule plan_pairwise_alltoall(const AlltoallShape& shape) {
   const int n = static_cast<int>(shape.sent.size()), rank = shape.rank;
   const Offsets sent_at(shape.sent), received_at(shape.received);
@@ -340,11 +475,11 @@ Schedule plan_pairwise_alltoall(const AlltoallShape& shape) {
     const int to = wrap(rank + k, n), from = wrap(rank - k, n);
     Step leave = send(to, k, source(to), shape.sent[to]);
     // With a copy the first rounds wait for all of it; the later ones wait for these.
-    leave.after_all = k > kExchangesAhead ? sent[k - kExchangesAhead] : -1;
-    if (leave.after_all < 0) leave.after_all = last_load;
+    const int ahead = k > kExchangesAhead ? sent[k - kExchangesAhead] : -1;
+    leave.after_all = only(ahead < 0 ? last_load : ahead);
     sent[k] = s.add(leave);
     Step land = receive(from, k, {Place::kOutput, received_at.at[from]}, shape.received[from]);
-    land.after_all = last_load;
+    land.after_all = only(last_load);
     s.add(land);
   }
   s.add(copy(source(rank), {Place::kOutput, received_at.at[rank]}, shape.sent[rank]));
@@ -378,7 +513,8 @@ Schedule concatenate(std::span<const PlacedSchedule> parts, std::vector<int>* be
       step.to.first += part.first;
       for (int& a : step.after)
         if (a >= 0) a += base;
-      if (step.after_all >= 0) step.after_all += base;
+      step.after_all.first += base;
+      step.after_all.last += base;
       whole.steps.push_back(step);
     }
   }
@@ -404,7 +540,8 @@ std::string to_text(const Schedule& schedule) {
     if (s.finish) out << " finish";
     for (int a : s.after)
       if (a >= 0) out << " after " << a;
-    if (s.after_all >= 0) out << " after all of " << s.after_all;
+    if (s.after_all.last >= s.after_all.first)
+      out << " after all of " << s.after_all.first << " to " << s.after_all.last;
     out << "\n";
   }
   return out.str();

@@ -32,9 +32,15 @@ enum class Action : uint8_t {
 // How a schedule runs. Every step is cut into segments of the same number of elements (the last one shorter) and works
 // them off in order. Sends to one peer follow the order of the list, receives (kReceive, kReduce) from one peer too,
 // local steps (kCopy, kGate) too; otherwise only `after` and `after_all` order things:
-//   segment i may begin when segments 0 .. min(i, last) of every step in `after`, and all of `after_all`, are complete.
+//   segment i may begin when segments 0 .. min(i, last) of every step in `after`, and every step of `after_all`, are
+//   complete.
 // A send is complete when its bytes have left, a receive when they are there, a reduction when `to` is written. A
 // kReduce only delays the arithmetic by this, not the receiving; a kReceive delays the receiving, as it lands in `to`.
+// Neighbouring steps of a schedule; none where last < first.
+struct StepRange {
+  int first = 0, last = -1;
+};
+
 struct Step {
   Action action = Action::kCopy;
   int peer = -1;  // group rank
@@ -45,7 +51,7 @@ struct Step {
   bool prescale = false;       // kCopy: times Scale::pre
   bool finish = false;         // kReduce, kCopy: then Scale::post and divisor; exactly once per element in the group
   std::array<int, 3> after{-1, -1, -1};
-  int after_all = -1;
+  StepRange after_all{};
 };
 
 struct Schedule {
@@ -74,6 +80,7 @@ struct AllreduceShape {
   Load load = Load::kNone;
   bool pack = false;      // several pieces: work in scratch, copy to the output at the end. Needs Load::kCopy
   bool in_place = false;  // the input is the output
+  bool divisible = true;  // no step has more than one chunk, which part_of needs; circulant only, the others never have
 };
 
 // Ring: 2(size-1) rounds, 2(size-1)/size of the buffer each way, whatever the size. Chunk c is summed in the order
@@ -82,6 +89,11 @@ Schedule plan_ring_allreduce(const AllreduceShape& shape);
 // Recursive doubling: log2(size) rounds of the whole buffer, for few elements. Sizes that are no power of two reduce
 // the first ranks in pairs before and after (two rounds more). Sums form a fixed tree in rank order.
 Schedule plan_recursive_doubling(const AllreduceShape& shape);
+
+// Circulant graph: the ring's bytes in 2 ceil(log2(size)) rounds, for any size; a round's messages wait for the round
+// before, so a ring is faster where chunks are long. Chunk c is summed on rank c; its order depends on the layout only.
+// J. L. Traeff, "Optimal, non-pipelined reduce-scatter and allreduce algorithms", arXiv:2410.14234 (2024).
+Schedule plan_circulant_allreduce(const AllreduceShape& shape);
 
 // Binomial tree: log2(size) rounds; every segment is forwarded as soon as it is there.
 struct BroadcastShape {
@@ -115,6 +127,9 @@ Schedule plan_ring_allgather(int rank, std::span<const size_t> counts, bool in_p
 // Ring, size-1 rounds; input the concatenation of counts[i] elements for rank i, output this rank's. load kCopy: works
 // on a copy of the whole input (prescaling, or an output that overlaps the input).
 Schedule plan_ring_reducescatter(int rank, std::span<const size_t> counts, Load load);
+// Either half of the circulant allreduce, ceil(log2(size)) rounds. Arguments as above.
+Schedule plan_circulant_allgather(int rank, std::span<const size_t> counts, bool in_place);
+Schedule plan_circulant_reducescatter(int rank, std::span<const size_t> counts, Load load);
 
 // Pairwise exchange: round k sends to rank+k and receives from rank-k. load kCopy: an output that overlaps the input.
 struct AlltoallShape {

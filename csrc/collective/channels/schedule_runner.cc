@@ -110,7 +110,8 @@ ScheduleRunner::Segment ScheduleRunner::segment(int step, size_t index) const {
 // The rule in schedule.h.
 bool ScheduleRunner::may_begin(int step, size_t index) const {
   const Step& s = schedule_.steps[step];
-  if (s.after_all >= 0 && !is_complete(s.after_all)) return false;
+  for (int earlier = s.after_all.last; earlier >= s.after_all.first; --earlier)
+    if (!is_complete(earlier)) return false;
   for (int earlier : s.after)
     if (earlier >= 0 && state_[earlier].done < std::min(index + 1, state_[earlier].segments)) return false;
   return s.action != Action::kGate ||

@@ -108,7 +108,7 @@ void check_allreduce(const Case& c) {
 TEST_CASE("allreduce: every dtype, size of group and algorithm is exact on whole numbers") {
   for (int n = 1; n <= 9; ++n)
     for (DType t : some_dtypes(n))
-      for (Algorithm a : {Algorithm::kRing, Algorithm::kRecursiveDoubling})
+      for (Algorithm a : {Algorithm::kRing, Algorithm::kRecursiveDoubling, Algorithm::kCirculant})
         for (size_t count : {0, 1, 3, 17, 1000})
           check_allreduce({.n = n, .count = count, .dtype = t, .algorithm = a, .in_place = (count + n) % 2 == 0});
 }
@@ -117,7 +117,7 @@ TEST_CASE("allreduce: every reduction") {
   for (Reduce op : {Reduce::kSum, Reduce::kAverage, Reduce::kMin, Reduce::kMax, Reduce::kProduct})
     for (DType t : {DType::kBool, DType::kI64, DType::kF32, DType::kF64})
       for (int n : {2, 3, 6})
-        for (Algorithm a : {Algorithm::kRing, Algorithm::kRecursiveDoubling}) {
+        for (Algorithm a : {Algorithm::kRing, Algorithm::kRecursiveDoubling, Algorithm::kCirculant}) {
           if (op == Reduce::kAverage && t == DType::kBool) continue;  // refused above; Scale makes it an average
           check_allreduce({.n = n, .count = 100, .dtype = t, .reduce = op, .algorithm = a});
         }
@@ -126,7 +126,7 @@ TEST_CASE("allreduce: every reduction") {
 TEST_CASE("allreduce: 30011 elements in tiny and in odd segments") {
   for (DType t : {DType::kU8, DType::kBF16, DType::kF32})
     for (int n : {2, 3, 9})
-      for (Algorithm a : {Algorithm::kRing, Algorithm::kRecursiveDoubling})
+      for (Algorithm a : {Algorithm::kRing, Algorithm::kRecursiveDoubling, Algorithm::kCirculant})
         check_allreduce({.n = n,
                          .count = 30011,
                          .dtype = t,
@@ -144,7 +144,7 @@ TEST_CASE("allreduce: several pieces, prescale, postscale; inputs stay; bits are
   const std::vector<size_t> lengths{5, 0, 1, 300, 64, 7};
   for (DType t : {DType::kF16, DType::kBF16, DType::kF32, DType::kF64})
     for (int n : {1, 2, 3, 7})
-      for (Algorithm a : {Algorithm::kRing, Algorithm::kRecursiveDoubling})
+      for (Algorithm a : {Algorithm::kRing, Algorithm::kRecursiveDoubling, Algorithm::kCirculant})
         for (size_t piece_count : {size_t{1}, lengths.size()}) {
           CAPTURE(name_of(t));
           CAPTURE(n);
@@ -188,7 +188,7 @@ TEST_CASE("allreduce: several pieces, prescale, postscale; inputs stay; bits are
 }
 
 TEST_CASE("allreduce: integers wrap, average divides toward zero, each input is scaled in double toward zero") {
-  for (Algorithm a : {Algorithm::kRing, Algorithm::kRecursiveDoubling})
+  for (Algorithm a : {Algorithm::kRing, Algorithm::kRecursiveDoubling, Algorithm::kCirculant})
     for (int n : {1, 2, 3, 5}) {
       std::vector<std::vector<int8_t>> wraps(n, {100, -100, 1}), halves(n, {101, -101, 1});
       std::vector<std::vector<int64_t>> large(n, {-7, 8, 1ll << 40});
@@ -217,7 +217,7 @@ TEST_CASE("allreduce: integers wrap, average divides toward zero, each input is 
 }
 
 TEST_CASE("allreduce: NaN payloads and signed zeros too are the same on every rank") {
-  for (Algorithm a : {Algorithm::kRing, Algorithm::kRecursiveDoubling})
+  for (Algorithm a : {Algorithm::kRing, Algorithm::kRecursiveDoubling, Algorithm::kCirculant})
     for (Reduce op : {Reduce::kSum, Reduce::kMin, Reduce::kMax})
       for (int n = 2; n <= 9; ++n) {
         ChannelWorld w(n, n);
@@ -271,7 +271,9 @@ size_t sum_of(const std::vector<size_t>& counts, size_t upto) {
 TEST_CASE("allgather: unequal counts") {
   for (DType t : kMoved)
     for (int n = 1; n <= 9; ++n)
-      for (size_t about : {0, 1, 3, 17, 1000}) {
+      for (size_t about : {0, 1, 3, 16, 17, 1000, 1001}) {
+        const bool ring = about == 1 || about == 17 || about == 1000;
+        const Algorithm algorithm = ring ? Algorithm::kRing : Algorithm::kCirculant;
         const auto counts = uneven(n, about, n + static_cast<unsigned>(about));
         const bool in_place = about % 2;
         ChannelWorld w(n, n);
@@ -281,7 +283,7 @@ TEST_CASE("allgather: unequal counts") {
           wanted.insert(wanted.end(), w.in[r].begin(), w.in[r].end());
         }
         w.run([&](int r) {
-          Task task{.op = Op::kAllgather, .dtype = t, .counts = counts, .segment_bytes = 64};
+          Task task{.op = Op::kAllgather, .dtype = t, .counts = counts, .algorithm = algorithm, .segment_bytes = 64};
           w.out[r].assign(wanted.size(), std::byte{0xEE});
           std::byte* own = w.out[r].data() + sum_of(counts, r) * size_of(t);
           if (in_place) std::copy(w.in[r].begin(), w.in[r].end(), own);
@@ -295,7 +297,8 @@ TEST_CASE("allgather: unequal counts") {
 TEST_CASE("reducescatter: unequal counts, in place, prescaled") {
   for (int n = 1; n <= 9; ++n)
     for (DType t : some_dtypes(n))
-      for (size_t about : {0, 1, 3, 17, 1000}) {
+      for (size_t about : {0, 1, 3, 16, 17, 1000, 1001}) {
+        const Algorithm algorithm = about > 1 && about < 1000 ? Algorithm::kRing : Algorithm::kCirculant;
         const auto counts = uneven(n, about, 3 * n + static_cast<unsigned>(about));
         const size_t all = sum_of(counts, n);
         const bool in_place = about % 2;
@@ -306,7 +309,8 @@ TEST_CASE("reducescatter: unequal counts, in place, prescaled") {
           w.out[r] = in_place ? w.in[r] : Bytes(counts[r] * size_of(t));
         }
         w.run([&](int r) {
-          Task task{.op = Op::kReducescatter, .dtype = t, .counts = counts, .segment_bytes = 64};
+          Task task{
+              .op = Op::kReducescatter, .dtype = t, .counts = counts, .algorithm = algorithm, .segment_bytes = 64};
           if (scaled) task.scale = {.pre = 2.0, .post = 0.25};
           task.pieces = {{in_place ? w.out[r].data() : w.in[r].data(), w.out[r].data(), all}};
           return task;

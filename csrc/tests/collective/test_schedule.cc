@@ -2,6 +2,7 @@
 // send needs its receive (no buffering at all) and steps run in random order, always ends with the right sums.
 #include <doctest/doctest.h>
 
+#include <bit>
 #include <deque>
 #include <functional>
 #include <map>
@@ -57,7 +58,7 @@ class SymbolicWorld {
         const Step& s = a.schedule.steps[i];
         REQUIRE(s.count > 0);
         for (int earlier : s.after) REQUIRE(earlier < static_cast<int>(i));
-        REQUIRE(s.after_all < static_cast<int>(i));
+        REQUIRE(s.after_all.last < static_cast<int>(i));
         s.peer < 0 ? a.local.push_back(i) : a.flows[{s.peer, s.action == Action::kSend}].push_back(i);
       }
     }
@@ -94,7 +95,8 @@ class SymbolicWorld {
   }
   bool may_begin(const Actor& a, int step, size_t index) const {
     const Step& s = a.schedule.steps[step];
-    if (s.after_all >= 0 && a.done[s.after_all] < segments(a.schedule.steps[s.after_all])) return false;
+    for (int e = s.after_all.first; e <= s.after_all.last; ++e)
+      if (a.done[e] < segments(a.schedule.steps[e])) return false;
     for (int e : s.after)
       if (e >= 0 && a.done[e] < std::min(index + 1, segments(a.schedule.steps[e]))) return false;
     return true;
@@ -245,7 +247,7 @@ TEST_CASE("chunks cover the buffer in order") {
 constexpr int kSizes[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 17};
 
 TEST_CASE("every allreduce schedule sums each rank exactly once, scales once and never deadlocks") {
-  for (auto plan : {plan_ring_allreduce, plan_recursive_doubling})
+  for (auto plan : {plan_ring_allreduce, plan_recursive_doubling, plan_circulant_allreduce})
     for (int n : kSizes)
       for (size_t count : {size_t{0}, size_t{1}, size_t(n - 1), size_t(3 * n + 2)})
         for (int variant = 0; variant < 5; ++variant) {
@@ -256,6 +258,7 @@ TEST_CASE("every allreduce schedule sums each rank exactly once, scales once and
           shape.in_place = variant == 1 || variant == 3 || variant == 4;
           shape.load = variant == 4 ? Load::kGate : variant >= 2 ? Load::kCopy : Load::kNone;
           shape.pack = variant == 2;
+          shape.divisible = count % 2;
           std::vector<Actor> actors;
           for (int r = 0; r < n; ++r) {
             shape.rank = r;
@@ -290,15 +293,23 @@ TEST_CASE("the order of summation is the same on every rank") {
     }
 }
 
-TEST_CASE("a ring moves no more than 2(n-1)/n of the buffer and takes 2(n-1) rounds") {
+TEST_CASE("a ring and a circulant graph move no more than 2(n-1)/n of the buffer, in their number of rounds") {
   for (int n = 2; n <= 17; ++n)
     for (int r = 0; r < n; ++r) {
       const size_t count = 1600u * n;
-      const Schedule s = plan_ring_allreduce({.rank = r, .size = n, .count = count});
-      size_t sent = 0;
-      for (const Step& step : s.steps) sent += step.action == Action::kSend ? step.count : 0;
-      CHECK(sent == 2 * (n - 1) * (count / n));
-      CHECK(s.rounds == 2 * (n - 1));
+      for (auto plan : {plan_ring_allreduce, plan_circulant_allreduce}) {
+        const Schedule s = plan({.rank = r, .size = n, .count = count, .divisible = false});
+        const bool ring = plan == plan_ring_allreduce;
+        const int rounds = ring ? n - 1 : std::bit_width(static_cast<unsigned>(n - 1));
+        size_t sent = 0, messages = 0;
+        for (const Step& step : s.steps) {
+          sent += step.action == Action::kSend ? step.count : 0;
+          messages += step.action == Action::kSend;
+        }
+        CHECK(sent == 2 * (n - 1) * (count / n));
+        CHECK(s.rounds == 2 * rounds);
+        if (!ring) CHECK(messages <= 4u * rounds);  // a run of chunks is cut once at most, behind the last chunk
+      }
     }
 }
 
@@ -319,12 +330,14 @@ TEST_CASE("a broadcast reaches everybody from every root") {
 
 TEST_CASE("an allgather of unequal parts concatenates them") {
   for (int n : kSizes)
-    for (bool in_place : {false, true}) {
+    for (int variant = 0; variant < 4; ++variant) {
+      const bool in_place = variant % 2;
+      const auto plan = variant < 2 ? plan_ring_allgather : plan_circulant_allgather;
       const auto counts = uneven(n, n);
       const size_t total = before(counts, n);
       std::vector<Actor> actors;
       for (int r = 0; r < n; ++r) {
-        Actor a = actor_with_input(plan_ring_allgather(r, counts, in_place), r, counts[r], total);
+        Actor a = actor_with_input(plan(r, counts, in_place), r, counts[r], total);
         if (in_place) std::copy(a.input.begin(), a.input.end(), a.output.begin() + before(counts, r));
         actors.push_back(std::move(a));
       }
@@ -337,13 +350,14 @@ TEST_CASE("an allgather of unequal parts concatenates them") {
 
 TEST_CASE("a reducescatter of unequal slices leaves each rank its sum") {
   for (int n : kSizes)
-    for (int round = 0; round < 4; ++round)
+    for (int round = 0; round < 8; ++round)
       for (bool copies : {false, true}) {
-        const auto counts = uneven(n, 31 * n + round);
+        const auto counts = uneven(n, 31 * n + round / 2);
+        const auto plan = round % 2 ? plan_circulant_reducescatter : plan_ring_reducescatter;
         const size_t total = before(counts, n);
         std::vector<Actor> actors;
         for (int r = 0; r < n; ++r) {
-          Schedule s = plan_ring_reducescatter(r, counts, copies ? Load::kCopy : Load::kNone);
+          Schedule s = plan(r, counts, copies ? Load::kCopy : Load::kNone);
           actors.push_back(actor_with_input(std::move(s), r, total, counts[r], copies));
         }
         SymbolicWorld world = ended(std::move(actors), 2, n + round);
@@ -413,22 +427,30 @@ TEST_CASE("nobody leaves a barrier before everybody has come") {
   }
 }
 
-TEST_CASE("placed schedules keep their own ranges and order") {
+TEST_CASE("placed schedules, and parts of one, keep their own ranges and order") {
   const int n = 5;
-  std::vector<Actor> actors;
-  for (int r = 0; r < n; ++r) {
-    std::vector<PlacedSchedule> parts;
-    for (size_t first = 0; first < 40; first += 20)
-      parts.push_back(
-          {plan_ring_allreduce({.rank = r, .size = n, .count = 20, .load = Load::kGate, .in_place = true}), first});
-    std::vector<int> begin;
-    Schedule whole = concatenate(parts, &begin);
-    CHECK(begin == std::vector<int>{0, static_cast<int>(parts[0].schedule.steps.size())});
-    actors.push_back(actor_with_input(std::move(whole), r, 40, 40, true));
-  }
-  SymbolicWorld world = ended(std::move(actors), 3, 1);
-  for (Actor& a : world.actors())
-    for (int i = 0; i < 40; ++i) REQUIRE(a.output[i] == Symbol{everybody(n), i, 0, 1});
+  for (auto plan : {plan_ring_allreduce, plan_recursive_doubling, plan_circulant_allreduce})
+    for (bool divided : {false, true}) {
+      std::vector<Actor> actors;
+      for (int r = 0; r < n; ++r) {
+        const size_t count = divided ? 40 : 20;
+        const Schedule one = plan({.rank = r, .size = n, .count = count, .load = Load::kGate, .in_place = true});
+        std::vector<PlacedSchedule> parts;
+        for (int i = 0; i < 2; ++i) {
+          if (divided)
+            parts.push_back({part_of(one, i, 2), 0});
+          else
+            parts.push_back({one, 20u * i});
+        }
+        std::vector<int> begin;
+        Schedule whole = concatenate(parts, &begin);
+        CHECK(begin == std::vector<int>{0, static_cast<int>(parts[0].schedule.steps.size())});
+        actors.push_back(actor_with_input(std::move(whole), r, 40, 40, true));
+      }
+      SymbolicWorld world = ended(std::move(actors), 3, 1);
+      for (Actor& a : world.actors())
+        for (int i = 0; i < 40; ++i) REQUIRE(a.output[i] == Symbol{everybody(n), i, 0, 1});
+    }
 }
 
 TEST_CASE("a schedule prints one line per step") {

@@ -9,10 +9,11 @@
 using namespace hc;
 
 TEST_CASE("selection: over channels the table's algorithm is made, on both sides of every edge") {
-  MemoryMesh mesh(2, 1);
-  const Group group = group_on(mesh, first_ranks(2), 0);
-  const Thresholds thresholds{.ring_from_bytes = 4096};
-  std::vector<float> data(1 << 16);
+  const int n = 5;
+  MemoryMesh mesh(n, 1);
+  const Group group = group_on(mesh, first_ranks(n), 0);
+  const Thresholds thresholds{.ring_from_bytes = 4096, .ranks = n};
+  std::vector<float> data(1 << 18);
   for (const Selection& row : selection_table(Layout::kSeveralNodes, thresholds)) {
     CAPTURE(row.from_bytes);
     CAPTURE(name_of(row.op));
@@ -23,8 +24,7 @@ TEST_CASE("selection: over channels the table's algorithm is made, on both sides
       task.op = row.op;
       task.ring_from_bytes = thresholds.ring_from_bytes;
       task.pieces = {{reinterpret_cast<std::byte*>(data.data()), reinterpret_cast<std::byte*>(data.data()), count}};
-      task.counts = task.received_counts = {count, 0};
-      if (row.op == Op::kReducescatter || row.op == Op::kAllgather) task.counts = {count, 0};
+      task.counts = task.received_counts = {count, 0, 0, 0, 0};
       auto made = make_collective(task, group);
       REQUIRE_MESSAGE(made.is_ok(), made.status().text());
       CHECK(std::string(made.value()->algorithm()) == name_of(row.algorithm));
@@ -62,17 +62,17 @@ TEST_CASE("selection: what a task demands is heard where it means something, and
   task.pieces = {{nullptr, nullptr, 1000}};  // 4,000 bytes
   task.ring_from_bytes = 4000;
   CHECK(choose_in_shared_memory(task) == Algorithm::kSharedFlat);
-  CHECK(choose_between_nodes(task) == Algorithm::kRing);
+  CHECK(choose_between_nodes(task, 2) == Algorithm::kRing);
   task.ring_from_bytes = 4001;
-  CHECK(choose_between_nodes(task) == Algorithm::kRecursiveDoubling);
+  CHECK(choose_between_nodes(task, 2) == Algorithm::kRecursiveDoubling);
   task.algorithm = Algorithm::kRing;
-  CHECK(choose_between_nodes(task) == Algorithm::kRing);
-  CHECK(choose_over_channels(task) == Algorithm::kRing);
+  CHECK(choose_between_nodes(task, 2) == Algorithm::kRing);
+  CHECK(choose_over_channels(task, 2) == Algorithm::kRing);
   CHECK(choose_in_shared_memory(task) == Algorithm::kSharedFlat);
   task.algorithm = Algorithm::kTwoLevel;
-  CHECK(choose_between_nodes(task) == Algorithm::kRecursiveDoubling);
+  CHECK(choose_between_nodes(task, 2) == Algorithm::kRecursiveDoubling);
   task.pieces[0].count = 4000;
-  CHECK(choose_between_nodes(task) == Algorithm::kTwoLevel);
+  CHECK(choose_between_nodes(task, 2) == Algorithm::kTwoLevel);
   task.algorithm = Algorithm::kSharedInPlace;
   CHECK(choose_in_shared_memory(task) == Algorithm::kSharedInPlace);
   task.pieces.push_back(task.pieces[0]);
@@ -80,8 +80,23 @@ TEST_CASE("selection: what a task demands is heard where it means something, and
   task.algorithm = Algorithm::kSharedBlocked;
   task.pieces = {{nullptr, nullptr, 0}};
   CHECK(choose_in_shared_memory(task) == Algorithm::kSharedFlat);
-  CHECK(select_for_block(4095, 4096) == Algorithm::kRecursiveDoubling);
-  CHECK(select_for_block(4096, 4096) == Algorithm::kRing);
+  CHECK(select_for_block(4095, 4096, 9) == Algorithm::kRecursiveDoubling);
+  CHECK(select_for_block(4096, 4096, 9) == Algorithm::kCirculant);
+  CHECK(select_for_block(4096, 4096, 3) == Algorithm::kRing);  // in as few rounds
+}
+
+TEST_CASE("selection: ranks that give unequal parts choose alike") {
+  const size_t large = 1 << 20;
+  for (const Op op : {Op::kAllgather, Op::kReducescatter})
+    for (const size_t rest : {size_t{0}, large}) {
+      Task task;
+      task.op = op;
+      task.counts = {1, 2, 3, 4 + rest};
+      for (const size_t mine : task.counts) {
+        task.pieces = {{nullptr, nullptr, mine}};
+        CHECK(choose_between_nodes(task, 4) == (rest ? Algorithm::kRing : Algorithm::kCirculant));
+      }
+    }
 }
 
 TEST_CASE("selection: layouts, and what is decided before there is a task") {
