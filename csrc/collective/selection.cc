@@ -11,12 +11,9 @@ namespace {
 // Below this the messages' latency counts, not their bytes: recursive doubling over all ranks.
 constexpr size_t kTwoLevelBytes = 8 * kKiB;
 
-// From here on a ring, which passes parts of a share on while the rest arrives, is as fast (docs/performance.md).
-inline size_t share() {
-  static const size_t v = getenv("X_CIRC") ? atoll(getenv("X_CIRC")) : 128 * kKiB;
-  return v;
-}
-#define kRingShareBytes share()
+// A rank's share from which on rounds cost less than that their messages wait for each other
+// (docs/decisions/rounds.md).
+constexpr size_t kRingShareBytes = 16 * kKiB;
 
 // Smaller tensors that lie in the arena go with the private ones, of which many are copied into one batch: in place
 // each is a batch of its own, in which all ranks wait for each other twice. A caller that waits at once has nothing to

@@ -41,7 +41,7 @@ def test_the_first_init_measures_and_later_ones_remember(launch, tmp_path):
     doctor = launch([sys.executable, "-m", "horoclone.launch.tool", "doctor", "--json"], env=env, check=False)
     findings = {f["topic"]: f["text"] for f in json.loads(doctor.stdout)["findings"]}
     assert "shm blocks from 16 KiB; alltoall: shm blocks" in findings["algorithms, one node"]
-    assert "circulant from 64 KiB, ring from 1024 KiB" in findings["algorithms, 8 nodes"]
+    assert "circulant from 64 KiB, ring from 128 KiB" in findings["algorithms, 8 nodes"]
     assert "two level from 8 KiB" in findings["algorithms, 8 nodes of several ranks"]
     assert findings["measured"] == f"{key}: shm flat up to {flat_bytes // 1024} KiB"
 
