@@ -250,13 +250,8 @@ def print_one(found: dict[str, Any], arguments: argparse.Namespace) -> None:
         values = [row[key] for row in rows if key in row]
         if values:
             print(f"{text:<34}{figures(values)}")
-    names = {
-        "growing: until the others train": 0,
-        "until all train": 1,
-        "until all did a step": 2,
-        "less a step": 3,
-    }
-    for text, i in names.items():
+    growing = ("growing: until the others train", "until all train", "until all did a step", "less a step")
+    for i, text in enumerate(growing):
         if values := [row[i] for row in found["growing"]]:
             print(f"{text:<34}{figures(values)}")
     for kind in dict.fromkeys(row["kind"] for row in rows):
