@@ -18,6 +18,7 @@ MIB = 1 << 20
 # Those of horoclone/torch/optimizer/buckets.py and HOROCLONE_PARTITION_BYTES; tests/plan compares them.
 FIRST_BUCKET_BYTES, BUCKET_BYTES, URGENT_BUCKET_BYTES, PART_BYTES = MIB, 16 * MIB, MIB, MIB
 AHEAD = 2  # parts that a more urgent one does not overtake any more: one under way, one handed over
+RING_SHARE_BYTES = 16 << 10  # of a rank: below, few rounds (csrc/collective/selection.cc)
 STEPS = 7  # of a replay, of which the first WARM do not count: they find the links idle
 WARM = 3
 
@@ -201,6 +202,12 @@ class Bucket(NamedTuple):
     size: float
     priority: int
     members: tuple[int, ...]
+
+
+def rounds(ranks: int, size: float) -> int:
+    """Messages that follow one another in an allreduce of so many bytes over a network, one rank on each host, from
+    where recursive doubling ends: of a circulant graph or a ring."""
+    return 2 * ((ranks - 1).bit_length() if ranks > 3 and size < RING_SHARE_BYTES * ranks else ranks - 1)
 
 
 def of_layers(

@@ -102,9 +102,9 @@ def step_ms(
     layers: (share of the parameters, share of the computing), in the order of forward; a third of the computing is
     forward. A ring allreduce of S bytes over n members takes 2 (n-1)/n S / B + 2 (n-1) a, with B bytes/s of the link
     and a of latency per message (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-    workstations", J. Parallel Distrib. Comput. 69, 2009). Flat: n is all ranks. Two levels: reduce-scatter and
-    allgather within the node, each (l-1)/l S / local rate, around a ring over the nodes, in which the l local ranks
-    share the link, each with its own slice (Cho et al., "BlueConnect", MLSys 2019).
+    workstations", J. Parallel Distrib. Comput. 69, 2009). Flat: n is all ranks, with the messages of replay.rounds().
+    Two levels: reduce-scatter and allgather within the node, each (l-1)/l S / local rate, around a ring over the nodes,
+    in which the l local ranks share the link, each with its own slice (Cho et al., "BlueConnect", MLSys 2019).
     """
     nodes = max(1, -(-ranks // ranks_per_node))
     local = min(ranks, ranks_per_node)
@@ -115,7 +115,8 @@ def step_ms(
         if nodes == 1:
             return [("node", 2 * inside)]
         members = nodes if two_level else ranks
-        across = 2 * (members - 1) / members * size / link + 2 * (members - 1) * latency_us * 1e-6
+        messages = 2 * (members - 1) if two_level else replay.rounds(members, size)
+        across = 2 * (members - 1) / members * size / link + messages * latency_us * 1e-6
         return (
             [("node", inside), ("network", across), ("node", inside)] if two_level else [("network", across)]
         )

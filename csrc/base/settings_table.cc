@@ -54,8 +54,8 @@ constexpr SettingRow kRows[] = {
     {&Config::block_bytes, "BLOCK_BYTES", "", bytes(64, 67108864),
      "Bytes of one block when tensors outside shared memory pass through it."},
     {&Config::ring_threshold_bytes, "RING_THRESHOLD_BYTES", "", bytes(0, 1099511627776.0),
-     "Between machines, allreduce uses recursive doubling below this size, and from it on a circulant graph while a "
-     "rank's share is short, then a ring."},
+     "Between machines, allreduce uses recursive doubling below this size, and from it on a ring, or a circulant graph "
+     "where a rank's share is short."},
     {&Config::hierarchical_allreduce, "HIERARCHICAL_ALLREDUCE", "HIERARCHICAL_ALLREDUCE", count(-1, 1),
      "Reduce within each machine first, then between machines: 1 always, 0 never, -1 decide by layout."},
     {&Config::cpu_operations, "CPU_OPERATIONS", "CPU_OPERATIONS", word("auto|host|gloo|mpi|ccl"),

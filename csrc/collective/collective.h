@@ -94,7 +94,7 @@ class Collective {
 // Chooses by Task::algorithm (kAuto: by operation, size and layout) and makes the state machine. host.cc.
 Result<std::unique_ptr<Collective>> make_collective(Task task, const Group& group);
 
-// Algorithms over channels: ring, recursive doubling, binomial tree, pairwise. channel_collectives.cc.
+// Algorithms over channels: ring, recursive doubling, circulant graph, binomial tree, pairwise. channel_collectives.cc.
 Result<std::unique_ptr<Collective>> make_channel_collective(Task task, const Group& group);
 // Algorithms in shared memory; every member shares the group's shared segment. shared.cc.
 Result<std::unique_ptr<Collective>> make_shared_collective(Task task, const Group& group);

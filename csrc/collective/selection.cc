@@ -41,8 +41,9 @@ Algorithm select_over_channels(Op op, size_t bytes, const Thresholds& t) {
       if (bytes < t.ring_from_bytes) return Algorithm::kRecursiveDoubling;
       return in_few_rounds(bytes, t.ranks);
     case Op::kAllgather:
-    case Op::kReducescatter:
       return in_few_rounds(bytes, t.ranks);
+    case Op::kReducescatter:
+      return t.ranks > 4 ? in_few_rounds(bytes, t.ranks) : Algorithm::kRing;  // two rounds for three gain nothing
     case Op::kBroadcast:
     case Op::kReduce:
       return Algorithm::kBinomialTree;
@@ -118,8 +119,9 @@ Algorithm choose_over_channels(const Task& task, int ranks) {
   return select_over_channels(task.op, bytes_of_all(task), {.ring_from_bytes = task.ring_from_bytes, .ranks = ranks});
 }
 
-Algorithm select_for_block(size_t block_bytes, size_t ring_from_bytes, int nodes) {
-  return select_over_channels(Op::kAllreduce, block_bytes, {.ring_from_bytes = ring_from_bytes, .ranks = nodes});
+// Several blocks are under way at a time, which hides their rounds.
+Algorithm select_for_block(size_t block_bytes, size_t ring_from_bytes) {
+  return block_bytes < ring_from_bytes ? Algorithm::kRecursiveDoubling : Algorithm::kRing;
 }
 
 bool reduces_in_place(bool in_arena, Reduce reduce) { return in_arena && is_element_wise(reduce); }

@@ -18,7 +18,7 @@ enum class Layout : uint8_t { kOneNode, kSeveralNodes, kSeveralNodesOfSeveral };
 
 struct Thresholds {
   size_t flat_bytes = defaults::flat_bytes;  // shared memory: up to this many bytes per rank take the flat path
-  size_t ring_from_bytes = defaults::ring_threshold_bytes;  // between nodes: a ring from here on
+  size_t ring_from_bytes = defaults::ring_threshold_bytes;  // between nodes: recursive doubling below
   bool two_level = true;                                    // reduce within each node first
   int ranks = 2;                                            // that exchange messages: of the set, or one of each node
 };
@@ -37,8 +37,8 @@ bool goes_by_levels(Op op, const Levels& levels);
 Algorithm choose_between_nodes(const Task& task, int ranks);
 // An allreduce over channels alone, whatever the layout: what the task demands, else by size.
 Algorithm choose_over_channels(const Task& task, int ranks);
-// The part between the nodes of one block of a two-level allreduce.
-Algorithm select_for_block(size_t block_bytes, size_t ring_from_bytes, int nodes);
+// The part between the nodes of one block of a two-level allreduce: a ring or recursive doubling.
+Algorithm select_for_block(size_t block_bytes, size_t ring_from_bytes);
 // A buffer that lies in an arena on every rank is reduced where it lies. Adasum works on whole tensors elsewhere.
 bool reduces_in_place(bool in_arena, Reduce reduce);
 

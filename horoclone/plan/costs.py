@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from horoclone.plan.profile import Line, PlanError, Rates
-from horoclone.replay import CostOf, Stages
+from horoclone.replay import CostOf, Stages, rounds
 
 ASSUMED_GBIT, ASSUMED_US = 10.0, 30.0
 PAYLOAD = 0.95  # of a link's nominal rate: headers of Ethernet, IP and TCP
@@ -113,6 +113,8 @@ class Costs:
             factor, messages = _moved(op, n), n - 1 if op != "broadcast" else max(1, (n - 1).bit_length())
 
         def stages(size: float) -> Stages:
+            if local == 1 and op in ("bucket", "bucket16", "allreduce"):
+                return [("network", factor * size / rate + rounds(nodes, size) * latency_s)]
             across = ("network", factor * size / rate + messages * latency_s)
             if local == 1:
                 return [across]

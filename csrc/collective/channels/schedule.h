@@ -29,6 +29,11 @@ enum class Action : uint8_t {
   kGate,     // nothing moves: complete as far as the owner has released the range at `from`
 };
 
+// Neighbouring steps of a schedule; none where last < first.
+struct StepRange {
+  int first = 0, last = -1;
+};
+
 // How a schedule runs. Every step is cut into segments of the same number of elements (the last one shorter) and works
 // them off in order. Sends to one peer follow the order of the list, receives (kReceive, kReduce) from one peer too,
 // local steps (kCopy, kGate) too; otherwise only `after` and `after_all` order things:
@@ -36,11 +41,6 @@ enum class Action : uint8_t {
 //   complete.
 // A send is complete when its bytes have left, a receive when they are there, a reduction when `to` is written. A
 // kReduce only delays the arithmetic by this, not the receiving; a kReceive delays the receiving, as it lands in `to`.
-// Neighbouring steps of a schedule; none where last < first.
-struct StepRange {
-  int first = 0, last = -1;
-};
-
 struct Step {
   Action action = Action::kCopy;
   int peer = -1;  // group rank

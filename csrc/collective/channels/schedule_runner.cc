@@ -110,7 +110,7 @@ ScheduleRunner::Segment ScheduleRunner::segment(int step, size_t index) const {
 // The rule in schedule.h.
 bool ScheduleRunner::may_begin(int step, size_t index) const {
   const Step& s = schedule_.steps[step];
-  for (int earlier = s.after_all.last; earlier >= s.after_all.first; --earlier)
+  for (int earlier = s.after_all.last; earlier >= std::max(s.after_all.first, complete_); --earlier)
     if (!is_complete(earlier)) return false;
   for (int earlier : s.after)
     if (earlier >= 0 && state_[earlier].done < std::min(index + 1, state_[earlier].segments)) return false;
@@ -217,7 +217,9 @@ bool ScheduleRunner::work_locally() {
 }
 
 void ScheduleRunner::complete_segment(int step) {
-  if (++state_[step].done == state_[step].segments) --unfinished_;
+  if (++state_[step].done < state_[step].segments) return;
+  --unfinished_;
+  while (complete_ < static_cast<int>(state_.size()) && is_complete(complete_)) ++complete_;
 }
 
 void ScheduleRunner::reduce_segment(const Step& step, const Segment& part, std::byte* incoming) {

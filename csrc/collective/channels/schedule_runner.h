@@ -89,6 +89,7 @@ class ScheduleRunner final : public Collective {
   std::vector<int> local_;        // the local steps in order
   size_t local_next_ = 0;
   size_t unfinished_ = 0;  // steps
+  int complete_ = 0;       // all steps before this one are
   size_t released_ = 0;    // elements
 };
 

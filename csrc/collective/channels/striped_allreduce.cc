@@ -93,11 +93,7 @@ Result<std::unique_ptr<StripedAllreduce>> make_striped_allreduce(const StripeRan
   Result<Group> stripe = stripe_group(group, positions);
   if (!stripe.is_ok()) return stripe.status();
   const size_t block = range.block_count ? range.block_count : std::max<size_t>(range.count, 1);
-  const Algorithm algorithm =
-      select_for_block(block * size_of(range.dtype), range.ring_from_bytes, stripe.value().size);
-  const auto plan = algorithm == Algorithm::kRing        ? plan_ring_allreduce
-                    : algorithm == Algorithm::kCirculant ? plan_circulant_allreduce
-                                                         : plan_recursive_doubling;
+  const bool ring = select_for_block(block * size_of(range.dtype), range.ring_from_bytes) == Algorithm::kRing;
   std::vector<PlacedSchedule> blocks;
   std::vector<size_t> ends;
   for (size_t first = 0; first < range.count; first += block) {
@@ -105,16 +101,13 @@ Result<std::unique_ptr<StripedAllreduce>> make_striped_allreduce(const StripeRan
                                .size = stripe.value().size,
                                .count = std::min(block, range.count - first),
                                .load = Load::kGate,
-                               .in_place = true,
-                               .divisible = false};
-    blocks.push_back({plan(shape), first});
+                               .in_place = true};
+    blocks.push_back({ring ? plan_ring_allreduce(shape) : plan_recursive_doubling(shape), first});
     ends.push_back(first + shape.count);
   }
   std::vector<int> begins;
   Schedule schedule = concatenate(blocks, &begins);
-  schedule.name = algorithm == Algorithm::kRing        ? "inter-node ring"
-                  : algorithm == Algorithm::kCirculant ? "inter-node circulant"
-                                                       : "inter-node recursive doubling";
+  schedule.name = ring ? "inter-node ring" : "inter-node recursive doubling";
   Task task;
   task.dtype = range.dtype;
   task.reduce = range.reduce;

@@ -240,7 +240,7 @@ TEST_CASE("messages of process sets are apart, and a set is removed while one wa
     } else {
       const Status status = send(engine, {0, 0, set}, numbers(1, 1));
       CHECK_LOCKED(status.code() == Code::kInvalidArgument);
-      CHECK_LOCKED(send(engine, {7}, numbers(1, 1)).text().find("not a member") != std::string::npos);
+      CHECK_LOCKED(send(engine, {7}, numbers(1, 1)).text().find("not one of the job's") != std::string::npos);
     }
     if (rank == 0) CHECK_OK(start_send(engine, {2, 5, set}, many, &h));
     CHECK_OK(engine.remove_process_set(set));
