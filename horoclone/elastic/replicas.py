@@ -134,7 +134,7 @@ def _is_whole(state: Any) -> bool:
         return False
     if state._reset_callbacks and not process.has_spares():
         return False
-    methods = [getattr(type(state), name) for name in ("save", "restore", "sync", "reset")]
+    methods = [getattr(type(state), name) for name in ("save", "restore", "sync", "reset", "on_reset")]
     return all(one.__module__.startswith("horoclone.") for one in methods)
 
 
@@ -165,7 +165,12 @@ def _take_over(state: Any, commit: int, digests: Collection[int]) -> None:
     which this process has no commit. ValueError where it is of a state that differs."""
     failpoints.reach("elastic.replica.wait")
     replica = process.take_replica()
-    if replica is None or replica.commit != commit or (digests and replica.digest not in digests):
+    if (
+        replica is None
+        or not replica.parts
+        or replica.commit != commit
+        or (digests and replica.digest not in digests)
+    ):
         raise errors.PeerLost(f"commit {commit}, on its way from rank 0, did not arrive", -1)
     before = state._content()
     try:

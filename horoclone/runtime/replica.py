@@ -116,10 +116,12 @@ class Feeder:
             threading.Thread(target=self._accept, args=(listener,), name="hc-replica", daemon=True).start()
 
     def offer(self, commit: int, pack: Pack) -> None:
-        """All ranks hold this commit. pack is called by another thread, later or never."""
+        """All ranks hold this commit. pack is called by another thread, later or never, and once: an offer of the same
+        commit again is the same, and ranks compare the digest that it got."""
         with self._news:
-            self._offered, self._hurries = (commit, pack), False
-            self._news.notify_all()
+            if self._offered is None or self._offered[0] != commit:
+                self._offered, self._hurries = (commit, pack), False
+                self._news.notify_all()
 
     def hurry(self) -> None:
         """Training stands still until the newest offer has arrived: it does not wait for its turn."""
@@ -155,7 +157,10 @@ class Feeder:
                 peer, _ = listener.accept()
             except OSError:
                 return
-            if not self._unauthenticated.admit(peer, peer.fileno()):
+            is_stranger = peer.family == socket.AF_UNIX and not wire.same_user(
+                peer
+            )  # anybody may open that name
+            if is_stranger or not self._unauthenticated.admit(peer, peer.fileno()):
                 peer.close()
                 continue
             threading.Thread(target=self._serve, args=(peer,), name="hc-replica-out", daemon=True).start()
@@ -288,10 +293,13 @@ class Feed(Client):
         return self._newest is not None and bool(self._newest.parts)
 
     def promised(self) -> tuple[Replica | None, int]:
-        """The newest commit that has come whole, and who sends those behind it; see _feeder. Waits for the first."""
+        """The newest commit that has come whole, and who sends those behind it; see _feeder. Waits for the first; of
+        who has been silent since, nothing more is expected."""
         while not self.has_commit() and self._feeder and not self._is_over() and not self._is_quiet():
             self._thread.join(SLICE_S / 10)
-        feeder = self._feeder  # first: who has sent all that is wanted is connected no more
+        feeder = (
+            0 if self._is_quiet() else self._feeder
+        )  # first: who has sent all that is wanted is connected no more
         return self._newest, feeder
 
     def _is_quiet(self) -> bool:
@@ -311,6 +319,8 @@ class Feed(Client):
     def take(self, waits: bool = True) -> Replica | None:
         """The newest commit that has come whole; no other comes after it. waits: for the one that finish() has named,
         as long as something comes."""
+        if waits:
+            self._hear()  # it was promised just now
         while waits and self._wanted and self._feeder and not self._is_over() and not self._is_quiet():
             self._thread.join(SLICE_S / 10)
         self._stop, self._memory = True, {}
@@ -354,7 +364,7 @@ class Feed(Client):
 
     def _keep(self, replica: Replica) -> Replica:
         """Makes it the newest. What has changed is likely to change again, and fresh memory costs more than a copy: the
-        memory of the commit before is for the next one."""
+        memory of the commit before is for the next one, unless it may be read now, as this process is promoted."""
         newest = self._newest
         if not self._stop:
             self._newest = replica
@@ -364,7 +374,7 @@ class Feed(Client):
                 zip(replica.parts, newest.parts if newest else (), strict=False)
             ):
                 self._memory.pop(place, None)
-                if old is not part and isinstance(old, bytearray):
+                if old is not part and isinstance(old, bytearray) and not self._wanted:
                     self._memory[place] = old
         return replica
 
