@@ -24,6 +24,7 @@ class Calls:
 
     forms: its ways to call, each form(x, name=..., weight=...). gradient(form, x, scale, weight=...): that of
     sum(form(x, weight)) * scale. invalid, mismatch: the classes of its errors. wide: within it there are 64 bits.
+    pairs: each pair([x, y], weight=...) takes tensors of two dtypes at once.
     trained: each trained(parameters, x, y, weight) gives the distributed gradients of `loss`, as NumPy's arrays.
     """
 
@@ -35,6 +36,7 @@ class Calls:
     gradient: Callable[..., Any]
     invalid: Any
     mismatch: Any
+    pairs: Sequence[Callable[..., Any]] = ()
     trained: Sequence[Callable[..., Any]] = ()
     wide: Callable[[], Any] = contextlib.nullcontext
 
@@ -71,6 +73,11 @@ def narrow_dtypes_do_not_round_the_weights(calls: Calls) -> None:
             mean = calls.plain(form(x, name=None, weight=weights[calls.hvd.rank()]))
             # In bfloat16 a sum of weights that was rounded there would be off by more than its neighbour.
             assert np.array_equal(mean, np.full(3, wanted).astype(dtype)) and mean.dtype == np.dtype(dtype)
+        for pair in calls.pairs:
+            found = pair([calls.array(np.ones(2), "float16"), x], weight=weights[calls.hvd.rank()])
+            assert [calls.plain(one).dtype for one in found] == [np.float16, np.dtype(dtype)]
+            assert calls.plain(found[0]).tolist() == [1.0, 1.0]
+            assert np.array_equal(calls.plain(found[1]), np.full(3, wanted).astype(dtype))
 
 
 def wrong_weights_are_named_on_every_rank_and_the_runtime_goes_on(calls: Calls) -> None:
@@ -78,7 +85,7 @@ def wrong_weights_are_named_on_every_rank_and_the_runtime_goes_on(calls: Calls) 
     for form in calls.forms:
         for value, why in (math.nan, "not a number"), (math.inf, "infinite"), (-2.0, "negative"):
             text = _error(calls.invalid, form, x, name="loss", weight=value if hvd.rank() == 1 else 1.0)
-            assert "'loss" in text and "rank 1 gave the weight" in text and why in text, text
+            assert "allreduce 'loss" in text and "rank 1 gave the weight" in text and why in text, text
         assert "all ranks gave the weight 0" in _error(calls.invalid, form, x, name="loss", weight=0.0)
         assert calls.plain(form(x, name="loss", weight=hvd.rank() + 1.0))[0] == 1
     for more in {"op": hvd.Sum}, {"prescale_factor": 2.0}, {"compression": hvd.Compression.fp16}:

@@ -69,6 +69,7 @@ def test_as_any_binding(question: str) -> None:
     calls = weighted.Calls(
         hvd, horoclone.join, lambda values, dtype: jnp.asarray(values, dtype), np.asarray, [eager, program], gradient,
         (ValueError, jax.errors.JaxRuntimeError), (Mismatch, jax.errors.JaxRuntimeError),
+        [hvd.allreduce, jax.jit(lambda pair, weight: hvd.allreduce(pair, weight=weight))],
         [trained(False), trained(True)], lambda: jax.enable_x64(True),
     )  # fmt: skip
     weighted.ask(question, calls)

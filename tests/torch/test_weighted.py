@@ -38,14 +38,31 @@ def _assert_within_an_ulp(found: torch.Tensor, wanted: np.ndarray) -> None:
     assert np.all(np.abs(found.numpy() - wanted) <= np.spacing(np.maximum(np.abs(wanted), 1.0)))
 
 
+def _in_place(call: Callable[..., Any]) -> Callable[..., Any]:
+    """What it gives back is the tensor that it was given."""
+
+    def form(x: torch.Tensor, **more: Any) -> torch.Tensor:
+        own = x.clone()
+        assert call(own, **more) is own
+        return own
+
+    return form
+
+
+def _taken_once(handle: int) -> Any:
+    found = hvd.synchronize(handle)
+    assert hvd.synchronize(handle) is None
+    return found
+
+
 FORMS: list[Any] = [
     hvd.allreduce,
     lambda x, **more: hvd.grouped_allreduce([2 * x, x], **more)[1],
-    lambda x, **more: hvd.synchronize(hvd.allreduce_async(x, **more)),
+    lambda x, **more: _taken_once(hvd.allreduce_async(x, **more)),
     lambda x, **more: hvd.synchronize(hvd.grouped_allreduce_async([2 * x, x], **more))[1],
-    lambda x, **more: hvd.allreduce_(x.clone(), **more),
-    lambda x, **more: hvd.grouped_allreduce_([x.clone()], **more)[0],
-    lambda x, **more: hvd.synchronize(hvd.allreduce_async_(x.clone(), **more)),
+    _in_place(hvd.allreduce_),
+    _in_place(lambda x, **more: hvd.grouped_allreduce_([x], **more)[0]),
+    _in_place(lambda x, **more: _taken_once(hvd.allreduce_async_(x, **more))),
 ]
 
 
@@ -66,7 +83,7 @@ def _gradient(form: Any, x: torch.Tensor, scale: float, weight: float) -> torch.
 def test_as_any_binding(question: str) -> None:
     calls = shared.Calls(
         hvd, hvd.join, lambda values, dtype: torch.tensor(values, dtype=getattr(torch, dtype)), _plain, FORMS,
-        _gradient, InvalidArgument, Mismatch,
+        _gradient, InvalidArgument, Mismatch, pairs=[hvd.grouped_allreduce],
     )  # fmt: skip
     shared.ask(question, calls)
 
