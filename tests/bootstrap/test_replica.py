@@ -360,6 +360,51 @@ def test_who_is_new_hears_which_commit_it_has_and_who_sends_the_next(feeder: Fee
     newest(feed, 2)
 
 
+def test_a_commit_that_is_offered_again_while_it_is_packed_is_packed_once(
+    server: Server, feeder: Feeder, feed: Feed
+) -> None:
+    begun, go, packs = threading.Event(), threading.Event(), []
+
+    def pack() -> list[bytes]:
+        packs.append(1)
+        begun.set()
+        assert go.wait(30)
+        return [b"5"]
+
+    feeder.offer(5, pack)
+    assert begun.wait(30)
+    feeder.offer(5, pack)  # as rank 0 does where nobody has it yet
+    go.set()
+    first = newest(feed, 5)
+    other = Feed(server.addresses, SECRET, JOB)
+    other.start()
+    try:
+        assert newest(other, 5).digest == first.digest == feeder.digest(5) and packs == [1]
+    finally:
+        other.take()
+
+
+def test_nothing_more_is_expected_of_a_feeder_that_is_silent(
+    feeder: Feeder, feed: Feed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feeder.offer(1, lambda: [b"1"])
+    newest(feed, 1)
+    assert feed.promised()[1] == 1
+    monkeypatch.setattr(replica, "QUIET_S", 0.0)
+    assert feed.promised()[1] == 0
+
+
+def test_memory_that_may_be_read_is_not_written_again(feeder: Feeder, feed: Feed) -> None:
+    feeder.offer(1, lambda: [b"1"])
+    newest(feed, 1)
+    feed.finish(3)
+    feeder.offer(2, lambda: [b"2"])
+    examined = newest(feed, 2)
+    feeder.offer(3, lambda: [b"3"])
+    newest(feed, 3)
+    assert bytes(examined.parts[0]) == b"2" and feed._memory.get(0) is not examined.parts[0]
+
+
 def test_a_commit_that_comes_while_it_is_asked_about_is_seen() -> None:
     """Who has sent it is connected no more."""
 

@@ -229,14 +229,16 @@ def test_a_commit_of_another_form_than_those_before_leaves_the_state_as_it_was(
         replicas.synchronise(state)
     state.restore()
     assert state.step == 0 and state._held() == ()
+    two.replica = given(5, step=7)._replace(parts=[])  # rank 0 could not pack it
+    with pytest.raises(errors.PeerLost, match="commit 5"):
+        replicas.synchronise(state)
 
 
-def test_a_state_that_keeps_more_than_is_known_here_is_always_sent(
-    two: Ranks, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("method", ["save", "on_reset"])
+def test_a_state_that_does_more_than_is_known_here_is_always_sent(
+    two: Ranks, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    class Mine(ObjectState):
-        def save(self) -> None:
-            super().save()
+    Mine = type("Mine", (ObjectState,), {method: lambda self: getattr(ObjectState, method)(self)})
 
     mine = Mine(lambda value: value, lambda: 0, step=1)
     mine._commit_number, two.others = 5, {1: [5, 99, 0]}
