@@ -29,8 +29,7 @@ Algorithm select_in_shared_memory(Op op, size_t bytes, const Thresholds& t) {
   return bytes <= std::min(t.flat_bytes, kFlatBufferBytes) ? Algorithm::kSharedFlat : Algorithm::kSharedBlocked;
 }
 
-// Of ranks whose messages take rounds, the rounds count where a rank's share is short. Up to three ranks a ring has as
-// few.
+// Where a rank's share is short, the rounds cost more than the bytes. Up to three ranks a ring has as few.
 Algorithm in_few_rounds(size_t bytes, int ranks) {
   return ranks > 3 && bytes < kRingShareBytes * static_cast<size_t>(ranks) ? Algorithm::kCirculant : Algorithm::kRing;
 }

@@ -105,7 +105,8 @@ class Costs:
         if nodes == 1:
             return lambda size: [("node", inside(size))]
         rate, latency_s = self._link.gbit * 1e9 / 8 * PAYLOAD, self._link.latency_us * 1e-6
-        if op in ("bucket", "bucket16", "allreduce"):
+        is_sum = op in ("bucket", "bucket16", "allreduce")
+        if is_sum:
             factor, messages = 2 * (nodes - 1) / nodes, 2 * (nodes - 1)
         elif op == "alltoall":
             factor, messages = local * (n - local) / n, n - 1
@@ -113,9 +114,8 @@ class Costs:
             factor, messages = _moved(op, n), n - 1 if op != "broadcast" else max(1, (n - 1).bit_length())
 
         def stages(size: float) -> Stages:
-            if local == 1 and op in ("bucket", "bucket16", "allreduce"):
-                return [("network", factor * size / rate + rounds(nodes, size) * latency_s)]
-            across = ("network", factor * size / rate + messages * latency_s)
+            in_turn = rounds(nodes, size) if is_sum and local == 1 else messages
+            across = ("network", factor * size / rate + in_turn * latency_s)
             if local == 1:
                 return [across]
             half = inside(size) / 2

@@ -157,9 +157,8 @@ class Feeder:
                 peer, _ = listener.accept()
             except OSError:
                 return
-            is_stranger = peer.family == socket.AF_UNIX and not wire.same_user(
-                peer
-            )  # anybody may open that name
+            # Anybody on this host may open the name of a unix socket.
+            is_stranger = peer.family == socket.AF_UNIX and not wire.same_user(peer)
             if is_stranger or not self._unauthenticated.admit(peer, peer.fileno()):
                 peer.close()
                 continue
@@ -181,9 +180,8 @@ class Feeder:
                         del self._served[peer]
                         self._news.notify_all()
                         if not self._served and self._packed is not None:
-                            self._packed = self._packed._replace(
-                                parts=()
-                            )  # its memory; the digest may be asked for
+                            # Its memory goes; its digest may still be asked for.
+                            self._packed = self._packed._replace(parts=())
                             self._packed_of = None
         except (OSError, MemoryError):
             pass  # the spare has gone, or is promoted
@@ -297,9 +295,8 @@ class Feed(Client):
         who has been silent since, nothing more is expected."""
         while not self.has_commit() and self._feeder and not self._is_over() and not self._is_quiet():
             self._thread.join(SLICE_S / 10)
-        feeder = (
-            0 if self._is_quiet() else self._feeder
-        )  # first: who has sent all that is wanted is connected no more
+        # First: who has sent all that is wanted is connected no more.
+        feeder = 0 if self._is_quiet() else self._feeder
         return self._newest, feeder
 
     def _is_quiet(self) -> bool:

@@ -56,58 +56,63 @@ struct Offsets {
 // fewer sums stay, in the end that of chunk r. The same messages backwards gather what is summed.
 class Circulant {
  public:
-  // at: where each rank's chunk begins, and where the last one ends. by_chunk: no step has more than one.
-  Circulant(Schedule* s, int rank, std::vector<size_t> at, bool by_chunk)
-      : s_(*s), rank_(rank), n_(static_cast<int>(at.size()) - 1), at_(std::move(at)), by_chunk_(by_chunk) {
+  // at: where each rank's chunk begins, and where the last one ends. home: where sums lie, and what is gathered.
+  // divisible: no step has more than one chunk.
+  Circulant(Schedule* s, int rank, std::vector<size_t> at, Place home, bool divisible)
+      : s_(*s),
+        rank_(rank),
+        n_(static_cast<int>(at.size()) - 1),
+        at_(std::move(at)),
+        home_(home),
+        divisible_(divisible) {
     for (skip_ = {n_}; skip_.back() > 1;) skip_.push_back((skip_.back() + 1) / 2);
     sent_.resize(skip_.size());
   }
 
-  int rounds() const { return static_cast<int>(skip_.size()) - 1; }
-
-  // source, home: Spot of an element of the input, and of the sums. This rank's own sum ends at `result`.
-  template <class Source, class Home>
-  void add_reduction(Load load, Source source, Home home, Spot result) {
+  // This rank's own sum ends at `result`.
+  void add_reduction(Load load, Spot result) {
+    const int rounds = static_cast<int>(skip_.size()) - 1;
     const int left_out = n_ - skip_[1];  // the first round neither sends nor sums this chunk where the ranks are odd
     for (const auto& [begin, end] : {std::pair{skip_[1], n_}, std::pair{0, left_out}, std::pair{left_out, skip_[1]}})
       each_run(begin, end, [&, begin = begin](size_t first, size_t count) {
-        if (load == Load::kNone && begin == left_out) s_.add(copy(source(first), home(first), count));
-        add_load(s_, load, {Place::kInput, first}, home(first), count);
+        const Spot input{Place::kInput, first};
+        if (load == Load::kNone && begin == left_out) s_.add(copy(input, {home_, first}, count));
+        add_load(s_, load, input, {home_, first}, count);
       });
-    for (int k = 1; k <= rounds(); ++k) {
+    for (int k = 1; k <= rounds; ++k) {
       const StepRange before = all();
       const int skip = skip_[k], kept = skip_[k - 1] - skip;
-      const bool loaded = k > 1 || load == Load::kCopy;
+      const Place source = k > 1 || load == Load::kCopy ? home_ : Place::kInput;
       each_run(skip, skip + kept, [&](size_t first, size_t count) {
-        Step leave = send(wrap(rank_ + skip, n_), k, loaded ? home(first) : source(first), count);
+        Step leave = send(wrap(rank_ + skip, n_), k, {source, first}, count);
         leave.after_all = before;
         sent_[k].push_back(s_.add(leave));
       });
       each_run(0, kept, [&](size_t first, size_t count) {
         Step sum{.action = Action::kReduce, .peer = wrap(rank_ - skip, n_), .round = k, .count = count};
-        sum.from = loaded ? home(first) : source(first);
-        sum.finish = k == rounds();
-        sum.to = sum.finish ? result : home(first);
+        sum.from = {source, first};
+        sum.finish = k == rounds;
+        sum.to = sum.finish ? result : Spot{home_, first};
         sum.after_all = before;
         s_.add(sum);
       });
     }
+    s_.rounds = rounds;
   }
 
-  // Every rank's chunk to all. home: Spot of an element. A partial sum has left before a chunk lands in its place.
-  template <class Home>
-  void add_allgather(Home home, int rounds_before) {
-    for (int k = rounds(); k >= 1; --k) {
+  // Every rank's chunk to all. A partial sum has left before a chunk lands in its place.
+  void add_allgather() {
+    for (int k = static_cast<int>(skip_.size()) - 1; k >= 1; --k) {
       const StepRange before = all();
-      const int skip = skip_[k], held = skip_[k - 1] - skip, round = rounds_before + rounds() - k + 1;
+      const int skip = skip_[k], held = skip_[k - 1] - skip, round = ++s_.rounds;
       each_run(0, held, [&](size_t first, size_t count) {
-        Step leave = send(wrap(rank_ - skip, n_), round, home(first), count);
+        Step leave = send(wrap(rank_ - skip, n_), round, {home_, first}, count);
         leave.after_all = before;
         s_.add(leave);
       });
       size_t run = 0;
       each_run(skip, skip + held, [&](size_t first, size_t count) {
-        Step land = receive(wrap(rank_ + skip, n_), round, home(first), count);
+        Step land = receive(wrap(rank_ + skip, n_), round, {home_, first}, count);
         if (!sent_[k].empty()) land.after[0] = sent_[k][run++];
         s_.add(land);
       });
@@ -118,7 +123,7 @@ class Circulant {
   template <class Visit>
   void each_run(int begin, int end, Visit visit) const {
     for (int next = begin; begin < end; begin = next) {
-      next = by_chunk_ ? begin + 1 : rank_ + begin < n_ ? std::min(end, n_ - rank_) : end;  // up to the last chunk
+      next = divisible_ ? begin + 1 : rank_ + begin < n_ ? std::min(end, n_ - rank_) : end;  // up to the last chunk
       const size_t first = at_[wrap(rank_ + begin, n_)];
       visit(first, at_[wrap(rank_ + next - 1, n_) + 1] - first);
     }
@@ -130,7 +135,8 @@ class Circulant {
   Schedule& s_;
   const int rank_, n_;
   const std::vector<size_t> at_;
-  const bool by_chunk_;
+  const Place home_;
+  const bool divisible_;
   std::vector<int> skip_;
   std::vector<std::vector<int>> sent_;  // [round] the steps that sent partial sums, in order
 };
@@ -285,15 +291,13 @@ Schedule plan_circulant_allreduce(const AllreduceShape& shape) {
   std::vector<size_t> at;
   for (int c = 0; c <= n; ++c) at.push_back(chunk_begin(shape.count, n, c));
   const Spot result{shape.pack ? Place::kScratch : Place::kOutput, at[shape.rank]};
-  auto home = [&](size_t first) { return Spot{result.place, first}; };
-  Circulant graph(&s, shape.rank, std::move(at), shape.divisible);
-  s.rounds = 2 * graph.rounds();
-  graph.add_reduction(shape.load, [](size_t first) { return Spot{Place::kInput, first}; }, home, result);
-  graph.add_allgather(home, graph.rounds());
+  Circulant graph(&s, shape.rank, std::move(at), result.place, shape.divisible);
+  graph.add_reduction(shape.load, result);
+  graph.add_allgather();
   const StepRange all = graph.all();
   if (shape.pack)
     graph.each_run(0, n, [&](size_t first, size_t count) {
-      Step store = copy(home(first), {Place::kOutput, first}, count);
+      Step store = copy({result.place, first}, {Place::kOutput, first}, count);
       store.after_all = all;
       s.add(store);
     });
@@ -443,9 +447,7 @@ Schedule plan_circulant_allgather(int rank, std::span<const size_t> counts, bool
   Schedule s{.name = "circulant"};
   const Spot own{Place::kOutput, offset.at[rank]};
   if (!in_place) s.add(copy({Place::kInput, 0}, own, counts[rank]));
-  Circulant graph(&s, rank, offset.at, false);
-  s.rounds = graph.rounds();
-  graph.add_allgather([](size_t first) { return Spot{Place::kOutput, first}; }, 0);
+  Circulant(&s, rank, offset.at, Place::kOutput, false).add_allgather();
   return s;
 }
 
@@ -453,11 +455,7 @@ Schedule plan_circulant_reducescatter(int rank, std::span<const size_t> counts, 
   const Offsets offset(counts);
   Schedule s{.name = "circulant", .scratch_count = offset.at.back()};
   if (counts.size() == 1) return s.scratch_count = 0, add_lone_copy(s, load, counts[0]), s;
-  Circulant graph(&s, rank, offset.at, false);
-  s.rounds = graph.rounds();
-  graph.add_reduction(
-      load, [](size_t first) { return Spot{Place::kInput, first}; },
-      [](size_t first) { return Spot{Place::kScratch, first}; }, {Place::kOutput, 0});
+  Circulant(&s, rank, offset.at, Place::kScratch, false).add_reduction(load, {Place::kOutput, 0});
   return s;
 }
 
