@@ -151,12 +151,10 @@ def test_a_command_refuses_a_wrong_variable_with_one_line(launch, command: list[
     )
 
 
-@pytest.mark.parametrize("module", ["horoclone", "horoclone.torch"])
-def test_a_script_can_import_everything_and_init_raises(launch, module: str) -> None:
+def test_a_script_can_import_everything_and_init_raises(launch) -> None:
     """The traceback leads to the call of init(), not through the imports of our modules."""
-    pytest.importorskip(module)
     script = (
-        f"import horoclone.elastic, {module} as hvd\n"
+        "import horoclone.elastic, horoclone as hvd\n"
         "for start in (hvd.init, lambda: horoclone.run(print)):\n"
         "    try:\n"
         "        start()\n"

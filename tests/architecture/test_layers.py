@@ -7,7 +7,8 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -173,7 +174,8 @@ def test_the_core_includes_no_framework_python_or_mpi() -> None:
     assert not wrong, wrong
 
 
-def imports_of(path: Path) -> set[str]:
+@cache
+def imports_of(path: Path) -> frozenset[str]:
     """Full names of everything that a file imports, at whatever depth; annotations-only imports left out."""
     tree = ast.parse(path.read_text())
     package = ("horoclone", *path.relative_to(PACKAGE).parts[:-1])
@@ -188,10 +190,10 @@ def imports_of(path: Path) -> set[str]:
             base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
             module = ".".join(part for part in (base, node.module) if part)
             found |= {f"{module}.{alias.name}" for alias in node.names} | {module}
-    return found
+    return frozenset(found)
 
 
-def first_words(names: set[str]) -> set[str]:
+def first_words(names: Iterable[str]) -> set[str]:
     return {name.split(".", 1)[0] for name in names}
 
 

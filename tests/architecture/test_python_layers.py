@@ -152,6 +152,11 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(modules()[module].read_text())
+
+
 def import_statements(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -186,7 +191,7 @@ def imports_of(module: str) -> frozenset[str]:
     path = modules()[module]
     package = ("horoclone", *path.relative_to(PACKAGE).parts[:-1])
     found: set[str] = set()
-    for statement in import_statements(ast.parse(path.read_text())):
+    for statement in import_statements(tree_of(module)):
         for name in named_in(statement, package):
             if (module, name) not in SHOWN_TO_TYPE_CHECKERS:
                 found |= {name, *(outer for outer in around(name) if outer not in around(module))}
@@ -276,7 +281,7 @@ def test_nothing_imports_an_optional_part() -> None:
 
 def test_what_type_checkers_are_shown_is_loaded_by_nobody() -> None:
     for (module, name), why in SHOWN_TO_TYPE_CHECKERS.items():
-        tree = ast.parse(modules()[module].read_text())
+        tree = tree_of(module)
         shown = [
             found
             for node in tree.body
@@ -293,7 +298,7 @@ def test_what_type_checkers_are_shown_is_loaded_by_nobody() -> None:
 def names_looked_up(module: str) -> set[str]:
     """What a module loads by a name of ours that stands in it."""
     found = set()
-    for node in ast.walk(ast.parse(modules()[module].read_text())):
+    for node in ast.walk(tree_of(module)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             called, given = ast.unparse(node.func), ast.unparse(node.args[0]) if node.args else ""
             if called == "optional.load" and given.startswith("'"):
@@ -313,10 +318,10 @@ def test_what_is_looked_up_by_name_has_a_reason() -> None:
     assert {name for _, name in BY_NAME} <= set(modules())
 
 
-def native_calls_of(path: Path) -> set[str]:
-    """Which of the native runtime's methods for operations a file takes, under whatever name the runtime has there."""
+def native_calls_of(module: str) -> set[str]:
+    """Which of the native runtime's methods for operations a module takes, under whatever name the runtime has there."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(module)):
         if isinstance(node, ast.Attribute):
             method, owner = node.attr, ast.unparse(node.value)
             kind = owner.removesuffix("()").split(".")[-1].strip("_")
@@ -330,7 +335,7 @@ def native_calls_of(path: Path) -> set[str]:
 
 
 def test_a_request_to_the_core_is_built_in_one_place() -> None:
-    found = {module: native_calls_of(path) for module, path in modules().items()}
+    found = {module: native_calls_of(module) for module in modules()}
     assert {module: calls for module, calls in found.items() if calls} == WHO_BUILDS_REQUESTS
 
 

@@ -128,7 +128,11 @@ def test_forked_workers_die_alone_and_neighbours_differ_as_programs_do() -> None
             pool.close()
 
 
-def test_a_process_that_outlives_its_command_fails_the_test(launch: Any) -> None:
+def test_a_process_that_outlives_its_command_fails_the_test(
+    launch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = sys.modules[type(launch).__module__].Started
+    monkeypatch.setattr(started.left_over, "__defaults__", (0.2,))  # seconds
     sleeper = "import subprocess, sys; subprocess.Popen(['sleep', '30'], start_new_session=True)"
     with pytest.raises(AssertionError, match=r"processes outlived their command:\s+pid [0-9]+: sleep 30"):
         launch([sys.executable, "-c", sleeper])

@@ -78,7 +78,10 @@ def test_an_iteration_that_is_broken_off_ends_its_thread_and_the_next_epoch_is_w
     assert [number for number, _ in loader] == list(range(50))
 
 
-def test_closing_ends_an_iteration_that_waits_and_the_loader_can_be_used_again() -> None:
+def test_closing_ends_an_iteration_that_waits_and_the_loader_can_be_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(data_loader_base, "_JOIN_S", 0.2)  # for a reader that is stuck, as this one is
     loader = AsyncNumbers(async_loader_queue_size=2, count=5)
     loader.gate.clear()
     seen: list[Any] = []
