@@ -142,6 +142,8 @@ def test_tensors_come_back_as_what_they_were(tmp_path: Path) -> None:
         "view": torch.arange(10.0)[::2], "turned": torch.arange(6).view(2, 3).t(), "expanded": torch.zeros(1).expand(5),
         "scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4), "integers": torch.nn.Parameter(torch.arange(2), False),
         "last": torch.ones(1, 2, 3, 4).to(memory_format=torch.channels_last), "generator": torch.Generator().get_state(),
+        "half": torch.ones(3, dtype=torch.float16), "bool": torch.tensor([True, False]),
+        "eight": torch.ones(5).to(torch.float8_e5m2),
     }  # fmt: skip
     save_alone(tmp_path, state, 1)
     for found in (load(tmp_path), load(tmp_path, like=state)):
@@ -151,7 +153,12 @@ def test_tensors_come_back_as_what_they_were(tmp_path: Path) -> None:
                 torch.nn.Parameter if "Parameter" in type(value).__name__ else torch.Tensor
             ), name
             assert one.dtype == value.dtype and one.requires_grad == value.requires_grad and one.is_leaf, name
-            assert torch.equal(one.detach(), value.detach().resolve_conj().resolve_neg()), name
+            wide = torch.complex64 if value.dtype == torch.float8_e5m2 else value.dtype
+            assert torch.equal(one.detach().to(wide), value.detach().resolve_conj().resolve_neg().to(wide)), (
+                name
+            )
+    as_arrays = load(tmp_path, like={**state, "half": np.ones(3, np.float16)})
+    assert isinstance(as_arrays["half"], np.ndarray)
 
 
 def test_tensors_that_would_lose_something_are_refused_by_name(tmp_path: Path) -> None:
