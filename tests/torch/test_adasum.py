@@ -80,9 +80,10 @@ def check_among(members: list[int], process_set: hvd.ProcessSet) -> None:
     close(result, everybody, 2.0)
 
 
-@ranks(5, init=False)
-def test_adasum_of_one_to_five_ranks_equals_the_model() -> None:
-    sets = [hvd.ProcessSet(ranks) for ranks in ([3], [0, 4], [4, 1, 2], [0, 1, 3, 4])]
+@ranks(3, init=False)
+def test_adasum_of_one_to_three_ranks_equals_the_model() -> None:
+    """Up to eight: csrc/tests/collective/test_adasum.cc."""
+    sets = [hvd.ProcessSet(ranks) for ranks in ([1], [0, 2])]
     hvd.init(process_sets=sets)
     for one in [*sets, hvd.global_process_set]:
         if hvd.rank() in one.ranks:

@@ -1,5 +1,8 @@
-"""A circle through several worlds of one process, hvd's and process groups of torch.distributed: it is said with both
-lines within seconds and ends with an error on every rank; made anew, all worlds work."""
+"""Ranks of torch that wait for one another are told where they stand, and end with an error.
+
+Also in a circle through several worlds of one process, hvd's and process groups of torch.distributed: it is said with
+both lines within seconds; made anew, all worlds work.
+"""
 
 from __future__ import annotations
 
@@ -128,6 +131,56 @@ def both_by_threads():
     other.join()
 
 
+# --- within one world ---
+
+
+def trains(steps, after_a_step=lambda: None):
+    hvd.init()
+    model = torch.nn.Linear(4, 2)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+    )
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).sum().backward()
+        optimizer.step()
+        after_a_step()
+
+
+def call_in_a_branch():
+    trains(6, lambda: hvd.rank() or hvd.allreduce(torch.ones(1), name="loss"))
+
+
+def uneven_steps():
+    hvd.init()
+    trains(6 + hvd.rank())
+    hvd.allreduce(torch.ones(1), name="metric")
+
+
+def without_a_gradient():
+    hvd.init()
+    x = torch.ones(4, requires_grad=True)
+    with torch.set_grad_enabled(hvd.rank() == 1):
+        y = hvd.allgather(x, name="loss")
+    if hvd.rank() == 1:
+        y.sum().backward()
+    hvd.allreduce(torch.ones(1), name="after")
+
+
+def receive_against_reduction():
+    dist.init_process_group("horoclone")
+    x = torch.ones(2)
+    try:
+        dist.recv(x, 1) if dist.get_rank() == 0 else dist.all_reduce(x)
+    except Exception as error:
+        say(text=str(error))
+    goes_on(dist.group.WORLD)
+    dist.destroy_process_group()
+
+
+WITHIN_ONE = (call_in_a_branch, uneven_steps, without_a_gradient, receive_against_reduction)
+
+
 def size_of(program):
     return 3 if program in ("a_group_of_some", "a_third_computes") else 2
 
@@ -140,7 +193,12 @@ def teams(warm_torch_worker_pool):
         program.__name__: warm_torch_worker_pool.start(
             program, size_of(program.__name__), env={**SOON, **limits.get(program.__name__, {})}
         )
-        for program in (*(globals()[name] for name in CIRCLES), a_third_computes, both_by_threads)
+        for program in (
+            *(globals()[name] for name in CIRCLES),
+            a_third_computes,
+            both_by_threads,
+            *WITHIN_ONE,
+        )
     }
     yield started
     for team in started.values():
@@ -173,3 +231,29 @@ def test_threads_that_come_later_find_the_calls_that_were_waited_for(teams):
     team = teams["both_by_threads"]
     assert team.wait() == [0, 0], team.outputs()
     assert not team.said(0, "text"), team.outputs()
+
+
+@pytest.mark.parametrize(("program", "name"), [("call_in_a_branch", "loss"), ("uneven_steps", "metric")])
+def test_programs_that_train_are_told_where_their_ranks_stand(teams, program, name):
+    team = teams[program]
+    assert 0 not in team.wait(), team.outputs()
+    at = r"at \S*test_c10d_deadlocks\.py:\d+"
+    text = rf"rank 0 stands in allreduce '{name}' {at}, rank 1 in allreduce '[^']*bias[^']* [(]gradients[^']*' {at}"
+    assert re.search(text, team.outputs()), team.outputs()
+    assert "Has rank 1 more batches than rank 0? (hvd.join() evens them out.)" in team.outputs()
+
+
+def test_a_rank_without_a_gradient_is_named(teams):
+    team = teams["without_a_gradient"]
+    assert 0 not in team.wait(), team.outputs()
+    assert "Has rank 0 called 'loss' without a gradient (no_grad(), detach()" in team.outputs(), (
+        team.outputs()
+    )
+
+
+def test_a_receive_that_meets_a_reduction_is_said_once_and_raised_on_both(teams):
+    team = teams["receive_against_reduction"]
+    assert team.wait() == [0, 0], team.outputs()
+    stand = r"rank 0 stands in .* at \S*test_c10d_deadlocks\.py:(\d+), rank 1 in .* at \S*\.py:(\d+)"
+    said = re.findall(stand, team.outputs())
+    assert len(said) == 3 and len(set(said)) == 1 and len(set(said[0])) == 1, team.outputs()

@@ -56,9 +56,38 @@ def free_port() -> int:
     raise AssertionError("no port is free")
 
 
-@pytest.mark.parametrize(
-    ("where", "restarts"), [("standalone", "1"), pytest.param("port", "2", marks=pytest.mark.long(30))]
-)
+def one_life(life: int, port: int) -> None:
+    """A rank as torchrun starts it, whose agent keeps the store: without what the team has of a launcher."""
+    rank = os.environ["HOROCLONE_RANK"]
+    for name in [name for name in os.environ if name.startswith("HOROCLONE_")]:
+        del os.environ[name]
+    os.environ.update(
+        RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        TORCHELASTIC_RUN_ID="none", TORCHELASTIC_RESTART_COUNT=str(life), TORCHELASTIC_USE_AGENT_STORE="True",
+    )  # fmt: skip
+    if life and rank == "0":
+        time.sleep(0.3)  # so that the other rank looks into the store before this one has written there
+    dist.init_process_group("horoclone")
+    x = torch.ones(2)
+    dist.all_reduce(x)
+    dist.group.WORLD.monitored_barrier()
+    group = dist.new_group([0, 1])
+    dist.all_reduce(x, group=group)
+    assert x.tolist() == [4.0, 4.0]
+    if life == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.destroy_process_group()
+
+
+def test_a_second_life_does_not_read_what_the_first_one_wrote(torch_worker_pool: Any) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    for life, code in enumerate((-signal.SIGKILL, 0)):
+        team = torch_worker_pool(one_life, 2, life=life, port=store.port)
+        assert team.wait(60) == [code] * 2, team.outputs()
+
+
+@pytest.mark.long(30)
+@pytest.mark.parametrize(("where", "restarts"), [("standalone", "1"), ("port", "2")])
 def test_a_life_after_a_restart_does_not_read_what_the_dead_one_wrote(
     where: str, restarts: str, launch: Any, tmp_path: Path
 ) -> None:
