@@ -128,23 +128,21 @@ def test_nobody_waits_for_a_newcomer_that_makes_its_model_while_ranks_are_lost(
     assert len(re.findall(r"\[\d\] done ", done.stdout)) >= 2, "those who came again have trained as well"
 
 
-def test_discovery_that_prints_nonsense_flaps_and_hangs_in_turn_changes_nothing(
-    elastic: Any, tmp_path: Path
-) -> None:
+def test_discovery_that_prints_nonsense_and_then_hangs_changes_nothing(elastic: Any, tmp_path: Path) -> None:
     """The last look hangs for longer than the job lives: the launcher does not wait for it."""
     count, script = tmp_path / "count", tmp_path / "find.sh"
     script.write_text(
         f"#!/bin/sh\necho x >>{count}\n"
-        f"case $(wc -l <{count}) in 1|4) echo localhost:2;; 2) echo '%% no';; 3) ;; 5) yes;; *) sleep 600;; esac\n"
+        f"case $(wc -l <{count}) in 1) echo localhost:2;; 2) echo '%% no';; 3) yes;; *) sleep 600;; esac\n"
     )
     script.chmod(0o755)
     job = elastic(["-np", 2, "--min-np", 1, "--host-discovery-script", script])
-    job.wait(lambda: count.exists() and count.read_text().count("x") == 6, "the last look")
+    job.wait(lambda: count.exists() and count.read_text().count("x") == 4, "the last look")
     done = job.finish(timeout_s=60)
     assert job.newest() == 1 and "lost" not in done.stdout, done.output
     assert "'%%' is not a host name; the hosts stay as they were" in done.stderr
     assert "it printed more than 1 MiB; the hosts stay as they were" in done.stderr
-    assert count.read_text().count("x") == 6
+    assert count.read_text().count("x") == 4
 
 
 def test_a_look_that_hangs_does_not_keep_the_launcher(elastic: Any, tmp_path: Path) -> None:

@@ -146,14 +146,6 @@ def test_hosts_that_nobody_names_any_more_end_the_job_after_the_timeout(
     assert "for 4 s nobody came to whom the state of the training could be handed over" in done.stderr
 
 
-def test_a_job_starts_with_every_slot_up_to_the_largest_size(handed: Callable[..., Handed]) -> None:
-    one = handed(None, "-np", 2, "--min-np", 1, "--max-np", 3, "-H", "localhost:4")
-    assert len(one.job.whole(1)) == 3
-    one.steps_on()
-    one.finish()
-    assert list(one.job.sizes()) == [1]
-
-
 @pytest.mark.long(8)
 def test_under_horovods_name_a_lost_host_is_one_reset(handed: Callable[..., Handed]) -> None:
     flags = ["-np", 4, "--min-np", 1, "-H", "localhost:2,127.0.0.1:2"]

@@ -106,17 +106,3 @@ def test_a_host_whose_notice_script_says_so_is_left_and_not_used_again(elastic: 
     gone = {"localhost": 2, "127.0.0.1": 1}[host.group(1)]
     assert len(left) == 3 - gone and job.sizes()[job.newest()] == 3 - gone
     steps_are_done_once(job)
-
-
-def test_a_worker_that_comes_to_no_commit_is_ended_before_its_host_goes(elastic: Any, tmp_path: Path) -> None:
-    notice = tmp_path / "notice.sh"
-    notice.write_text(NOTICE.format(folder=tmp_path).replace("echo 30", "echo 3"))
-    notice.chmod(0o755)
-    flags = ["-np", 3, "--min-np", 1, "--host-discovery-script", hosts_of_one_machine(tmp_path)]
-    job = elastic([*flags, "--notice-script", notice], pause_s=4)
-    job.whole(1)
-    job.step(1)
-    (tmp_path / "going").touch()
-    job.says("came to no commit in time; it is ended")
-    done = job.finish(timeout_s=90)
-    assert "not used any more" not in done.stderr

@@ -61,6 +61,7 @@ def test_a_job_whose_ranks_were_all_killed_goes_on_from_the_disk_unless_a_save_i
         damaged.unlink(missing_ok=True)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("fault", "said"),
     [

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from world import raised, ranks
 
 from horoclone.elastic import member
 from horoclone.elastic.notice import HostUpdateResult
@@ -82,7 +84,7 @@ NAMED = {
     ],
     18: [
         "launch/test_elastic_flags.py::test_a_script_that_fails_at_the_start_ends_the_job",
-        "elastic/test_kills.py::test_a_script_that_fails_later_is_told_and_changes_nothing",
+        "elastic/test_faults.py::test_discovery_that_prints_nonsense_and_then_hangs_changes_nothing",
         "launch/test_discovery.py::test_lines_keep_their_order_and_each_host_counts_once",
     ],
     19: ["keras/test_elastic.py::test_the_order_of_the_callbacks_does_not_matter"],
@@ -129,21 +131,23 @@ def test_4_a_notice_that_only_another_rank_has_heard_interrupts_this_one(
     assert interrupt.value.skip_sync is True, "somebody leaves: that is a removal"
 
 
-def test_4_a_rank_that_does_not_commit_is_named_and_the_job_ends(launch: Any) -> None:
-    pytest.importorskip("horoclone._core", reason="the native module is not built: pip install -e .")
-    program = (
-        "import horoclone as hvd, time\n"
-        "from horoclone.common.elastic import ObjectState\n"
-        "from horoclone.objects import broadcast_object\n"
-        "hvd.init()\n"
-        "state = ObjectState(broadcast_object, hvd.rank, epoch=0)\n"
-        "state.commit()\n"
-        "time.sleep(60) if hvd.rank() == 1 else state.commit()\n"
-    )
-    limits = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
-    done = launch([*RUN, "-np", "2", "--grace", "1", sys.executable, "-c", program], env=limits, check=False)
-    assert done.returncode != 0
-    assert re.search(r"hvd\.elastic\.commit[^\n]*\b1\b", done.stderr), done.output
+@pytest.fixture
+def mark(tmp_path: Path) -> str:
+    return str(tmp_path / "mark")
+
+
+@ranks(2, env={"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"})
+def test_4_a_rank_that_does_not_commit_is_named_and_the_job_ends(mark: str) -> None:
+    state = ObjectState(broadcast_object, facts.rank, epoch=0)
+    state.commit()
+    if facts.rank() == 0:
+        assert re.search(r"hvd\.elastic\.commit[^\n]*\b1\b", str(raised(state.commit)))
+        Path(mark).touch()
+    else:
+        deadline = time.monotonic() + 30
+        while not Path(mark).exists():
+            assert time.monotonic() < deadline, "rank 0 waits on"
+            time.sleep(0.05)
 
 
 def test_9_10_12_a_rank_that_comes(launch: Any, tmp_path: Path) -> None:
