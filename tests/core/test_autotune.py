@@ -151,39 +151,6 @@ def test_ranks_that_join_stay_in_step(worlds):
     assert [(right, last) for right, last, _ in ends] == [(True, 2)] * 3
 
 
-def train(steps=150):
-    import torch
-
-    import horoclone.torch as hvd_torch
-
-    hvd_torch.init()
-    torch.manual_seed(1)
-    model = torch.nn.Sequential(torch.nn.Linear(20, 200), torch.nn.ReLU(), torch.nn.Linear(200, 1))
-    optimizer = hvd_torch.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters()
-    )
-    torch.manual_seed(hvd_torch.rank())
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.randn(4, 20)).square().sum().backward()
-        optimizer.step()
-    counters = hvd.metrics()
-    flat = torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().tobytes()
-    optimizer = None
-    hvd_torch.shutdown()
-    return flat, counters["persistent"], counters["autotune"]
-
-
-def test_a_torch_optimizer_gives_the_same_bits_and_keeps_its_persistent_plan(worlds, tmp_path):
-    pytest.importorskip("torch")
-    log = tmp_path / "log.csv"
-    plain = worlds.run(2, train, init=False)
-    tuned = worlds.run(2, train, init=False, env={**QUICK, "HOROVOD_AUTOTUNE_LOG": str(log)})
-    assert len({flat for flat, _, _ in plain + tuned}) == 1
-    assert tuned[0][1] == plain[0][1] > 0
-    assert [row["purpose"] for row in rows_of(log)][:2] == ["warmup", "baseline"]
-
-
 def test_the_flags_of_the_launcher_reach_it(tmp_path):
     log = tmp_path / "log.csv"
     script = tmp_path / "script.py"

@@ -17,10 +17,6 @@ def test_every_error_of_the_runtime_is_a_horovod_internal_error():
     assert issubclass(errors.HorovodInternalError, RuntimeError)
 
 
-def test_not_initialized_is_also_a_value_error():
-    assert issubclass(errors.NotInitialized, ValueError)
-
-
 def test_peer_lost_names_the_rank():
     assert errors.PeerLost("rank 3 died", 3).rank == 3
     assert errors.PeerLost("somebody died").rank == -1
@@ -35,7 +31,8 @@ def test_hosts_updated_interrupt_is_no_internal_error():
 def test_version_mismatch_tells_both_versions():
     error = errors.HorovodVersionMismatchError("torch", "2.2", "2.1")
     assert (error.name, error.version, error.installed_version) == ("torch", "2.2", "2.1")
-    assert isinstance(error, ImportError) and "2.2" in str(error) and "2.1" in str(error)
+    assert isinstance(error, ImportError)
+    assert "torch 2.1 is installed" in str(error) and "Install torch 2.2" in str(error)
 
 
 def test_reductions_have_horovods_numbers():
@@ -92,20 +89,6 @@ def test_every_public_name_can_be_found():
     assert set(horoclone.__all__) <= set(dir(horoclone))
     with pytest.raises(AttributeError, match="no_such_name"):
         horoclone.no_such_name  # noqa: B018
-
-
-FACTS = "rank size local_rank local_size cross_rank cross_size is_homogeneous barrier join"
-
-
-@pytest.mark.parametrize("call", FACTS.split())
-def test_a_call_before_init_is_named_in_the_error(call):
-    import horoclone as hvd
-
-    with pytest.raises(
-        errors.NotInitialized, match=r"Horovod has not been initialized; use hvd.init\(\)"
-    ) as caught:
-        getattr(hvd, call)()
-    assert f"hvd.{call}()" in str(caught.value)
 
 
 def test_process_sets_check_their_ranks():

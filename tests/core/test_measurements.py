@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,6 @@ from world import ranks
 
 import horoclone as hvd
 
-needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 TCP = {"HOROCLONE_SHARED_MEMORY": "0"}
 ATTEMPTS = 8
 
@@ -128,38 +126,3 @@ def test_communication_behind_computation_is_overlapped() -> None:
     assert now["overlapped_seconds"] - before["overlapped_seconds"] > 0.8 * (
         now["seconds"] - before["seconds"]
     )
-
-
-@needs_torch
-@ranks(2)
-def test_an_optimizers_steps_are_the_steps() -> None:
-    import torch
-
-    import horoclone.torch as torch_hvd
-
-    model = torch.nn.Sequential(torch.nn.Linear(500, 500), torch.nn.Linear(500, 10))
-    optimizer = torch_hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.0), named_parameters=model.named_parameters()
-    )
-    at: list[float] = []  # the last gradient of the step, with which its only bucket is full
-    model[0].weight.register_post_accumulate_grad_hook(lambda _: at.append(time.perf_counter()))
-
-    def attempt() -> list[tuple[float, float]]:
-        at.clear()
-        steps: list[float] = []
-        for _ in range(6):
-            time.sleep(0.02)
-            optimizer.zero_grad()
-            model(torch.ones(4, 500)).sum().backward()
-            optimizer.step()
-            steps.append(hvd.metrics()["step"]["seconds"])
-            hvd.allreduce(np.ones(1, np.float32), name="micro")  # twice in each step: not what a step is
-            hvd.allreduce(np.ones(1, np.float32), name="micro")
-        # The first step of all declares the buckets, and the second is the first with them.
-        return [(sum(steps[2:]), at[-1] - at[1])]
-
-    before = hvd.metrics()["step"]["number"]
-    attempt()
-    assert hvd.metrics()["step"]["number"] - before == 6
-    agree_at_last(attempt)
-    assert 0 < hvd.metrics()["step"]["communication_share"] < 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ml_dtypes
 import numpy as np
-import pytest
 from world import ranks
 
 import horoclone as hvd
@@ -72,16 +71,3 @@ def test_every_operation_that_moves_data():
         np.arange(12, dtype=">c8").reshape(3, 4).T + me
     )  # neither contiguous nor in this machine's byte order
     assert np.array_equal(hvd.broadcast(turned, 1), turned + 1 - me)
-
-
-@ranks(2)
-def test_what_numpy_has_not_arrives_with_its_name():
-    if hvd.rank():
-        torch = pytest.importorskip("torch")
-        import horoclone.torch as hvd_torch
-
-        hvd_torch.send(torch.empty(4, dtype=torch.float4_e2m1fn_x2), 0)
-    else:
-        with pytest.raises(ValueError, match="float4_e2m1fn_x2"):
-            hvd.recv(None, 1)
-    assert hvd.allreduce(np.ones(3), op=hvd.Sum).tolist() == [2.0] * 3

@@ -112,7 +112,7 @@ def test_reports_can_be_switched_off(worker_pool, tmp_path):
     reported = tmp_path / "reported"
     env = {**SOON, "HOROVOD_STALL_CHECK_DISABLE": "1"}
     team = worker_pool(come_late, 2, env=env, how="python", reported=str(reported))
-    time.sleep(2.0)
+    time.sleep(1.2)
     reported.touch()
     assert team.wait() == [0, 0] and "missing rank 1" not in team.output(0), team.outputs()
 
@@ -178,27 +178,3 @@ def test_metrics_name_the_slowest_rank():
         by_rank = {one["rank"]: one for one in facts["last_ready"][0]}
         assert by_rank[2]["times"] >= 5 and by_rank[2]["seconds"] > 0.2, facts
         assert facts["slowest"][0] == 2
-
-
-@ranks(2)
-def test_metrics_name_the_slowest_rank_of_declared_buckets():
-    torch = pytest.importorskip("torch")
-    import horoclone.torch as hvd_torch
-
-    model = torch.nn.Linear(8, 8)
-    optimizer = hvd_torch.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
-    )
-    for step in range(60):  # a busy machine makes rank 0 the late one at times
-        loss = model(torch.ones(2, 8)).sum()
-        optimizer.zero_grad()
-        if hvd.rank() == 1:
-            time.sleep(0.1)
-        loss.backward()
-        optimizer.step()
-        facts = hvd.metrics()
-        if hvd.broadcast(np.array([step > 2 and facts["slowest"].get(0) == 1]), 0)[0]:
-            break
-    if hvd.rank() == 0:
-        assert facts["persistent"] > 0 and facts["slowest"][0] == 1, facts
-        assert {one["rank"]: one for one in facts["last_ready"][0]}[1]["seconds"] > 0.2, facts

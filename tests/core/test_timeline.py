@@ -16,10 +16,6 @@ import horoclone as hvd
 from horoclone.launch import timelines, tool
 from horoclone.launch.usage import LaunchError
 
-# The warm worlds have imported horoclone.torch, which asks for Horovod's names of torch's operations.
-PLAIN_NAMES = {"HOROCLONE_TIMELINE_OPERATION_NAMES": "0"}
-
-
 # What the Trace Event Format (JSON array form) asks of each kind of event, as Perfetto reads it: the keys beside "ph"
 # and "pid", and their types.
 NUMBER = (int, float)
@@ -151,7 +147,6 @@ def use_all_forms(path):
 def test_rank_0_writes_every_phase_of_every_tensor(worlds, tmp_path, shared):
     path = tmp_path / "timeline.json"
     env = {
-        **PLAIN_NAMES,
         "HOROVOD_TIMELINE": str(path),
         "HOROVOD_TIMELINE_MARK_CYCLES": "1",
         "HOROCLONE_SHARED_MEMORY": shared,
@@ -196,7 +191,7 @@ def test_start_and_stop_as_often_as_wanted(worlds, tmp_path):
         2,
         start_and_stop,
         init=False,
-        env={**PLAIN_NAMES, "HOROVOD_TIMELINE": "DYNAMIC"},
+        env={"HOROVOD_TIMELINE": "DYNAMIC"},
         folder=str(tmp_path),
     )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["0.json", "1.json", "2.json"]
@@ -216,39 +211,9 @@ def test_without_the_variable_it_is_a_value_error():
     assert hvd.allreduce(np.ones(2), name="usable")[0] == 1
 
 
-def reduce_buckets(path):
-    import torch
-
-    import horoclone.torch as hvd_torch
-
-    hvd_torch.init()
-    model = torch.nn.Linear(64, 64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = hvd_torch.DistributedOptimizer(optimizer, model.named_parameters())
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(torch.ones(2, 64)).sum().backward()
-        optimizer.step()
-    persistent = hvd.metrics()["persistent"]
-    optimizer = None
-    hvd_torch.shutdown()
-    return persistent
-
-
-def test_persistent_buckets_have_their_own_phase(worlds, tmp_path):
-    pytest.importorskip("torch")
-    path = tmp_path / "t.json"
-    persistent = worlds.run(
-        2, reduce_buckets, init=False, env={**PLAIN_NAMES, "HOROVOD_TIMELINE": str(path)}, path=str(path)
-    )
-    shown = [e for e in events_of(path) if e["name"] == "SHM_PERSISTENT_ALLREDUCE"]
-    assert persistent[0] == len(shown) > 0
-
-
 @pytest.mark.parametrize("shared", ["1", "0"], ids=["one clock", "measured clock"])
 def test_the_files_of_all_ranks_merge_on_one_clock(worlds, tmp_path, capsys, shared):
     env = {
-        **PLAIN_NAMES,
         "HOROVOD_TIMELINE": str(tmp_path / "t.json"),
         "HOROCLONE_TIMELINE_ALL_RANKS": "1",
         "HOROCLONE_SHARED_MEMORY": shared,

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from world import ranks
 
+import horoclone
 import horoclone.torch as hvd
 from horoclone import ops
 from horoclone.torch.operations.tensors import NUMBER_OF
@@ -171,3 +172,13 @@ def test_torch_distributed_does_not_add_them_up_and_goes_on() -> None:
     dist.all_reduce(one)
     assert one.tolist() == [2, 2]
     dist.destroy_process_group()
+
+
+@ranks(2)
+def test_what_numpy_has_not_arrives_there_with_its_name() -> None:
+    if hvd.rank():
+        hvd.send(torch.empty(4, dtype=torch.float4_e2m1fn_x2), 0)
+    else:
+        with pytest.raises(ValueError, match="float4_e2m1fn_x2"):
+            horoclone.recv(None, 1)
+    assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [2.0] * 3

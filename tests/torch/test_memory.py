@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from world import ranks
 
 import horoclone
@@ -59,8 +60,6 @@ def call(kind: str, operation: str, elements: int) -> Callable[[int], Any]:
     x: Any = np.ones(elements, np.float32)
     splits: Any = np.array([1, elements - 1])
     if kind == "torch":
-        import torch
-
         import horoclone.torch as hvd
 
         x, splits = torch.ones(elements), torch.tensor([1, elements - 1], dtype=torch.int32)

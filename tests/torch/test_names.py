@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from world import ranks
 
 import horoclone
+import horoclone.torch
 
-NO_TORCH = importlib.util.find_spec("torch") is None
-KINDS = ["numpy", pytest.param("torch", marks=pytest.mark.skipif(NO_TORCH, reason="torch is not installed"))]
+KINDS = ["numpy", "torch"]
 kinds = pytest.mark.parametrize("kind", KINDS)
 LONGEST = 1 << 16  # bytes of a name
 
@@ -21,11 +21,7 @@ LONGEST = 1 << 16  # bytes of a name
 def api(kind: str) -> tuple[Any, Callable[..., Any]]:
     if kind == "numpy":
         return horoclone, lambda *shape: np.ones(shape, np.float32)
-    import torch
-
-    import horoclone.torch as hvd
-
-    return hvd, lambda *shape: torch.ones(shape)
+    return horoclone.torch, lambda *shape: torch.ones(shape)
 
 
 def calls(hvd: Any, ones: Callable[..., Any], name: str) -> list[Callable[[], Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import signal
 import threading
 import time
@@ -11,24 +10,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from world import ranks
 
 import horoclone
+import horoclone.torch
 from horoclone.handles import Waits
 
-NO_TORCH = importlib.util.find_spec("torch") is None
-KINDS = ["numpy", pytest.param("torch", marks=pytest.mark.skipif(NO_TORCH, reason="torch is not installed"))]
+KINDS = ["numpy", "torch"]
 THREADS = 8
 
 
 def api(kind: str) -> tuple[Any, Callable[[int], Any]]:
     if kind == "numpy":
         return horoclone, lambda count: np.ones(count, np.float32)
-    import torch
-
-    import horoclone.torch as hvd
-
-    return hvd, lambda count: torch.ones(count)
+    return horoclone.torch, lambda count: torch.ones(count)
 
 
 def all_at_once(call: Callable[[], Any]) -> list[Any]:

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from world import ranks
 
 import horoclone as hvd
+import horoclone.torch as torch_hvd
 
-needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 needs_tensorflow = pytest.mark.skipif(
     importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"
 )
@@ -157,13 +158,8 @@ TORCH = {
 }  # fmt: skip
 
 
-@needs_torch
 @ranks(2)
 def test_operations_on_torch_tensors() -> None:
-    import torch
-
-    import horoclone.torch as torch_hvd
-
     def tensor() -> dict[str, Any]:
         return {"tensor": torch.ones(4)}
 
