@@ -90,52 +90,53 @@ def check(done, size, **expected):
 
 
 # When MPI itself is initialised: never, before the first contact, or after it.
-def orders(*long: int) -> pytest.MarkDecorator:
-    """A parameter `words` of all three; those of these numbers take their turn with the long tests."""
-    all_words = [("plain", ()), ("mpi first", ("mpi-first",)), ("mpi last", ("mpi-last",))]
-    return pytest.mark.parametrize(
-        "words",
-        [
-            pytest.param(words, id=name, marks=pytest.mark.long(6) if number in long else ())
-            for number, (name, words) in enumerate(all_words)
-        ],
-    )
+WHEN = pytest.mark.parametrize(
+    "words", [(), ("mpi-first",), ("mpi-last",)], ids=["plain", "mpi first", "mpi last"]
+)
 
 
 @pytest.mark.mpi
-@orders(1)
+@pytest.mark.in_turn
+@WHEN
 def test_open_mpi_on_one_host(launch, open_mpi, member, words):
     check(launch([*open_mpi.command(3), *member(*words)], env=open_mpi.env), 3, mpi=bool(words))
 
 
 @pytest.mark.mpi
-@orders(0, 2)
+@pytest.mark.in_turn
+@WHEN
 def test_open_mpi_on_several_hosts(launch, open_mpi, member, words):
     hidden = "hide=OMPI_COMM_WORLD_LOCAL_SIZE"
     check(launch([*open_mpi.command(2), *member(hidden, *words)], env=open_mpi.env), 2, mpi=bool(words))
 
 
 @pytest.mark.mpi
-@orders(1, 2)
+@pytest.mark.in_turn
+@WHEN
 def test_mpich_on_one_host(launch, mpich, member, words):
     check(launch([*mpich.command(3), *member(*words)], env=mpich.env), 3, mpi=bool(words))
 
 
 @pytest.mark.mpi
-@orders(0, 2)
+@pytest.mark.in_turn
+@WHEN
 def test_mpich_on_several_hosts(launch, mpich, member, words):
     hidden = "hide=MPI_LOCALNRANKS"
     check(launch([*mpich.command(3), *member(hidden, *words)], env=mpich.env), 3, mpi=bool(words))
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", ["open_mpi", pytest.param("mpich", marks=pytest.mark.long(8))])
-def test_a_communicator_is_the_world(launch, request, member, name):
+@pytest.mark.in_turn
+@pytest.mark.parametrize("name", ["open_mpi", "mpich"])
+@pytest.mark.parametrize("which", ["comm", "split"])
+def test_a_communicator_is_the_world(launch, request, member, name, which):
     mpi = request.getfixturevalue(name)
-    check(launch([*mpi.command(2), *member("comm")], env=mpi.env), 2, mpi=True)
-    done = launch([*mpi.command(4), *member("split")], env=mpi.env)
-    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("member"))
-    assert [line[:13] for line in lines] == ["member 0 of 2"] * 2 + ["member 1 of 2"] * 2, done.output
+    done = launch([*mpi.command(2 if which == "comm" else 4), *member(which)], env=mpi.env)
+    if which == "comm":
+        check(done, 2, mpi=True)
+    else:
+        lines = sorted(line for line in done.stdout.splitlines() if line.startswith("member"))
+        assert [line[:13] for line in lines] == ["member 0 of 2"] * 2 + ["member 1 of 2"] * 2, done.output
 
 
 @pytest.mark.mpi

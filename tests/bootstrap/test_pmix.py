@@ -130,7 +130,7 @@ def test_ranks_connect_without_mpi_and_mpi_works_beside_it(ranks, size, words):
 
 
 def test_a_late_rank_0_is_waited_for(ranks):
-    assert all("mpi=True exchanges=2" in line for line in members(ranks(2, "late-0", "mpi-first"), 2))
+    assert all("mpi=False exchanges=2" in line for line in members(ranks(2, "late-0"), 2))
 
 
 def test_a_large_value_arrives_whole_and_a_later_one_is_not_the_first(ranks):
@@ -151,23 +151,25 @@ def test_a_second_program_of_the_same_launcher_does_not_get_the_first_ones_value
     assert done.stdout.count(f"{os.uname().nodename} ") == 4, done.output
 
 
-# argv: 1 = rank 1 does not call init, and rank 0 gives up; 2 = rank 0 is late.
+# argv: 1 = rank 1 does not call init, and rank 0 gives up; 2 = rank 0 is late. And a file for a sign between them.
 PROGRAM = """
 import os, sys, time
 os.environ.pop("OMPI_COMM_WORLD_LOCAL_SIZE")  # as on several hosts
-os.environ["HOROCLONE_START_TIMEOUT"] = "2" if sys.argv[1] == "1" else "60"
+os.environ["HOROCLONE_START_TIMEOUT"] = "1" if sys.argv[1] == "1" else "60"
 import horoclone as hvd
 rank = os.environ["OMPI_COMM_WORLD_RANK"]
 if sys.argv[1] == "1" and rank == "1":
-    time.sleep(4)  # its next program begins when rank 0 has given up
+    while not os.path.exists(sys.argv[2]):  # its next program begins when rank 0 has given up
+        time.sleep(0.01)
     sys.exit(0)
 if sys.argv[1] == "2" and rank == "0":
-    time.sleep(3)
+    time.sleep(1.5)
 try:
     hvd.init()
     print("met", hvd.rank(), flush=True)
 except hvd.Timeout:
     print("gave up", rank, flush=True)
+    open(sys.argv[2], "w").close()
 """
 
 
@@ -177,7 +179,10 @@ def test_a_rank_that_never_came_does_not_take_an_earlier_programs_value_for_the_
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
     first = f"{shlex.quote(sys.executable)} {path}"
-    done = launch([*open_mpi.command(2), "sh", "-c", f"{first} 1 && {first} 2"], env=open_mpi.env)
+    done = launch(
+        [*open_mpi.command(2), "sh", "-c", f"{first} 1 {path}.sign && {first} 2 {path}.sign"],
+        env=open_mpi.env,
+    )
     said = sorted(line for line in done.stdout.splitlines() if line)
     assert said == ["gave up 0", "met 0", "met 1"], done.output
 

@@ -109,7 +109,7 @@ def test_missing_ranks_and_addresses_are_named(server, monkeypatch):
 
 def test_who_has_given_up_waiting_is_not_missing(server):
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(client_of(server).gather, "g", 2, 3, b"", 3)
+        waiting = pool.submit(client_of(server).gather, "g", 2, 3, b"", 1.5)
         while not (server._gathers.get("g") and 2 in server._gathers["g"].blobs):
             time.sleep(0.01)
         with pytest.raises(errors.Timeout, match="missing: rank 1;"):
@@ -145,12 +145,14 @@ def test_a_missing_rank_that_has_failed_ends_the_wait_of_the_others(server):
 
 def test_two_processes_with_one_rank_are_told_so(server):
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(client_of(server).gather, "g", 0, 2, b"first", 2)
-        time.sleep(0.2)
+        pool.submit(client_of(server).gather, "g", 0, 2, b"first", 20)
+        while not (server._gathers.get("g") and 0 in server._gathers["g"].blobs):
+            time.sleep(0.01)
         with pytest.raises(errors.HorovodInternalError, match="two processes say that they are rank 0"):
             client_of(server).gather("g", 0, 2, b"second", 5)
         with pytest.raises(errors.HorovodInternalError, match="the job has 3 ranks"):
             client_of(server).gather("g", 1, 3, b"second", 5)
+        client_of(server).gather("g", 1, 2, b"ends the wait", 5)
 
 
 def test_a_server_that_ends_is_noticed(tcp):
@@ -163,7 +165,8 @@ def test_a_server_that_ends_is_noticed(tcp):
     assert time.monotonic() - started < 10
 
 
-def test_who_comes_after_the_server_has_ended_is_told_who_was_lost_first(server):
+def test_who_comes_after_the_server_has_ended_is_told_who_was_lost_first(server, monkeypatch):
+    monkeypatch.setattr(bootstrap_client, "VERDICT_S", 0.3)
     ranks = [client_of(server, rank=rank, server_rank=0) for rank in range(3)]
     for rank in ranks:
         rank.put("there", b"")

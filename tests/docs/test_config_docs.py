@@ -81,30 +81,6 @@ def test_the_pages_have_every_variable_of_horovod() -> None:
     assert [name for name in names if f"`{name}`" not in page] == []
 
 
-def test_a_setting_that_nothing_reads_says_so_and_one_that_is_read_does_not(
-    knobs: list[dict[str, str]],
-) -> None:
-    table = (ROOT / "csrc/base/settings_table.cc").read_text()
-    field_of = {
-        f"HOROCLONE_{name}": field for field, name in re.findall(r"{&Config::(\w+), \"(\w+)\"", table)
-    }
-    native = [p for p in ROOT.glob("csrc/**/*") if p.suffix in (".h", ".cc")]
-    core = "".join(
-        p.read_text() for p in native if "tests" not in p.parts and p.stem not in ("config", "settings_table")
-    )
-    # options.py only turns flags into variables for the ranks.
-    package = "".join(p.read_text() for p in ROOT.glob("horoclone/**/*.py") if p.name != "options.py")
-    for knob in knobs:
-        if knob["read_by"] == "core":
-            short = knob["name"].removeprefix("HOROCLONE_")
-            in_package = f'"{knob["name"]}"' in package or bool(
-                re.search(rf'(flag|setting)\((os\.)?environ, "{short}"', package)
-            )
-            read = re.search(rf"\b{field_of[knob['name']]}\b", core) or in_package
-            says_so = knob["help"].startswith("Accepted ")
-            assert bool(read) != says_so, f"{knob['name']}: read {bool(read)}, help {knob['help']!r}"
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -47,23 +47,3 @@ def test_every_folder_of_the_sources_is_drawn(maker: ModuleType) -> None:
         *(path.parent.name for path in maker.CSRC.glob("engine/*/*.h")),
     ):
         assert folder in text, folder
-
-
-def test_circles_share_a_box_and_what_follows_is_left_out(maker: ModuleType) -> None:
-    together = maker.CIRCLE.join(("b", "c"))
-    merged = maker.without_circles({"a": {"b", "d"}, "b": {"c"}, "c": {"b", "d"}, "d": set()})
-    assert merged == {"a": {together, "d"}, together: {"d"}, "d": set()}
-    assert maker.reduced(merged) == {"a": {together}, together: {"d"}, "d": set()}
-    assert maker.ranks_of(merged) == {"d": 0, together: 1, "a": 2}
-
-
-def test_an_order_without_crossings_is_found(maker: ModuleType) -> None:
-    steps = [("a", "z"), ("b", "y"), ("c", "x"), ("a", "y")]
-    assert maker.crossings([["a", "b", "c"], ["x", "y", "z"]], steps) > 0
-    assert maker.crossings(maker.best_order([["a", "b", "c"], ["x", "y", "z"]], steps), steps) == 0
-
-
-def test_places_keep_their_order_and_do_not_touch(maker: ModuleType) -> None:
-    placed = maker.spread([5.0, 0.0, 100.0], [20.0, 30.0, 10.0])
-    assert placed[1] - placed[0] == pytest.approx(25 + maker.GAP_X)
-    assert (placed[0] + placed[1]) / 2 == pytest.approx(2.5) and placed[2] == 100.0

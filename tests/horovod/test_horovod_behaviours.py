@@ -128,6 +128,7 @@ os.write(1, b"placed\\n")
 
 
 @pytest.mark.mpi
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", ["open_mpi", "mpich"])
 def test_10_under_mpirun_rank_and_size_are_those_of_mpi(launch, request, name):
     pytest.importorskip("mpi4py")

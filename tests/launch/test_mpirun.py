@@ -41,6 +41,7 @@ def mpi_env(request: Any) -> dict[str, str]:
 
 
 @pytest.mark.mpi
+@pytest.mark.in_turn("mpi_env")
 def test_the_flag_starts_the_ranks_with_mpirun(launch: Any, mpi_env: dict[str, str], tmp_path: Path) -> None:
     script = tmp_path / "sum.py"
     script.write_text(textwrap.dedent(SUM))
@@ -54,6 +55,7 @@ def test_the_flag_starts_the_ranks_with_mpirun(launch: Any, mpi_env: dict[str, s
 
 
 @pytest.mark.mpi
+@pytest.mark.in_turn("mpi_env")
 def test_run_brings_back_one_value_per_rank_and_the_first_error(
     launch: Any, mpi_env: dict[str, str], tmp_path: Path
 ) -> None:
@@ -83,6 +85,7 @@ def test_run_brings_back_one_value_per_rank_and_the_first_error(
 
 
 @pytest.mark.mpi
+@pytest.mark.in_turn("mpi_env")
 def test_output_files(launch: Any, mpi_env: dict[str, str], tmp_path: Path) -> None:
     flags = ["--mpi", "-np", "2", "--output-filename", tmp_path / "out"]
     launch([*RUN, *flags, sys.executable, "-c", "print('here I am')"], env=mpi_env, timeout_s=60)

@@ -220,9 +220,23 @@ def test_control_c_and_sigterm_reach_remote_ranks(launch, ssh):
 
 def test_when_ssh_dies_the_remote_ranks_die_and_the_job_ends(launch, ssh):
     body = RANK + "print('up', flush=True)\nsignal.signal(15, signal.SIG_IGN)\ntime.sleep(60)"
+    soon = "import sys; from horoclone.launch import cli, termination; termination.FAILURE_WAIT_S = 0.5; sys.exit(cli.main())"
     for victim in ("launcher", "agent"):
         started = launch.start(
-            [*RUN, "-np", "2", "--grace", "1", "-H", "localhost:1,host-a.invalid:1", PYTHON, "-c", body],
+            [
+                PYTHON,
+                "-c",
+                soon,
+                "-np",
+                "2",
+                "--grace",
+                "1",
+                "-H",
+                "localhost:1,host-a.invalid:1",
+                PYTHON,
+                "-c",
+                body,
+            ],
             env=ssh,
         )
         _wait_for(started, "up", 2)
