@@ -16,8 +16,7 @@ import json, os, sys
 words = sys.argv[1].split(",")
 rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") or os.environ["HOROCLONE_RANK"])
 per_node = 2 if "pairs" in words else 1
-if "one-node" not in words:
-    os.environ["HOROCLONE_NODE"] = f"node-{rank // per_node}"
+os.environ["HOROCLONE_NODE"] = f"node-{rank // per_node}"
 for word in words:
     if word.startswith("by="):
         os.environ["HOROVOD_CPU_OPERATIONS"] = word[3:]
@@ -181,12 +180,6 @@ def test_the_key_is_of_hosts_links_layout_and_library():
     assert len(key(*many)) < 200 and key(*many) != key(*many[:-1], ("n", "host"))
     offer = Offer("n", place="x" * 200, known={f"{n:016x}": "mpi" for n in range(MAX_WAYS_SENT)})
     assert len(offer.around(b"")) < MAX_OFFER_BYTES
-
-
-@pytest.mark.mpi
-def test_within_one_node_mpi_is_not_needed(launch, open_mpi, ranks):
-    done = launch([*open_mpi.command(2), *ranks("by=mpi", "one-node")], env=open_mpi.env)
-    assert done.stdout.count("done by tcp") == 2, done.output
 
 
 @pytest.mark.mpi

@@ -10,21 +10,21 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from world import ranks
+from worker_pool import say
+from world import raised, ranks
 
 import horoclone.torch as hvd
 
 PROGRAM = """
-import sys, datetime, torch.distributed as dist
+import sys, torch.distributed as dist
 import horoclone.torch
-url, rank, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-more = {"timeout": datetime.timedelta(seconds=seconds)} if seconds else {}
-if url != "env://":
-    more |= {"rank": rank, "world_size": 3}
+url, rank = sys.argv[1], int(sys.argv[2])
+more = {"rank": rank, "world_size": 3} if url != "env://" else {}
 try:
     dist.init_process_group("horoclone", init_method=url, **more)
 except Exception as error:
@@ -38,11 +38,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def outputs(url: str, env: dict[str, str], present: tuple[int, ...], seconds: float = 0) -> list[str]:
+def outputs(url: str, env: dict[str, str], present: tuple[int, ...]) -> list[str]:
     base = {k: v for k, v in os.environ.items() if not k.startswith(("HOROCLONE_", "HOROVOD_"))}
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, url, str(rank), str(seconds)],
+            [sys.executable, "-c", PROGRAM, url, str(rank)],
             env={**base, **env, "RANK": str(rank), "WORLD_SIZE": "3"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -86,11 +86,17 @@ def test_ranks_that_do_not_come_are_named_and_the_wait_ends(how: str, tmp_path: 
     assert "has waited 10 s" not in texts[1], texts
 
 
-def test_a_shorter_timeout_of_the_call_holds() -> None:
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    begun = time.monotonic()
-    texts = outputs("env://", env, (0,), 2)
-    assert "s for all 3 ranks; not there: ranks 1, 2" in texts[0] and time.monotonic() - begun < 150
+def comes_alone(port: int) -> None:
+    for name in [name for name in os.environ if name.startswith("HOROCLONE_")]:
+        del os.environ[name]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", WORLD_SIZE="3")
+    say(text=str(raised(lambda: dist.init_process_group("horoclone", timeout=timedelta(seconds=2)))))
+
+
+def test_a_shorter_timeout_of_the_call_holds(torch_worker_pool: Any) -> None:
+    team = torch_worker_pool(comes_alone, 1, port=free_port())
+    assert team.wait(150) == [0], team.outputs()
+    assert "s for all 3 ranks; not there: ranks 1, 2" in team.said(0, "text")[0]["text"]
 
 
 @ranks(3)

@@ -145,7 +145,12 @@ def by_quorum(text: str) -> None:
     )  # how many of them are its own is a matter of timing
 
 
+def same_bits(text: str) -> None:
+    assert re.search(r"after 50 steps: sha256 \w{64}", text)
+
+
 CLAIMS = {
+    "torch_virtual_ranks.py": same_bits,
     "torch_parallel.py": three_ways,
     "torch_diloco.py": rarely,
     "torch_quorum.py": by_quorum,
@@ -180,6 +185,20 @@ def test_horovods_script_with_adasum() -> str:
 @ranks(2, init=False, check=lambda said: synthetic(said[0]))
 def test_the_options_of_the_benchmark(more: str) -> str:
     return run_example("torch_synthetic_benchmark.py", more, "--num-batches-per-iter", "1")
+
+
+@ranks(2, init=False)
+def test_the_digits_in_two_epochs(tmp_path: Path) -> None:
+    import torch
+
+    checkpoint = tmp_path / "model.pt"
+    words = ("--checkpoint", str(checkpoint), "--epochs", "2", "--accuracy", "0.85")
+    output = run_example("torch_digits.py", *words)
+    accuracies = [float(a) for a in re.findall(r"test accuracy ([\d.]+)%", output)]
+    if accuracies:  # rank 0 prints
+        assert "2 ranks, identical parameters" in output
+        assert len(accuracies) == 2 and accuracies[-1] >= 85, output
+        assert set(torch.load(checkpoint)) == {"model", "optimizer"}
 
 
 @ranks(2, init=False, check=lambda said: check_resumed(*said[0]))

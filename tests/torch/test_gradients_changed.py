@@ -92,17 +92,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-# What only scales, groups or counts gradients is the same in this, and test_any_sequence... has all of them.
-@pytest.mark.parametrize(
-    "option",
-    [
-        "none",
-        "zero",
-        "zero, whole",
-        "fp16",
-        *(pytest.param(one, marks=pytest.mark.long(5)) for one in ("groups", "predivide", "unused")),
-    ],
-)
+# test_any_sequence... has all options.
+@pytest.mark.in_turn
+@pytest.mark.parametrize("option", sorted(OPTIONS))
 @ranks(2)
 def test_what_was_done_once_to_gradients_or_model_leaves_later_steps_right(option: str) -> None:
     for name, act in ACTIONS.items():
@@ -166,6 +158,7 @@ def test_gradients_of_a_dtype_of_their_own_keep_it(choice: str) -> None:
 # --- clipping ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turn  # test_any_sequence... clips with all of them
 @pytest.mark.parametrize("option", [*sorted(OPTIONS), "passes", "quantized", "low rank"])
 @ranks(2)
 def test_clipping_right_after_backward_is_clipping_of_the_mean(option: str) -> None:

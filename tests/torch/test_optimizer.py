@@ -382,22 +382,6 @@ def test_optimizers_with_required_arguments_and_several_groups() -> None:
     assert alike(model.parameters())
 
 
-@ranks(4, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
-def test_an_optimizer_in_a_process_set() -> None:
-    pair = hvd.add_process_set([0, 2])
-    model = network(seed=hvd.rank() % 2)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), process_set=pair
-    )
-    for step in range(4):
-        optimizer.zero_grad()
-        F.cross_entropy(model(batch(hvd.rank(), step)[0]), batch(hvd.rank(), step)[1]).backward()
-        optimizer.step()
-    weights = hvd.allgather(model[0].weight.detach().flatten()[:5].view(1, -1))
-    assert torch.equal(weights[0], weights[2]) and not torch.equal(weights[1], weights[3])
-    hvd.remove_process_set(pair)
-
-
 @ranks(2)
 def test_two_optimizers_in_flight_at_once() -> None:
     models = [network(seed) for seed in (1, 2)]

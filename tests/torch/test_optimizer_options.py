@@ -271,19 +271,6 @@ def test_sparse_gradients_in_a_process_set_equal_one_process_with_all_words() ->
 
 
 @ranks(2)
-def test_names_and_attributes_that_scripts_reach_for() -> None:
-    model = layers(2)
-    optimizer = sgd(model)
-    assert {optimizer._parameter_names[p] for p in model.parameters()} == {
-        n for n, _ in model.named_parameters()
-    }
-    assert optimizer.backward_passes_per_step == 1
-    more = layers(1, seed=3)
-    optimizer.add_param_group({"params": list(more.parameters())})
-    assert len(set(optimizer._parameter_names.values())) == 6
-
-
-@ranks(2)
 def test_a_group_is_one_reduction_and_the_rest_fills_buckets() -> None:
     model = layers(4)
     parameters = list(model.parameters())

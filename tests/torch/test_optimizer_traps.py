@@ -135,19 +135,6 @@ def test_a_sparse_table_that_one_rank_does_not_use() -> None:
     assert alike(table.parameters())
 
 
-@ranks(2)
-def test_gradients_set_by_hand() -> None:
-    model = layers(1)
-    optimizer = wrapped(model, rate=1.0)
-    for _ in range(3):
-        before = model[0].bias.detach().clone()
-        for parameter in model.parameters():
-            parameter.grad = torch.full_like(parameter, float(hvd.rank()))
-        optimizer.step()
-        mean = sum(range(hvd.size())) / hvd.size()
-        assert torch.allclose(model[0].bias, before - mean)
-
-
 # --- steps out of turn ---------------------------------------------------------------------------------------------
 
 

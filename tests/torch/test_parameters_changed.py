@@ -57,8 +57,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sparse": {},
     "cross_barrier": {},
     "cross_barrier, largest": {"op": hvd.Max},
-    "cross_barrier, smallest": {"op": hvd.Min},
-    "cross_barrier, product": {"op": hvd.Product},
 }
 
 

@@ -390,10 +390,33 @@ def example_alone() -> str:
     return said.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("size", "most", "kills"),
-    [(2, 2, 1), *(pytest.param(3, most, 2, marks=pytest.mark.long(30)) for most in (3, 4))],
-)
+def goes_on(state: Any, steps: range) -> tuple[str, Any]:
+    """Of a training that goes on from what another number of processes has left."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if state is not None:
+        model.load_state_dict(state[0])
+        optimizer.load_state_dict(state[1])
+    virtual = hvd.VirtualRanks(model, 4, seed=3)
+    data = virtual.loader(Noisy(), batch_size=4)
+    for step in steps:
+        for rank in virtual.ranks(step):
+            model(data.batch(rank, step)).square().mean().backward()
+        optimizer.step()
+    return digest(model), (model.state_dict(), optimizer.state_dict())
+
+
+def test_a_training_that_goes_on_with_other_processes_has_the_same_bits(worlds: Worlds) -> None:
+    ((whole, _),) = worlds.run(1, goes_on, state=None, steps=range(9))
+    state = None
+    for size, steps in ((3, range(4)), (1, range(4, 6)), (2, range(6, 9))):
+        found = worlds.run(size, goes_on, state=state, steps=steps)
+        state = found[-1][1]
+    assert {one for one, _ in found} == {whole}
+
+
+@pytest.mark.long(30)
+@pytest.mark.parametrize(("size", "most", "kills"), [(2, 2, 1), (3, 3, 2), (3, 4, 2)])
 def test_losses_change_no_bit(launch: Any, worlds: Worlds, size: int, most: int, kills: int) -> None:
     (alone,) = worlds.run(1, example_alone, init=False)
     flags = ["-np", size, "--min-np", "1", "--max-np", most, "-H", f"localhost:{most}", "--verbose"]
