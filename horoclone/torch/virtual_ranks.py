@@ -234,9 +234,9 @@ class VirtualLoader:
             )
         if batch_size < 1:
             raise ValueError(f"VirtualLoader: batch_size is {batch_size}; it must be at least 1")
-        self._virtual, self._batch_size, self._shuffle, self._options = virtual, batch_size, shuffle, options
+        self._virtual, self._options = virtual, options
         self._dataset = _SeededDataset(dataset, virtual.seed)
-        self._samples = len(dataset)
+        self._plan = _Plan(len(dataset), batch_size, virtual.size, shuffle, virtual.seed)
         collate = options.get("collate_fn")
         if collate is not None:
             self._options = {**options, "collate_fn": _SeededCollating(collate, virtual.seed)}
@@ -244,12 +244,12 @@ class VirtualLoader:
         self._batches: Iterator[Any] = iter(())
         if not len(self):
             raise ValueError(
-                f"VirtualLoader: {self._samples} samples are less than one batch of {batch_size} for each of "
+                f"VirtualLoader: {len(dataset)} samples are less than one batch of {batch_size} for each of "
                 f"{virtual.size} virtual ranks"
             )
 
     def __len__(self) -> int:
-        return self._samples // (self._batch_size * self._virtual.size)
+        return self._plan.steps()
 
     def batch(self, rank: int, step: int) -> Any:
         """Returns the batch of a virtual rank in a step, which is counted over epochs.
@@ -264,7 +264,9 @@ class VirtualLoader:
             )
         mine = self._virtual.mine
         if (step, rank, mine) != self._next:
-            plan: Any = self._plan(rank, step)  # more than lists of indices, as the data set's type says
+            plan: Any = self._plan.batches(
+                mine, rank, step
+            )  # more than lists of indices, as the data set's type says
             # A generator of its own: a new iterator draws a number, which must not come out of the model's.
             loader = DataLoader(
                 self._dataset, batch_sampler=plan, generator=torch.Generator(), **self._options
@@ -273,23 +275,38 @@ class VirtualLoader:
         self._next = (step, rank + 1, mine) if rank + 1 in mine else (step + 1, mine.start, mine)
         return next(self._batches)
 
-    def _plan(self, rank: int, step: int) -> Iterator[_Batch]:
-        """From here on, in the order in which this process asks."""
-        mine = self._virtual.mine
+
+class _Plan(NamedTuple):
+    """Which samples are whose.
+
+    It knows nothing of the loader: in a circle with it the queues that tell workers of the end would be gone before that.
+    """
+
+    samples: int
+    batch_size: int
+    virtual_size: int
+    shuffle: bool
+    seed: int
+
+    def steps(self) -> int:
+        return self.samples // (self.batch_size * self.virtual_size)
+
+    def batches(self, mine: range, rank: int, step: int) -> Iterator[_Batch]:
+        """From here on, in the order in which a process with this share asks."""
         order, order_of = torch.empty(0), -1
         while True:
-            epoch, at = divmod(step, len(self))
+            epoch, at = divmod(step, self.steps())
             if epoch != order_of:
-                order, order_of = self._order(epoch), epoch
-            first = (at * self._virtual.size + rank) * self._batch_size
-            yield _Batch(order[first : first + self._batch_size].tolist(), step, rank)
+                order, order_of = self.order(epoch), epoch
+            first = (at * self.virtual_size + rank) * self.batch_size
+            yield _Batch(order[first : first + self.batch_size].tolist(), step, rank)
             rank, step = (rank + 1, step) if rank + 1 in mine else (mine.start, step + 1)
 
-    def _order(self, epoch: int) -> torch.Tensor:
-        if not self._shuffle:
-            return torch.arange(self._samples)
-        generator = torch.Generator().manual_seed(_seed(_ORDER, self._virtual.seed, epoch))
-        return torch.randperm(self._samples, generator=generator)
+    def order(self, epoch: int) -> torch.Tensor:
+        if not self.shuffle:
+            return torch.arange(self.samples)
+        generator = torch.Generator().manual_seed(_seed(_ORDER, self.seed, epoch))
+        return torch.randperm(self.samples, generator=generator)
 
 
 class _Batch(NamedTuple):

@@ -13,6 +13,7 @@ import runpy
 import signal
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -340,6 +341,10 @@ def test_a_batch_that_is_mixed_as_it_is_put_together_does_not_depend_on_workers_
             data = virtual.loader(Noisy(), batch_size=2, num_workers=workers, collate_fn=mixed_up)
             found.append([data.batch(0, step) for step in range(3)])
     assert all(torch.equal(a, b) for one in found[1:] for a, b in zip(one, found[0], strict=True))
+    workers, kept = data._batches._workers, weakref.ref(data)
+    del data
+    # In a circle its workers would not hear of the end, and each would be waited for for five seconds.
+    assert kept() is None and not any(worker.is_alive() for worker in workers)
 
 
 @ranks(1)
