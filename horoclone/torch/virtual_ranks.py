@@ -279,7 +279,7 @@ class VirtualLoader:
 class _Plan(NamedTuple):
     """Which samples are whose.
 
-    It knows nothing of the loader: in a circle with it the queues that tell workers of the end would be gone before that.
+    It does not hold the loader: in a circle the queues that tell workers of the end would be gone before that.
     """
 
     samples: int
