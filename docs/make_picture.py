@@ -125,9 +125,10 @@ def is_module(parts: list[str]) -> bool:
 
 def imports_of(path: Path) -> Iterator[str]:
     """Modules below horoclone that a file imports, wherever it does, without those for annotations only."""
-    tree = ast.parse(path.read_text())
+    text = path.read_text()
+    tree = ast.parse(text)
     package = path.relative_to(PACKAGE).parts[:-1]
-    for node in ast.walk(tree):
+    for node in ast.walk(tree) if "TYPE_CHECKING" in text else ():
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
             node.body = []
     for node in ast.walk(tree):
@@ -232,11 +233,15 @@ class Layout:
 
 def crossings(rows: list[list[str]], steps: list[tuple[str, str]]) -> int:
     place = {name: (r, i) for r, row in enumerate(rows) for i, name in enumerate(row)}
-    ends = [(place[a][0], place[a][1], place[b][1]) for a, b in steps]
+    ends_of: dict[int, list[tuple[int, int]]] = {}  # of what begins in a row
+    for start, end in steps:
+        row, at = place[start]
+        ends_of.setdefault(row, []).append((at, place[end][1]))
     return sum(
-        row == other_row and (a - c) * (b - d) < 0
-        for i, (row, a, b) in enumerate(ends)
-        for other_row, c, d in ends[:i]
+        (a - c) * (b - d) < 0
+        for ends in ends_of.values()
+        for i, (a, b) in enumerate(ends)
+        for c, d in ends[:i]
     )
 
 

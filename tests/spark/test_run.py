@@ -1,4 +1,4 @@
-"""horoclone.spark.run and run_elastic on a real cluster of two executors: values, errors, JVMs that are killed."""
+"""horoclone.spark.run in the driver's JVM, and with run_elastic on two executors: values, errors, JVMs that are killed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 pytestmark = [pytest.mark.timeout(420), pytest.mark.slow]
 
 
-def test_ranks_know_each_other_and_give_their_values(cluster: Any) -> None:
-    done = cluster.ask("run_twice")
+def test_ranks_know_each_other_and_give_their_values(local: Any) -> None:
+    done = local.ask("run_twice")
     # rank, local rank, local size, sum, variables with a secret in their name, a variable of ours
     assert done["values"] == [[0, 0, 2, 3.0, [], "green"], [1, 1, 2, 3.0, [], "green"]]
     assert [one[3] for one in done["again"]] == [5.0, 5.0]
