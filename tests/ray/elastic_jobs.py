@@ -123,12 +123,6 @@ class Job:
         return self.values
 
 
-def from_two_to_the_end() -> Any:
-    job = Job(min_workers=2, max_workers=2)
-    job.of_size(2)
-    return job.finish()
-
-
 def loss(first: dict[int, Any], job: Job, killed_s: float) -> dict[str, Any]:
     """How long it took from there to the first step of the others, and to a job of the old size again."""
     generation = first[0]["generation"]
@@ -151,21 +145,6 @@ def killed_actor() -> dict[str, Any]:
     os.kill(first[1]["pid"], signal.SIGKILL)
     found = loss(first, job, killed_s)
     return {**found, "before": [line["pid"] for line in first.values()], "values": job.finish()}
-
-
-def quick_kills(kills: int) -> list[int]:
-    """The worker of one slot is killed again and again, each time a moment after it has joined. Every slot of the
-    cluster is in use: without that one the job would stay smaller. The generations in which it was whole."""
-    job = Job(min_workers=3, max_workers=4)
-    numbers = []
-    whole = job.of_size(4)
-    for _ in range(kills):
-        numbers.append(whole[0]["generation"])
-        time.sleep(0.2)  # some commits are made with it
-        os.kill(whole[3]["pid"], signal.SIGKILL)
-        whole = job.of_size(4, after=numbers[-1])
-    job.finish()
-    return [*numbers, whole[0]["generation"]]
 
 
 def time_of_death(pids: list[int]) -> float:
@@ -292,21 +271,6 @@ def older_executor() -> dict[str, Any]:
     values = executor.run(told, callbacks=[heard.append])
     executor.shutdown()
     return {"values": values, "heard": heard}
-
-
-def reset_limit() -> str:
-    job = Job(min_workers=2, max_workers=2, reset_limit=1)
-    seen = 0
-    for _ in range(2):
-        try:
-            first = job.of_size(2, after=seen)
-        except AssertionError:
-            break
-        seen = first[0]["generation"]
-        os.kill(first[1]["pid"], signal.SIGKILL)
-    wait_until(lambda: job.error is not None, "the end of the job")
-    ray.kill(job.board)
-    return f"{type(job.error).__name__}: {job.error}"
 
 
 def hidden_secret() -> int:

@@ -10,11 +10,6 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.long(60)]
 BODIES = "elastic_jobs.py"
 
 
-def test_values_come_in_the_order_of_ranks(ray_cluster: Any) -> None:
-    values = ray_cluster("from_two_to_the_end")
-    assert [(rank, size) for rank, size, _ in values] == [(0, 2), (1, 2)] and values[0][2] == values[1][2]
-
-
 def test_slots_are_those_of_the_nodes(ray_cluster: Any) -> None:
     found = ray_cluster("discovery")
     assert sorted(found["all"].values()) == [2, 2] and sorted(found["large"].values()) == [1, 1]
@@ -29,14 +24,7 @@ def test_when_a_worker_is_killed_the_others_go_on_and_another_comes(ray_cluster:
         "survivors come first"
     )
     assert found["pids"][2] not in found["before"]
-    assert [size for _, size, _ in found["values"]] == [3, 3, 3]
-
-
-def test_a_worker_that_is_killed_soon_after_each_start_keeps_its_slot_where_it_has_done_something(
-    ray_cluster: Any,
-) -> None:
-    numbers = ray_cluster("quick_kills", kills=4)
-    assert len(numbers) == 5 and numbers == sorted(set(numbers)), numbers
+    assert [(rank, size) for rank, size, _ in found["values"]] == [(0, 3), (1, 3), (2, 3)]
 
 
 def test_when_a_node_is_killed_the_others_go_on_and_a_spare_place_is_used(ray_cluster: Any) -> None:
@@ -74,10 +62,6 @@ def test_a_busy_cluster_is_used_as_far_as_it_is_free(ray_cluster: Any) -> None:
 def test_the_older_executor_does_the_same(ray_cluster: Any) -> None:
     found = ray_cluster("older_executor")
     assert found["values"] == [[0, "yes"], [1, "yes"]] and found["heard"] == [{"size": 2}]
-
-
-def test_more_resets_than_allowed_end_the_job(ray_cluster: Any) -> None:
-    assert "number of resets during elastic job exceeded limit: 1" in ray_cluster("reset_limit")
 
 
 def test_the_secret_is_in_nobodys_environment(ray_cluster: Any) -> None:
