@@ -143,7 +143,7 @@ def test_a_reduction_that_torch_may_add_is_refused_and_never_a_sum() -> None:
         reduction(types.SimpleNamespace(reduceOp=types.SimpleNamespace(op="MEDIAN")))
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_send_and_receive() -> None:
     with distributed() as (rank, size):
         right, left = (rank + 1) % size, (rank - 1) % size
@@ -513,7 +513,7 @@ def test_under_every_launcher(how: str, launch: Any, tmp_path: Path, request: An
     assert done.stdout.count("is content") == (1 if how == "alone" else 2), done.output
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_results_of_one_size_are_written_where_the_caller_wants_them() -> None:
     from horoclone.torch.c10d import group as module
 

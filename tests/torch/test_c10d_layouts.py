@@ -53,7 +53,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and one.dtype is other.dtype and torch.equal(*bits)
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_what_moves_data_takes_every_layout_and_dtype() -> None:
     with distributed() as (rank, size):
         for dtype in DTYPES:

@@ -23,7 +23,7 @@ def part_of(rank: int, sparse_dims: int, dense: tuple[int, ...], dtype: torch.dt
     return torch.sparse_coo_tensor(places, values, (4,) * sparse_dims + dense)
 
 
-@ranks(1, 2, 3)
+@ranks(1, 3)
 def test_a_sparse_tensor_is_summed_in_place() -> None:
     with distributed() as (rank, size):
         for sparse_dims, dense in ((1, ()), (1, (3,)), (2, ()), (2, (2, 5)), (3, (1,))):
@@ -43,7 +43,7 @@ def test_a_sparse_tensor_is_summed_in_place() -> None:
                     assert torch.equal(mine.to_dense().double(), wanted / 2)
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_sparse_sums_are_asynchronous_and_have_futures() -> None:
     with distributed() as (rank, size):
         parts = [part_of(rank, 1, (3,), torch.float32) * (i + 1) for i in range(5)]
@@ -102,7 +102,7 @@ def embedding_gradients(backend: str) -> list[torch.Tensor]:
         return [p.detach().clone() for p in model.parameters()] + [g.clone() for g in gradients]
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_an_embedding_with_sparse_gradients_trains_under_ddp_as_with_gloo() -> None:
     ours = embedding_gradients("horoclone")
     theirs = embedding_gradients("gloo")

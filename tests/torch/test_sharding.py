@@ -109,7 +109,7 @@ def compare(
 
 
 @pytest.mark.parametrize("which", sorted(ELEMENT_WISE))
-@ranks(2, 3)
+@ranks(3)
 def test_sharded_by_elements_gives_the_same_bits(which: str) -> None:
     whole, sharded = compare(ELEMENT_WISE[which])
     if elements_of_state(whole):
@@ -117,7 +117,7 @@ def test_sharded_by_elements_gives_the_same_bits(which: str) -> None:
         assert share < 1 / hvd.size() + 0.02, share
 
 
-@ranks(2, 4, env=OVER_TCP)
+@ranks(4, env=OVER_TCP)
 def test_sharded_over_tcp_by_reducescatter() -> None:
     for which in ("sgd", "adam-amsgrad"):
         _, sharded = compare(ELEMENT_WISE[which], 1e-4)
@@ -126,7 +126,7 @@ def test_sharded_over_tcp_by_reducescatter() -> None:
     compare(ELEMENT_WISE["sgd"], 2e-2, dtype=torch.bfloat16)
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_sharded_by_parameters_works_for_optimizers_that_see_matrices() -> None:
     for name in ("Adafactor", "Muon"):
         if hasattr(torch.optim, name):
@@ -302,7 +302,7 @@ CASES = [grouped_and_scheduled, clipped, scaled, with_closure, hooked_frozen_and
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[case.__name__ for case in CASES])
-@ranks(2, 3)
+@ranks(3)
 def test_in_the_training_loops_that_people_write(case: int) -> None:
     both(CASES[case])
 
@@ -347,7 +347,7 @@ def test_sparse_local_and_odd_parameters() -> None:
 # --- state ---------------------------------------------------------------------------------------------------------
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_state_is_read_after_consolidating_it_and_on_request_on_one_rank() -> None:
     model = network()
     optimizer = wrap(ELEMENT_WISE["adam-amsgrad"], model, shard_optimizer_state=True)
