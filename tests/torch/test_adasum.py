@@ -19,9 +19,8 @@ def pair(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return of_a * a + of_b * b
 
 
-def model(tensors: list[torch.Tensor]) -> np.ndarray:
+def tree(vectors: list[np.ndarray]) -> np.ndarray:
     """Ranks beyond a power of two are folded in first, then neighbours combine."""
-    vectors = [tensor.double().numpy() for tensor in tensors]
     extra = len(vectors) - 2 ** (len(vectors).bit_length() - 1)
     vectors = [pair(*vectors[2 * i : 2 * i + 2]) for i in range(extra)] + vectors[2 * extra :]
     while len(vectors) > 1:
@@ -35,7 +34,7 @@ def data(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -
 
 
 def close(result: torch.Tensor, tensors: list[torch.Tensor], scale: float = 1.0) -> None:
-    expected = scale * model(tensors)
+    expected = scale * tree([tensor.double().numpy() for tensor in tensors])
     assert result.dtype == tensors[0].dtype and result.shape == tensors[0].shape
     error = np.abs(result.double().numpy() - expected).max(initial=0)
     assert error <= TOLERANCE[result.dtype] * np.abs(expected).max(initial=1e-30), (result.dtype, error)

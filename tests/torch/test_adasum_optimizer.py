@@ -6,12 +6,13 @@ import copy
 import pickle
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from world import alike, ranks
+from world import alike, load, ranks
 
 import horoclone.torch as hvd
 
@@ -22,20 +23,7 @@ SHAPES = {"weight": (5, 4), "bias": (5,)}
 # --- the model -----------------------------------------------------------------------------------------------------
 
 
-def pair(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    a_dot_b, a_norm, b_norm = np.vdot(a, b), np.vdot(a, a), np.vdot(b, b)
-    return (1 - a_dot_b / (2 * a_norm) if a_norm else 1) * a + (
-        1 - a_dot_b / (2 * b_norm) if b_norm else 1
-    ) * b
-
-
-def adasum(vectors: Arrays) -> np.ndarray:
-    """Ranks beyond a power of two are folded in first, then neighbours combine."""
-    extra = len(vectors) - 2 ** (len(vectors).bit_length() - 1)
-    vectors = [pair(*vectors[2 * i : 2 * i + 2]) for i in range(extra)] + vectors[2 * extra :]
-    while len(vectors) > 1:
-        vectors = [pair(*vectors[i : i + 2]) for i in range(0, len(vectors), 2)]
-    return vectors[0]
+adasum = load(Path(__file__).with_name("test_adasum.py"), "test_adasum").tree
 
 
 def momentum_step(gradient: np.ndarray, state: dict[str, Any]) -> np.ndarray:

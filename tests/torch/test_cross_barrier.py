@@ -22,7 +22,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3),
     "adamw": partial(torch.optim.AdamW, lr=1e-3),
     "adamw-foreach": partial(torch.optim.AdamW, lr=1e-3, foreach=True),
-    "rmsprop": partial(torch.optim.RMSprop, lr=1e-3, centered=True),
 }
 
 

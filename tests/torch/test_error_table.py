@@ -315,21 +315,3 @@ def test_a_stall_beyond_the_limit_ends_the_job_on_every_rank(binding):
     hvd.shutdown()
     hvd.init()
     works(binding)
-
-
-@both
-@ranks(2)
-def test_tensors_that_cannot_be_passed(binding):
-    hvd, of = api(binding)
-    if binding == "torch":
-        says(
-            raised(lambda: hvd.allreduce_async_(of([[1, 2], [3, 4]]).t())),
-            ValueError,
-            "required to be contiguous",
-        )
-        error = raised(lambda: hvd.allreduce(of([1], "complex64")))
-        says(error, ValueError, "Tensor type complex64 is not supported by allreduce")
-    else:
-        says(raised(lambda: hvd.allreduce_(of([[1, 2], [3, 4]]).T)), ValueError, "contiguous")
-        says(raised(lambda: hvd.allreduce(of([1], "complex64"))), ValueError, "complex64")
-    works(binding)
