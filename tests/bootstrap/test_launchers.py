@@ -42,7 +42,7 @@ for word in words:
 job = None
 secret = None
 for turn in range(100):
-    deadline = time.monotonic() + (3 if "hurry" in words else 30)
+    deadline = time.monotonic() + 30
     job = exchange.open_job(comm, os.environ, deadline, print, job)
     blobs = job.gather(b"%d@%d" % (job.rank, turn), deadline, print)
     assert blobs == [b"%d@%d" % (rank, turn) for rank in range(job.size)], blobs
@@ -236,18 +236,6 @@ def test_slurm_step_on_one_host(member):
 def test_slurm_step_on_several_hosts_with_a_secret(member):
     ranks = Ranks(member, [step(rank, 4, nodes=2, HOROCLONE_SECRET=SECRET) for rank in range(4)])
     check_ranks(ranks.outputs(), 4)
-
-
-def test_slurm_ranks_with_different_secrets_do_not_connect(member):
-    secret = [SECRET, SECRET, SECRET[::-1], SECRET]
-    environments = [step(rank, 4, nodes=2, HOROCLONE_SECRET=secret[rank]) for rank in range(4)]
-    ranks = Ranks(member, environments, [("hurry",)])
-    ranks.processes[2].wait(60)  # it finds nobody: the port follows from the secret
-    for process in ranks.processes:
-        process.kill()
-    outputs = ranks.outputs()
-    assert "Error" in outputs[2] or "Timeout" in outputs[2], outputs[2]
-    assert not any("member 0 of" in output for output in outputs)
 
 
 def test_env_variables_without_torchrun(member):

@@ -3,15 +3,13 @@ workers find in their environment."""
 
 from __future__ import annotations
 
-import inspect
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from horoclone.launch import api, config_file
+from horoclone.launch import config_file
 from horoclone.launch.discovery import File, Fixed, Script
 from horoclone.launch.elastic_options import Elastic, elastic_of
 from horoclone.launch.hosts import Host
@@ -57,22 +55,6 @@ def test_what_is_not_said_is_as_in_horovod(tmp_path: Path) -> None:
     found = asked(f"-np 2 --max-np 4 --hostfile {file}")
     assert found is not None and isinstance(found.source, File) and found.plan.smallest == 2
     assert asked("-np 2 -H a:2") is None
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("-np 2 --min-np 3", "--min-np 3 <= -np 2"),
-        ("-np 3 --max-np 2", "--max-np 2 does not hold"),
-        ("--min-np 3 -H a:2", "needs 3 slots"),
-        ("-np 2 --min-np 1 --blacklist-cooldown-range 0 5", "at least 1"),
-        ("-np 2 --min-np 1 --blacklist-cooldown-range 5 4000", "at most 3600"),
-        ("-np 2 --min-np 1 -H a:2 --host-discovery-script x", "give one of them"),
-    ],
-)
-def test_what_does_not_fit_together_is_refused(words: str, said: str) -> None:
-    with pytest.raises(LaunchError, match=re.escape(said)):
-        asked(words)
 
 
 @pytest.mark.parametrize(
@@ -127,24 +109,6 @@ def test_what_is_true_or_false_in_the_section_may_be_said(tmp_path: Path) -> Non
     file = tmp_path / "job.yaml"
     file.write_text("elastic:\n  survive_launcher: true\n")
     assert config_file.load(str(file))[0] == {"survive_launcher": True}
-
-
-def test_run_takes_both_names_of_each_argument() -> None:
-    names = set(inspect.signature(api.run).parameters)
-    horovods = (
-        "num_proc np min_num_proc min_np max_num_proc max_np slots reset_limit cooldown_range elastic_timeout"
-    )
-    assert {*horovods.split(), "host_discovery_script"} <= names
-
-
-def test_a_script_that_fails_at_the_start_ends_the_job(launch: Any, tmp_path: Path) -> None:
-    script = tmp_path / "find.sh"
-    script.write_text("#!/bin/sh\necho no such cluster >&2\nexit 3\n")
-    script.chmod(0o755)
-    done = launch(
-        [*RUN, "-np", "2", "--min-np", "1", "--host-discovery-script", str(script), "true"], check=False
-    )
-    assert done.returncode == 1 and "exit code 3: no such cluster" in done.stderr, done.output
 
 
 def test_workers_find_horovods_variables(launch: Any) -> None:

@@ -148,10 +148,6 @@ def test_control_c_ends_all_in_one_line(launch):
     assert done.stderr == "horoclonerun: interrupted; ranks 0-2 stopped\n"
 
 
-def test_control_c_kills_ranks_that_ignore_every_signal(launch):
-    assert _end_by(launch, f"{IGNORE}{SLEEP}", 2, signal.SIGINT).returncode == 130
-
-
 def test_a_rank_may_save_its_work_on_control_c(launch):
     body = (
         RANK
@@ -201,11 +197,6 @@ def test_sigterm_reaches_a_program_behind_a_shell_wrapper(launch, tmp_path):
     os.kill(started.process.pid, signal.SIGTERM)
     done = _ends(started)
     assert done.returncode == 143 and "saved" in done.stdout
-
-
-def test_sigterm_kills_after_the_grace_period(launch):
-    done = _end_by(launch, f"{IGNORE}{SLEEP}", 2, signal.SIGTERM, flags=["--grace", "1"])
-    assert done.returncode == 143
 
 
 def test_sigusr1_is_passed_through(launch):

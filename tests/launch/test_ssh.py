@@ -123,19 +123,6 @@ def test_neither_secret_nor_command_nor_environment_is_in_sshs_arguments(launch,
     assert "xyzzy" in done.stdout
 
 
-def test_ranks_on_several_hosts_meet_at_an_address_that_others_can_reach(launch, ssh):
-    body = RANK + (
-        "from horoclone.bootstrap.client import Client\n"
-        "secret = os.pread(int(os.environ['HOROCLONE_SECRET_FD']), 100, 0)\n"
-        "client = Client(os.environ['HOROCLONE_RENDEZVOUS'].split(','), secret, os.environ['HOROCLONE_JOB'], 20.0)\n"
-        "print(len(client.gather('t', r, 3, b'x', 20.0)))\n"
-    )
-    done = launch(
-        [*RUN, "-np", "3", "-H", "host-a.invalid:1,host-b.invalid:1,localhost:1", PYTHON, "-c", body], env=ssh
-    )
-    assert sorted(done.stdout.splitlines()) == ["[0] 3", "[1] 3", "[2] 3"]
-
-
 def test_exit_codes_signals_and_stderr_of_remote_ranks_are_exact(launch, ssh):
     base = [*RUN, "-np", "2", "-H", "localhost:1,host-a.invalid:1", PYTHON, "-c"]
     done = launch([*base, RANK + "print('why', file=sys.stderr); sys.exit(7 * r)"], env=ssh, check=False)
@@ -144,14 +131,6 @@ def test_exit_codes_signals_and_stderr_of_remote_ranks_are_exact(launch, ssh):
     )
     done = launch([*base, RANK + "if r: os.kill(os.getpid(), 9)"], env=ssh, check=False)
     assert done.returncode == 137 and "was killed by SIGKILL" in done.stderr
-
-
-def test_output_files_are_written_by_the_launcher(launch, ssh, tmp_path):
-    command = [
-        *RUN, "-np", "1", "-H", "host-a.invalid", "--output-filename", str(tmp_path / "logs"), "echo", "far"
-    ]  # fmt: skip
-    launch(command, env=ssh)
-    assert (tmp_path / "logs" / "rank.0" / "stdout").read_text() == "far\n"
 
 
 def test_a_host_that_refuses_is_explained_and_ends_the_job(launch, ssh):
@@ -330,15 +309,15 @@ def test_a_real_sshd_runs_ranks_and_carries_quotes_codes_and_secrets(launch, ssh
     assert done.returncode == 5 and "rank 1 (node-b.invalid" in done.stderr
 
 
-def test_a_real_sshd_leaves_nothing_when_the_launcher_is_killed_or_interrupted(launch, sshd):
+@pytest.mark.in_turn
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_a_real_sshd_leaves_nothing_when_the_launcher_is_killed_or_interrupted(launch, sshd, number, code):
     body = RANK + "print('up', flush=True)\ntime.sleep(60)"
-    for number in (signal.SIGINT, signal.SIGKILL):
-        started = launch.start([*_over_sshd(sshd, 2), body], env={"PATH": sshd["PATH"]})
-        _wait_for(started, "up", 2)
-        os.kill(started.process.pid, number)
-        done = started.finish(30)
-        assert done.returncode == (130 if number == signal.SIGINT else -9)
-        assert not (left := started.left_over(10)), left
+    started = launch.start([*_over_sshd(sshd, 2), body], env={"PATH": sshd["PATH"]})
+    _wait_for(started, "up", 2)
+    os.kill(started.process.pid, number)
+    assert started.finish(30).returncode == code
+    assert not (left := started.left_over(10)), left
 
 
 def test_a_real_sshd_that_refuses_the_key_is_explained(launch, sshd, tmp_path):
