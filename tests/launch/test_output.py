@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import pty
 import re
-import select
-import struct
-import subprocess
 import sys
-import termios
-import time
+from pathlib import Path
 
 import pytest
+from world import load
 
+on = load(Path(__file__).resolve().parents[1] / "live" / "terminal.py", "terminal")
 RUN = [sys.executable, "-m", "horoclone.launch"]
 PYTHON = sys.executable
 RANK = "import os, sys, time\nr = int(os.environ['HOROVOD_RANK'])\n"
@@ -165,42 +161,12 @@ def test_a_traceback_that_does_not_go_on_is_shown(launch, tmp_path):
     assert started.finish(30).stdout.count("Traceback") == 1
 
 
-class _Terminal:
-    """A command on a pseudo-terminal, which says that it has 0 columns; read() gathers until it ends."""
-
-    def __init__(self, command: list[str], env: dict[str, str], columns: int = 0) -> None:
-        self.master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24 if columns else 0, columns, 0, 0))
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=slave,
-            stderr=slave,
-            env={**os.environ, "TERM": "xterm", **env},
-        )
-        os.close(slave)
-
-    def read(self, limit_s: float = 20.0) -> str:
-        text, deadline = b"", time.monotonic() + limit_s
-        try:
-            while time.monotonic() < deadline:
-                if not select.select([self.master], [], [], 0.1)[0]:
-                    continue
-                data = os.read(self.master, 65536)
-                if not data:
-                    break
-                text += data
-        except OSError:  # EIO: the other side is closed
-            pass
-        finally:
-            os.close(self.master)
-            if self.process.poll() is None:
-                try:
-                    self.process.wait(5)
-                except subprocess.TimeoutExpired:
-                    self.process.kill()
-                    self.process.wait()
-        return text.decode(errors="replace")
+def _on_a_terminal(command: list[str], env: dict[str, str], columns: int = 0) -> str:
+    """What a command has written to a terminal, which says that it has 0 columns, when it has ended."""
+    whole = {**os.environ, "TERM": "xterm", **env}
+    with on.terminal(command, columns, 24 if columns else 0, whole) as terminal:
+        terminal.end()
+    return terminal.text
 
 
 def _left_on_screen(text: str) -> list[str]:
@@ -216,10 +182,10 @@ def _left_on_screen(text: str) -> list[str]:
 
 def test_a_terminal_gets_a_colour_per_rank_unless_no_color_is_set():
     command = [*RUN, "-np", "2", "echo", "x"]
-    text = _Terminal(command, {"NO_COLOR": ""}).read()
+    text = _on_a_terminal(command, {"NO_COLOR": ""})
     colours = set(re.findall(r"\x1b\[(\d+)m\[\d\]\x1b\[0m x", text))
     assert len(colours) == 2
-    plain = _Terminal(command, {"NO_COLOR": "1"}).read()
+    plain = _on_a_terminal(command, {"NO_COLOR": "1"})
     assert "\x1b[" not in plain and plain.count("] x") == 2
 
 
@@ -232,7 +198,7 @@ def test_a_progress_bar_on_a_terminal_stays_at_the_bottom_while_others_print():
         "else:\n"
         "    for i in range(5): time.sleep(0.1); print('line', i, flush=True)\n"
     )
-    text = _Terminal([*RUN, "-np", "2", PYTHON, "-c", body], {"NO_COLOR": "1"}).read()
+    text = _on_a_terminal([*RUN, "-np", "2", PYTHON, "-c", body], {"NO_COLOR": "1"})
     shown = [line.rstrip() for line in _left_on_screen(text)]
     assert [line for line in shown if line.startswith("[1]")] == [f"[1] line {i}" for i in range(5)]
     assert "[0] done" in shown, shown
@@ -245,13 +211,13 @@ def test_a_progress_bar_on_a_terminal_stays_at_the_bottom_while_others_print():
 @pytest.mark.parametrize("columns, room", [(0, 80), (40, 40)])
 def test_a_terminal_of_width_0_is_taken_for_one_of_80_columns(columns, room):
     body = RANK + "sys.stderr.write('\\r' + '#' * 200); sys.stderr.flush(); time.sleep(0.5); print()"
-    text = _Terminal([*RUN, "-np", "1", PYTHON, "-c", body], {"NO_COLOR": "1"}, columns).read()
+    text = _on_a_terminal([*RUN, "-np", "1", PYTHON, "-c", body], {"NO_COLOR": "1"}, columns)
     assert len(re.findall(r"#+", text)[0]) == room - 1 - len("[0] "), text
 
 
 def test_a_prompt_without_newline_shows_up_on_a_terminal():
     body = RANK + "sys.stdout.write('continue? '); sys.stdout.flush(); time.sleep(1.0); print('yes')"
-    text = _Terminal([*RUN, "-np", "1", PYTHON, "-c", body], {"NO_COLOR": "1"}).read()
+    text = _on_a_terminal([*RUN, "-np", "1", PYTHON, "-c", body], {"NO_COLOR": "1"})
     assert "[0] continue? " in text.split("yes")[0]
     assert "[0] continue? yes" in [line.rstrip() for line in _left_on_screen(text)]
 
@@ -262,6 +228,6 @@ def test_tqdm_of_one_rank_ends_as_one_full_bar():
         RANK
         + "from tqdm import tqdm\nfor _ in tqdm(range(30), disable=r != 0): time.sleep(0.01)\nprint('end', r)"
     )
-    text = _Terminal([*RUN, "-np", "2", PYTHON, "-c", body], {"NO_COLOR": "1"}).read()
+    text = _on_a_terminal([*RUN, "-np", "2", PYTHON, "-c", body], {"NO_COLOR": "1"})
     shown = [line.rstrip() for line in _left_on_screen(text) if line.strip()]
     assert len([line for line in shown if "100%" in line]) == 1 and len(shown) == 3, shown

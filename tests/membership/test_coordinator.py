@@ -325,16 +325,6 @@ def test_a_coordinator_that_was_stopped_itself_gives_time_to_answer() -> None:
     assert isinstance(record, Record) and len(record.members) == 4
 
 
-def test_a_silent_member_of_whom_nobody_says_anything_is_waited_for_a_while() -> None:
-    one = job(2)
-    formed(one, [0, 1], 0)
-    one.form(name(0), 1, (), 2)
-    one.step(failure_detector.HEARTBEAT_TIMEOUT_S - 0.1)
-    assert one.answer(name(0)) is None
-    one.step(failure_detector.HEARTBEAT_TIMEOUT_S)
-    assert one.answer(name(0)) is one.record and one.fenced == [name(1)]
-
-
 def test_one_that_others_have_lost_and_that_speaks_is_not_given_up() -> None:
     one = job(2)
     formed(one, [0, 1], 0)
