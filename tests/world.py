@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib
 import importlib.util
 import inspect
 import io
@@ -34,6 +35,39 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+
+class _Later:
+    """A module that is imported when its first attribute is asked for."""
+
+    def __init__(self, name: str) -> None:
+        self.__dict__["_import"] = lambda: importlib.import_module(name)
+
+    def __getattr__(self, attribute: str) -> Any:
+        # pytest asks everything that a module holds for such names, to know whether it is a test or a fixture.
+        if attribute.startswith(("__", "_pytest", "_mock", "pytest_")):
+            raise AttributeError(attribute)
+        return getattr(self._import(), attribute)
+
+    def __setattr__(self, attribute: str, value: Any) -> None:
+        setattr(self._import(), attribute, value)
+
+    def __dir__(self) -> list[str]:
+        return dir(self._import())
+
+
+def later(name: str) -> Any:
+    """`name`, imported by whoever uses it; skips the module that calls this where the package is not installed.
+
+    Each process of pytest-xdist collects all tests, and would import every framework for the sake of the names in them.
+    """
+    package = name.split(".")[0]
+    if importlib.util.find_spec(package) is None:
+        import pytest
+
+        pytest.skip(f"{package} is not installed", allow_module_level=True)
+    return _Later(name)
+
 
 LIMIT_S = float(os.environ.get("HOROCLONE_TEST_BODY_S", "60"))  # of one test body; a slower world is killed
 AFTER_FAILURE_S = 15.0  # what the other ranks have left once one has failed

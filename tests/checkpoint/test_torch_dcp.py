@@ -6,18 +6,16 @@ import os
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("torch.distributed.checkpoint", reason="PyTorch is not installed")
-
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from world import ranks
+from world import later, ranks
 
 from horoclone import checkpoint
 from horoclone.checkpoint.saving import save_alone
+
+dcp = later("torch.distributed.checkpoint")
 
 
 def trained(seed: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

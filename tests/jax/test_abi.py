@@ -7,8 +7,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from world import later
 
-jax = pytest.importorskip("jax")
+jax = later("jax")
+
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-from world import ranks
+from world import later, ranks
 
-jax = pytest.importorskip("jax")
-
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-
-import horoclone.jax as hvd  # noqa: E402
+jax = later("jax")
+jnp = later("jax.numpy")
+hvd = later("horoclone.jax")
 
 
 @ranks(2)

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import worker_pool
+from world import later
 
-pytest.importorskip("jax")
+later("jax")
+
 
 BEGIN = """
 import sys, threading, time

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 import pytest
-from world import ranks
+from world import later, ranks
 
-import horoclone.jax as hvd
+jnp = later("jax.numpy")
+hvd = later("horoclone.jax")
 
 
 @ranks(2)

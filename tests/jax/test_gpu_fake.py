@@ -20,13 +20,15 @@ import numpy as np
 import pytest
 import world
 from worker_pool import warm_processes
+from world import later
 
-jax = pytest.importorskip("jax")
-import jax.numpy as jnp  # noqa: E402
+from horoclone import runtime
 
-import horoclone.jax as hvd  # noqa: E402
-from horoclone import runtime  # noqa: E402
-from horoclone.jax import eager, native, primitives  # noqa: E402
+jax = later("jax")
+jnp = later("jax.numpy")
+hvd = later("horoclone.jax")
+eager, native, primitives = (later(f"horoclone.jax.{name}") for name in ("eager", "native", "primitives"))
+
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent

@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from world import load, ranks
+from world import later, load, ranks
 
-jax = pytest.importorskip("jax")
-optax = pytest.importorskip("optax")
-import jax.numpy as jnp  # noqa: E402
+import horoclone
+from horoclone.errors import Mismatch
 
-import horoclone  # noqa: E402
-import horoclone.jax as hvd  # noqa: E402
-from horoclone.errors import Mismatch  # noqa: E402
+jax = later("jax")
+optax = later("optax")
+jnp = later("jax.numpy")
+hvd = later("horoclone.jax")
 
 weighted = load(Path(__file__).parents[1] / "weighted.py", "weighted")
 
@@ -45,14 +45,16 @@ def _loss(p: Any, x: Any, y: Any) -> Any:
     return ((jnp.tanh(x @ p[0]) @ p[1] - y) ** 2).mean()
 
 
-SLOPE = jax.jit(jax.grad(_loss))
+@functools.cache
+def slope() -> Any:
+    return jax.jit(jax.grad(_loss))
 
 
 def trained(is_program: bool) -> Any:
     tx = hvd.DistributedOptimizer(optax.sgd(1.0))
 
     def step(p: Any, x: Any, y: Any, weight: Any) -> Any:
-        return tx.update(SLOPE(p, x, y), tx.init(p), p, weight=weight)[0]
+        return tx.update(slope()(p, x, y), tx.init(p), p, weight=weight)[0]
 
     run = jax.jit(step) if is_program else step
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from world import ranks
+from world import later, ranks
 
-jax = pytest.importorskip("jax")
-import jax.numpy as jnp  # noqa: E402
+jax = later("jax")
+jnp = later("jax.numpy")
+hvd = later("horoclone.jax")
 
-import horoclone.jax as hvd  # noqa: E402
 
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
 INTEGERS = ["uint8", "int8", "uint16", "int16", "int32", "int64"]

@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from world import operations, printed_by, ranks
+from world import later, operations, printed_by, ranks
 
-jax = pytest.importorskip("jax")
-optax = pytest.importorskip("optax")
-import jax.numpy as jnp  # noqa: E402
-
-import horoclone.jax as hvd  # noqa: E402
+jax = later("jax")
+optax = later("optax")
+jnp = later("jax.numpy")
+hvd = later("horoclone.jax")
 
 
 def data(rank: int, step: int) -> tuple[Any, Any]:

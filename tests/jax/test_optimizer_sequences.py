@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from world import ranks
+from world import later, ranks
 
-jax = pytest.importorskip("jax")
-optax = pytest.importorskip("optax")
-import jax.numpy as jnp  # noqa: E402
+jax = later("jax")
+optax = later("optax")
+jnp = later("jax.numpy")
+hvd = later("horoclone.jax")
 
-import horoclone.jax as hvd  # noqa: E402
 
 RATE, MOMENTUM, LIMIT = 0.125, 0.5, 1.0
 SHAPES = {"w": (3, 2), "b": (2,), "n": (), "empty": (0, 4), "frozen": (2,)}

@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-from world import ranks
+from world import later, ranks
 
-jax = pytest.importorskip("jax")
-import jax.numpy as jnp  # noqa: E402
-
-import horoclone.jax as hvd  # noqa: E402
+jax = later("jax")
+jnp = later("jax.numpy")
+hvd = later("horoclone.jax")
 
 
 def events_in(folder: Path) -> list[tuple[str, dict[str, Any]]]:

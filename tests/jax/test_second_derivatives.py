@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from world import ranks
+from world import later, ranks
 
-import horoclone.jax as hvd
+jax = later("jax")
+jnp = later("jax.numpy")
+hvd = later("horoclone.jax")
 
 
 def cut(whole, size):
@@ -22,13 +22,13 @@ def exchanged(xs, size):
 # Name -> call on one rank's array, the same on everybody's, factor of the gradient.
 CASES = {
     "allreduce": (lambda x: hvd.allreduce(x, op=hvd.Sum), lambda xs, n: [sum(xs)] * n, lambda n: 1),
-    "allgather": (hvd.allgather, lambda xs, n: [jnp.concatenate(xs)] * n, lambda n: 1 / n),
+    "allgather": (lambda x: hvd.allgather(x), lambda xs, n: [jnp.concatenate(xs)] * n, lambda n: 1 / n),
     "broadcast": (lambda x: hvd.broadcast(x, 1), lambda xs, n: [xs[1]] * n, lambda n: 1 / n),
-    "reducescatter": (hvd.reducescatter, lambda xs, n: cut(sum(xs) / n, n), lambda n: n),
+    "reducescatter": (lambda x: hvd.reducescatter(x), lambda xs, n: cut(sum(xs) / n, n), lambda n: n),
     "reducescatter sum": (
         lambda x: hvd.reducescatter(x, op=hvd.Sum, prescale_factor=2.0), lambda xs, n: cut(2 * sum(xs), n), lambda n: n,
     ),
-    "alltoall": (hvd.alltoall, exchanged, lambda n: 1),
+    "alltoall": (lambda x: hvd.alltoall(x), exchanged, lambda n: 1),
 }  # fmt: skip
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from world import ranks
+from world import later, ranks
 
-jax = pytest.importorskip("jax")
-optax = pytest.importorskip("optax")
-import jax.numpy as jnp  # noqa: E402
+jax = later("jax")
+optax = later("optax")
+jnp = later("jax.numpy")
+hvd = later("horoclone.jax")
 
-import horoclone.jax as hvd  # noqa: E402
 
 STEPS = 6
 BAD = 3  # the step in which a gradient is not finite

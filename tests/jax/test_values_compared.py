@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from world import load, ranks
+from world import later, load, ranks
 
-jax = pytest.importorskip("jax")
-optax = pytest.importorskip("optax")
+jax = later("jax")
+optax = later("optax")
+jnp = later("jax.numpy")
+hvd = later("horoclone.jax")
 
-import jax.numpy as jnp  # noqa: E402
-
-import horoclone.jax as hvd  # noqa: E402
 
 told = load(Path(__file__).parents[1] / "told.py", "told").told
 
 
-@jax.jit
-@jax.grad
-def _gradients(p: Any, x: Any) -> Any:
+def _loss(p: Any, x: Any) -> Any:
     return jnp.mean(jnp.square(jnp.tanh(x @ p["w"] + p["b"]) @ p["out"]))
+
+
+@functools.cache
+def _gradients() -> Any:
+    return jax.jit(jax.grad(_loss))
 
 
 class Training:
@@ -38,7 +41,7 @@ class Training:
         self.state = tx.init(self.params)
 
         def step(params: Any, state: Any, x: Any) -> Any:
-            changes, state = tx.update(_gradients(params, x), state, params if passes_params else None)
+            changes, state = tx.update(_gradients()(params, x), state, params if passes_params else None)
             return optax.apply_updates(params, changes), state
 
         self._step = jax.jit(step) if program else step

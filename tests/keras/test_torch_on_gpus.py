@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from world import load
+from world import later, load
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("keras")
+later("keras")
 
 STAND_IN = Path(__file__).resolve().parent.parent / "torch" / "test_gpu_fake.py"
 

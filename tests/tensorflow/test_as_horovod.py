@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from world import ranks
+from world import later, ranks
 
-tf = pytest.importorskip("tensorflow")
-
-import horoclone.tensorflow as hvd  # noqa: E402
+tf = later("tensorflow")
+hvd = later("horoclone.tensorflow")
 
 
 def both_ways(call: Any) -> list[Any]:

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from world import later
 
-tf = pytest.importorskip("tensorflow")
+from horoclone import errors
 
-from horoclone import errors  # noqa: E402
-from horoclone.tensorflow.data import compute_service  # noqa: E402
+tf = later("tensorflow")
+compute_service = later("horoclone.tensorflow.data.compute_service")
 
 
 def test_two_workers_feed_two_training_ranks(launch: Any, tmp_path: Path) -> None:

@@ -6,12 +6,11 @@ import os
 from typing import Any
 
 import pytest
-from world import ranks
+from world import later, ranks
 
-tf = pytest.importorskip("tensorflow")
-
-import horoclone.tensorflow as hvd  # noqa: E402
-from horoclone.tensorflow import elastic  # noqa: E402
+tf = later("tensorflow")
+hvd = later("horoclone.tensorflow")
+elastic = later("horoclone.tensorflow.elastic")
 
 
 @ranks(2)

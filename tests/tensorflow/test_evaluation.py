@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import tensorflow as tf
-from world import ranks
+from world import later, ranks
 
-import horoclone.tensorflow as hvd
+tf = later("tensorflow")
+hvd = later("horoclone.tensorflow")
 
 
 @ranks(2)

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from world import printed_by, ranks
+from world import later, printed_by, ranks
 
-pytest.importorskip("tensorflow")
-pytest.importorskip("sklearn")
+later("tensorflow")
+
+later("sklearn")
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

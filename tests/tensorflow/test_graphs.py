@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from world import operations, ranks
+from world import later, operations, ranks
 
-tf = pytest.importorskip("tensorflow")
+from horoclone import runtime
 
-import horoclone.tensorflow as hvd  # noqa: E402
-from horoclone import runtime  # noqa: E402
+tf = later("tensorflow")
+hvd = later("horoclone.tensorflow")
 
 
 @ranks(2)

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
+from world import later
 
-pytest.importorskip("tensorflow")
+later("tensorflow")
+
 
 ROOT = Path(__file__).resolve().parents[2]
 

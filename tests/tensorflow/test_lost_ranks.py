@@ -7,21 +7,19 @@ import signal
 from typing import Any
 
 import pytest
-from world import ranks
+from world import later, ranks
 
-tf = pytest.importorskip("tensorflow")
+tf = later("tensorflow")
+hvd = later("horoclone.tensorflow")
 
-import horoclone.tensorflow as hvd  # noqa: E402
 
-
-@tf.function
-def total(x: Any) -> Any:
+def sum_of_all(x: Any) -> Any:
     return hvd.allreduce(x, op=hvd.Sum)
 
 
 @ranks(2)
 def test_graphs_outlive_a_rank_that_left_and_a_new_init() -> None:
-    me = hvd.rank()
+    me, total = hvd.rank(), tf.function(sum_of_all)
     assert float(total(tf.constant(1.0))) == 2.0
     if me == 1:
         hvd.shutdown()
@@ -44,6 +42,7 @@ def test_graphs_outlive_a_rank_that_left_and_a_new_init() -> None:
 
 @ranks(2, dies=(1,))
 def test_a_rank_that_dies_is_named_while_its_peer_waits() -> None:
+    total = tf.function(sum_of_all)
     gradients = tf.Variable(tf.ones((1000,)))
     assert float(total(gradients)[0]) == 2.0
     if hvd.rank() == 1:

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from world import ranks
+from world import later, ranks
 
-tf = pytest.importorskip("tensorflow")
-v1 = tf.compat.v1
+tf = later("tensorflow")
+hvd = later("horoclone.tensorflow")
 
-import horoclone.tensorflow as hvd  # noqa: E402
+v1 = later("tensorflow.compat.v1")
+
 
 START = np.array([1.0, -2.0, 3.0], np.float32)
 

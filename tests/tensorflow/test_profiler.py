@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-from world import ranks
+from world import later, ranks
 
-tf = pytest.importorskip("tensorflow")
-
-import horoclone.tensorflow as hvd  # noqa: E402
+tf = later("tensorflow")
+hvd = later("horoclone.tensorflow")
 
 
 def events_in(folder: Path) -> list[tuple[str, dict[str, Any]]]:

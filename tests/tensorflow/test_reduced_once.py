@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-from world import ranks
+from world import later, ranks
 
-tf = pytest.importorskip("tensorflow")
+tf = later("tensorflow")
+hvd = later("horoclone.tensorflow")
 
-import horoclone.tensorflow as hvd  # noqa: E402
 
 START, N = 0.0, 2
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import tensorflow as tf
-from world import ranks
+from world import later, ranks
 
-import horoclone.tensorflow as hvd
+tf = later("tensorflow")
+hvd = later("horoclone.tensorflow")
 
 
 def second(call, x):

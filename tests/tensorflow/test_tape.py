@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from world import operations, ranks
+from world import later, operations, ranks
 
-tf = pytest.importorskip("tensorflow")
-
-import horoclone.tensorflow as hvd  # noqa: E402
+tf = later("tensorflow")
+hvd = later("horoclone.tensorflow")
 
 
 def variables() -> list[Any]:

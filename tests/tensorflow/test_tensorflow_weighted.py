@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from world import load, ranks
+from world import later, load, ranks
 
-tf = pytest.importorskip("tensorflow")
-import horoclone.tensorflow as hvd  # noqa: E402
+tf = later("tensorflow")
+hvd = later("horoclone.tensorflow")
+
 
 weighted = load(Path(__file__).parents[1] / "weighted.py", "weighted")
 

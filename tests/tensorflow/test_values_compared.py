@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from world import load, ranks
+from world import later, load, ranks
 
-tf = pytest.importorskip("tensorflow")
+tf = later("tensorflow")
+hvd = later("horoclone.tensorflow")
 
-import horoclone.tensorflow as hvd  # noqa: E402
 
 told = load(Path(__file__).parents[1] / "told.py", "told").told
 
