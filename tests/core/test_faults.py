@@ -98,17 +98,19 @@ def be_survived_by_a_child():
         say(error=type(error).__name__, rank=error.rank, text=str(error))
 
 
-@MODES
-def test_a_killed_rank_counts_as_dead_although_a_child_that_it_forked_lives(worker_pool, shared):
-    team = worker_pool(be_survived_by_a_child, 2, env=mode(shared, **SOON))
-    team.wait_for(0, "running")
-    team.wait_for(1, "running")
-    killed = team.send(1, signal.SIGKILL)
-    heard = team.wait_for(0, "error", 10)
+def test_a_killed_rank_counts_as_dead_although_a_child_that_it_forked_lives(worker_pool):
+    teams = [worker_pool(be_survived_by_a_child, 2, env=mode(shared, **SOON)) for shared in (True, False)]
+    for team in teams:
+        team.wait_for(0, "running")
+        team.wait_for(1, "running")
+    killed = [team.send(1, signal.SIGKILL) for team in teams]
     try:
-        assert heard["rank"] == 1 and heard["at"] - killed < (AT_ONCE_S if shared else 10.0), heard
+        for team, since, limit_s in zip(teams, killed, (AT_ONCE_S, 10.0), strict=True):
+            heard = team.wait_for(0, "error", 10)
+            assert heard["rank"] == 1 and heard["at"] - since < limit_s, heard
     finally:
-        os.killpg(team.pids[1], signal.SIGKILL)
+        for team in teams:
+            os.killpg(team.pids[1], signal.SIGKILL)
 
 
 PROGRAM = """
@@ -173,21 +175,24 @@ def test_a_stopped_rank_that_goes_on_in_time_costs_a_warning(worker_pool, shared
     assert team.said(0, "right")[0]["right"] and team.said(1, "right")[0]["right"], team.outputs()
 
 
-@MODES
-def test_a_rank_that_stays_stopped_is_lost_and_learns_it_when_it_goes_on(worker_pool, shared):
-    team = worker_pool(reduce_for, 3, env=mode(shared, **SOON), seconds=30, linger=2)
-    for rank in range(3):
-        team.wait_for(rank, "running")
-    stopped = team.send(1, signal.SIGSTOP)
-    for rank in (0, 2):
-        heard = team.wait_for(rank, "error", 10)
-        assert heard["rank"] == 1 and "rank 1" in heard["text"] and "has not responded" in heard["text"]
-        assert "allreduce 'w.3'" in heard["text"] and 1.9 < heard["at"] - stopped < 12
-    woken = team.send(1, signal.SIGCONT)
-    heard = team.wait_for(1, "error", 10)
-    assert heard["rank"] == 1 and "has not responded" in heard["text"], heard  # why the others gave it up
-    assert heard["at"] - woken < AT_ONCE_S, team.outputs()
-    assert team.wait() == [0, 0, 0]
+def test_a_rank_that_stays_stopped_is_lost_and_learns_it_when_it_goes_on(worker_pool):
+    teams = [
+        worker_pool(reduce_for, 3, env=mode(shared, **SOON), seconds=30, linger=2) for shared in (True, False)
+    ]
+    for team in teams:
+        for rank in range(3):
+            team.wait_for(rank, "running")
+    stopped = [team.send(1, signal.SIGSTOP) for team in teams]
+    for team, since in zip(teams, stopped, strict=True):
+        for rank in (0, 2):
+            heard = team.wait_for(rank, "error", 10)
+            assert heard["rank"] == 1 and "rank 1" in heard["text"] and "has not responded" in heard["text"]
+            assert "allreduce 'w.3'" in heard["text"] and 1.9 < heard["at"] - since < 12
+        woken = team.send(1, signal.SIGCONT)
+        heard = team.wait_for(1, "error", 10)
+        assert heard["rank"] == 1 and "has not responded" in heard["text"], heard  # why the others gave it up
+        assert heard["at"] - woken < AT_ONCE_S, team.outputs()
+    assert [team.wait() for team in teams] == [[0, 0, 0]] * 2
 
 
 def test_with_the_real_deadlines_stops_of_one_second_pass_and_one_that_lasts_does_not(worker_pool):
@@ -227,12 +232,13 @@ def wait_for_a_slow_rank():
     say(share=(time.process_time() - used) / (time.monotonic() - began))
 
 
-@MODES
-def test_a_slow_rank_is_no_error_and_costs_the_waiting_one_no_processor(worker_pool, shared):
-    team = worker_pool(wait_for_a_slow_rank, 2, env=mode(shared, HOROCLONE_LIVENESS_PROBE_S="0.3"))
-    assert team.wait() == [0, 0]
-    assert team.said(0, "share")[0]["share"] < 0.2, team.outputs()
-    assert "not responding" not in team.outputs()
+def test_a_slow_rank_is_no_error_and_costs_the_waiting_one_no_processor(worker_pool):
+    env = {"HOROCLONE_LIVENESS_PROBE_S": "0.3"}
+    teams = [worker_pool(wait_for_a_slow_rank, 2, env=mode(shared, **env)) for shared in (True, False)]
+    for team in teams:
+        assert team.wait() == [0, 0]
+        assert team.said(0, "share")[0]["share"] < 0.2, team.outputs()
+        assert "not responding" not in team.outputs()
 
 
 # --- a rank that leaves

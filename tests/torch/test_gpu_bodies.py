@@ -27,14 +27,12 @@ CASES = [
         name,
         size,
         id=f"{name}-{size}ranks",
-        marks=[pytest.mark.long(3)] if size < most else [],
     )
     for module in (test_gpu, test_gpu_features)
     for name, function in vars(module).items()
     if name.startswith("test_") and hasattr(function, "body") and name not in NEEDS_A_GPU
     for mark in function.pytestmark
     if mark.name == "parametrize" and mark.args[0] == "world_size"
-    for most in [max(mark.args[1])]
     for size in mark.args[1]
 ]
 
@@ -62,6 +60,7 @@ def in_host_memory(module: str, name: str) -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("module", "name", "size"), CASES)
 def test_in_host_memory(worlds: Any, module: str, name: str, size: int) -> None:
     worlds.run(size, in_host_memory, module=module, name=name)
