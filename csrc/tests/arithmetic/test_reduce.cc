@@ -273,64 +273,6 @@ TEST_CASE("many sources keep their order") {
     for (const Scale& scale : kScales) check_case({dtype, Reduce::kSum, 150, 1100, scale}, data, simds);
 }
 
-TEST_CASE("sums of floats are as near to the sum in double as the format allows") {
-  std::mt19937 random(3);
-  std::normal_distribution<float> normal;
-  const size_t count = 1000;
-  for (size_t sources = 2; sources <= 9; ++sources) {
-    std::vector<std::vector<BFloat16>> brain(sources, std::vector<BFloat16>(count));
-    std::vector<std::vector<float>> single(sources, std::vector<float>(count));
-    std::vector<double> sum(count), magnitude(count);
-    for (size_t s = 0; s < sources; ++s)
-      for (size_t i = 0; i < count; ++i) {
-        brain[s][i] = to_bfloat16(normal(random));
-        single[s][i] = to_float(brain[s][i]);
-        sum[i] += single[s][i];
-        magnitude[i] += std::fabs(single[s][i]);
-      }
-    std::vector<const std::byte*> narrow, wide;
-    for (size_t s = 0; s < sources; ++s) {
-      narrow.push_back(reinterpret_cast<const std::byte*>(brain[s].data()));
-      wide.push_back(reinterpret_cast<const std::byte*>(single[s].data()));
-    }
-    std::vector<BFloat16> brain_sum(count);
-    std::vector<float> single_sum(count);
-    std::byte* narrow_to = reinterpret_cast<std::byte*>(brain_sum.data());
-    std::byte* wide_to = reinterpret_cast<std::byte*>(single_sum.data());
-    reduce(DType::kBF16, Reduce::kSum, {&narrow_to, 1}, narrow, count, {});
-    reduce(DType::kF32, Reduce::kSum, {&wide_to, 1}, wide, count, {});
-    double worst_single = 0, worst_brain = 0;
-    for (size_t i = 0; i < count; ++i) {
-      worst_single = std::max(worst_single, std::fabs(single_sum[i] - sum[i]) / magnitude[i]);
-      worst_brain = std::max(worst_brain, std::fabs(to_float(brain_sum[i]) - sum[i]) / std::fabs(sum[i] + 1e-30));
-    }
-    CHECK(worst_single <= static_cast<double>(sources) * 0x1p-24);
-    CHECK(worst_brain <= 0x1p-8 * 1.01);  // one rounding, however many sources
-  }
-}
-
-TEST_CASE("a NaN in any source is a NaN in the result of every operation") {
-  const auto simds = instruction_sets();
-  const size_t count = 70;
-  for (const char* simd : simds) {
-    REQUIRE(select_simd(simd));
-    for (Reduce op : kOps)
-      for (size_t where = 0; where < (takes(op, DType::kF32) ? 3 : 0); ++where) {
-        std::vector<std::vector<float>> s(3, std::vector<float>(count, 1.0f));
-        for (size_t i = 0; i < count; i += 3) s[where][i] = NAN;
-        const std::byte* from[3];
-        for (size_t k = 0; k < 3; ++k) from[k] = reinterpret_cast<const std::byte*>(s[k].data());
-        std::vector<float> out(count);
-        std::byte* to = reinterpret_cast<std::byte*>(out.data());
-        reduce(DType::kF32, op, {&to, 1}, from, count, {});
-        size_t right = 0;
-        for (size_t i = 0; i < count; ++i) right += std::isnan(out[i]) == (i % 3 == 0);
-        CHECK_MESSAGE(right == count, simd << " " << name_of(op) << " NaN in source " << where);
-      }
-  }
-  select_simd("auto");
-}
-
 TEST_CASE("a byte that is neither 0 nor 1 is true") {
   for (const char* simd : instruction_sets()) {
     REQUIRE(select_simd(simd));

@@ -123,22 +123,6 @@ TEST_CASE("any order of submission completes, fused or not, named or not") {
   }
 }
 
-TEST_CASE("average divides once: floats scale, integers divide toward zero") {
-  World world(4);
-  CHECK_OK(world.each([&](Engine& engine, int rank) {
-    std::vector<float> f = {static_cast<float>(rank)};
-    std::vector<int32_t> i = {-rank - 1};  // sum -10, /4 = -2
-    int64_t a = 0, b = 0;
-    const auto average = [](Submission& s) { s.reduce = Reduce::kAverage; };
-    CHECK_OK(submit(engine, Op::kAllreduce, "f", f, &f, {1}, &a, average));
-    CHECK_OK(submit(engine, Op::kAllreduce, "i", i, &i, {1}, &b, average));
-    CHECK_OK(finish(engine, a));
-    CHECK_OK(finish(engine, b));
-    CHECK_LOCKED(f[0] == 1.5f);
-    CHECK_LOCKED(i[0] == -2);
-  }));
-}
-
 TEST_CASE("allgather, broadcast, alltoall, reducescatter, barrier") {
   for (bool shared : {true, false})
     for (int size : {1, 2, 4})

@@ -5,13 +5,11 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <cmath>
 #include <latch>
 #include <numeric>
 #include <random>
 #include <thread>
 
-#include "base/half.h"
 #include "base/log_lines.h"
 #include "tests/gpu/gpu_gradients.h"
 
@@ -49,81 +47,7 @@ double expected(Reduce reduce, size_t i, int size, int salt = 0) {
   return reduce == Reduce::kAverage ? total / size : total;
 }
 
-template <class T>
-void reduces(Engine& engine, FrameworkOnGpu& gpu, DType dtype, size_t count, const std::string& name) {
-  const int size = engine.mesh().size();
-  for (const Reduce reduce : {Reduce::kAverage, Reduce::kSum, Reduce::kMin, Reduce::kMax, Reduce::kProduct}) {
-    const auto mine = filled<T>(count, engine.mesh().rank());
-    T* in = gpu.tensor(mine);
-    T* out = static_cast<T*>(gpu.memory(count * sizeof(T)));
-    int64_t handle = 0;
-    const auto adjust = [&](Submission& s) { s.reduce = reduce; };
-    const std::string full = text_of(name, name_of(reduce));
-    CHECK_OK(
-        submit_gpu(engine, gpu, Op::kAllreduce, full, in, out, {static_cast<int64_t>(count)}, dtype, &handle, adjust));
-    CHECK_OK(enqueued(engine, gpu, handle));
-    engine.release(handle);
-    const auto got = gpu.read(out, count);
-    size_t wrong = 0;
-    for (size_t i = 0; i < count; ++i) {
-      double want = expected(reduce, i, size);
-      if (!is_float(dtype)) want = std::trunc(want);
-      wrong += std::abs(static_cast<double>(got[i]) - want) > 1e-5 * want;
-    }
-    CHECK_MESSAGE(wrong == 0, full, " ", name_of(dtype));
-    CHECK(gpu.read(in, count) == mine);
-  }
-}
-
 }  // namespace
-
-TEST_CASE("fake of CUDA and NCCL: every reduction and dtype, and nothing is left afterwards") {
-  const int contexts = fake_count("contexts", 2);
-  FakeEnvironment slow(Variables{{"HC_FAKE_DELAY_US", "300"}});
-  for (const char* backend : {"nccl", "peers", "host"}) {
-    CAPTURE(backend);
-    World world(2, gpu_settings({{"HOROCLONE_GPU_OPERATIONS", backend}}));
-    CHECK_OK(world.each([](Engine& engine, int rank) {
-      FrameworkOnGpu gpu(rank);
-      reduces<float>(engine, gpu, DType::kF32, 1000, "f32");
-      reduces<double>(engine, gpu, DType::kF64, 20001, "f64");
-      reduces<int32_t>(engine, gpu, DType::kI32, 77, "i32");
-      reduces<int64_t>(engine, gpu, DType::kI64, 5, "i64");
-      reduces<int8_t>(engine, gpu, DType::kI8, 130, "i8");
-      reduces<int16_t>(engine, gpu, DType::kI16, 19, "i16");
-      reduces<uint8_t>(engine, gpu, DType::kU8, 19, "u8");
-    }));
-    CHECK(fake_count("memory") == 0);
-    CHECK(fake_count("streams") == 0);
-    CHECK(fake_count("events") == 0);
-  }
-  CHECK(fake_count("contexts", 2) == contexts);  // of a device that is nobody's
-}
-
-TEST_CASE("fake of CUDA and NCCL: half precision averages and scales") {
-  World world(2, gpu_settings({{"HOROCLONE_GPU_OPERATIONS", "nccl"}}));
-  CHECK_OK(world.each([](Engine& engine, int rank) {
-    FrameworkOnGpu gpu(rank);
-    const std::vector<BFloat16> b(100, to_bfloat16(static_cast<float>(rank + 1)));
-    const std::vector<Float16> h(100, to_float16(static_cast<float>(rank + 1)));
-    BFloat16* on_b = gpu.tensor(b);
-    Float16* on_h = gpu.tensor(h);
-    int64_t handle = 0;
-    CHECK_OK(submit_gpu(engine, gpu, Op::kAllreduce, "b", on_b, on_b, {100}, DType::kBF16, &handle,
-                        [](Submission& s) { s.reduce = Reduce::kAverage; }));
-    CHECK_OK(enqueued(engine, gpu, handle));
-    CHECK(to_float(gpu.read(on_b, 100)[99]) == 1.5f);
-    engine.release(handle);
-    CHECK_OK(submit_gpu(engine, gpu, Op::kAllreduce, "h", on_h, on_h, {100}, DType::kF16, &handle, [](Submission& s) {
-      s.reduce = Reduce::kSum;
-      s.prescale = 4;
-      s.postscale = 0.5;
-    }));
-    CHECK_OK(enqueued(engine, gpu, handle));
-    CHECK(to_float(gpu.read(on_h, 100)[7]) == 6.0f);
-    engine.release(handle);
-  }));
-}
 
 TEST_CASE("fake of CUDA and NCCL: the host does not wait for the device, streams do") {
   FakeEnvironment slow(Variables{{"HC_FAKE_DELAY_US", "60000"}});

@@ -72,6 +72,7 @@ void agrees(Engine& engine, FrameworkOnGpu& gpu, const Case& c, const std::strin
   adjust(s);
   CHECK_OK(perform(engine, s));
   CHECK_MESSAGE(gpu.read(out, count * item) == on_host, name);
+  CHECK(gpu.read(in, mine.size()) == mine);
 }
 
 constexpr DType kReducedTypes[] = {DType::kBool, DType::kU8,  DType::kI8,   DType::kU16, DType::kI16, DType::kI32,
@@ -101,7 +102,9 @@ void all_agree(Engine& engine, FrameworkOnGpu& gpu, std::span<const Reduce> redu
 }  // namespace
 
 TEST_CASE("fake of CUDA: every backend reduces every dtype as host memory does, and on the device") {
-  for (const char* backend : {"nccl", "peers"}) {
+  const int contexts = fake_count("contexts", 2);
+  FakeEnvironment slow(Variables{{"HC_FAKE_DELAY_US", "20"}});
+  for (const std::string backend : {"nccl", "peers", "host"}) {
     CAPTURE(backend);
     World world(2, gpu_settings({{"HOROCLONE_GPU_OPERATIONS", backend}}));
     const int before = fake_count("pinned");
@@ -109,16 +112,17 @@ TEST_CASE("fake of CUDA: every backend reduces every dtype as host memory does, 
       FrameworkOnGpu gpu(rank);
       all_agree(engine, gpu, kNumberReductions);
     }));
-    CHECK(fake_count("pinned") == before);  // nothing went through host memory
+    CHECK((fake_count("pinned") == before) == (backend != "host"));  // nothing goes through host memory unasked
+    const int then = fake_count("pinned");
     CHECK_OK(world.each([](Engine& engine, int rank) {
       FrameworkOnGpu gpu(rank);
       all_agree(engine, gpu, kBitReductions);
     }));
     // NCCL reduces the truth of bools, and no other bits.
-    CHECK((fake_count("pinned") == before) == (std::string(backend) == "peers"));
-    CHECK(fake_count("memory") == 0);
-    CHECK(fake_count("modules") == 0);
+    CHECK((fake_count("pinned") == then) == (backend == "peers"));
+    for (const char* left : {"memory", "streams", "events", "modules"}) CHECK(fake_count(left) == 0);
   }
+  CHECK(fake_count("contexts", 2) == contexts);  // of a device that is nobody's
 }
 
 TEST_CASE("places in two levels: equal nodes of several ranks, in any order of ranks") {
