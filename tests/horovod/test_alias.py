@@ -230,18 +230,6 @@ except Unsupported as error:
     assert output_of(site_folder, program).split() == ["horovod.spark.lightning.TorchEstimator"]
 
 
-def test_elastic_names_are_horoclones() -> None:
-    from horoclone.common import elastic
-    from horoclone.elastic import notice, run, state
-
-    assert (elastic.State, elastic.ObjectState, elastic.run_fn) == (
-        state.State,
-        state.ObjectState,
-        run.run_fn,
-    )
-    assert elastic.notification_manager is notice.notification_manager
-
-
 def test_the_switch_turns_it_off(site_folder: Path) -> None:
     off = run_python(site_folder, "import horovod.torch", HOROCLONE_NO_HOROVOD_ALIAS="1")
     assert off.returncode == 1 and "ModuleNotFoundError: No module named 'horovod'" in off.stderr
@@ -346,54 +334,6 @@ for package in ("horoclone", "horovod"):  # the second is imported when the firs
 print("well")
 """
     assert output_of(site_folder, program) == "well\n"
-
-
-SCRIPT = """
-import torch
-import torch.nn.functional as F
-import horovod.torch as hvd
-
-hvd.init()
-torch.manual_seed(hvd.rank())
-model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * hvd.size(), momentum=0.9)
-hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-optimizer = hvd.DistributedOptimizer(
-    optimizer, named_parameters=model.named_parameters(), compression=hvd.Compression.none, op=hvd.Average
-)
-first = last = 0.0
-for step in range(30):
-    torch.manual_seed(100 * step + hvd.rank())
-    data = torch.randn(16, 4)
-    optimizer.zero_grad()
-    loss = F.cross_entropy(model(data), (data.sum(dim=1) > 0).long())
-    loss.backward()
-    optimizer.step()
-    last = hvd.allreduce(loss.detach(), name="loss", op=hvd.Average).item()
-    first = first or last
-weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-everybody = hvd.allgather(weights.reshape(1, -1))
-assert torch.equal(everybody[0], everybody[1]), "the ranks have different weights"
-assert hvd.allreduce(torch.tensor([float(hvd.rank())])).item() == 0.5
-print(f"rank {hvd.rank()} of {hvd.size()}: loss fell: {last < 0.7 * first}")
-"""
-
-
-def test_an_unedited_horovod_script_trains_under_horoclonerun(site_folder: Path) -> None:
-    pytest.importorskip("torch")
-    pytest.importorskip("horoclone._core", reason="the native module is not built")
-    script = site_folder.parent / "train.py"
-    script.write_text(SCRIPT)
-    path = os.pathsep.join(filter(None, (str(site_folder), str(ROOT), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        [sys.executable, "-m", "horoclone.launch", "-np", "2", sys.executable, str(script)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        cwd=site_folder.parent, capture_output=True, text=True, timeout=150,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    for rank in (0, 1):
-        assert f"rank {rank} of 2: loss fell: True" in done.stdout, done.stdout
 
 
 def test_env_sets_variables_for_a_block_only(monkeypatch: pytest.MonkeyPatch) -> None:
