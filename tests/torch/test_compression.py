@@ -201,6 +201,7 @@ def accuracy_with(compression: Any) -> float:
         return float((model(images[1400:]).argmax(1) == labels[1400:]).float().mean())
 
 
+@pytest.mark.long(15)  # that nothing is lost for good is shown by what error feedback makes up for
 @ranks(2)
 def test_every_compressor_learns_the_digits() -> None:
     pytest.importorskip("sklearn")
