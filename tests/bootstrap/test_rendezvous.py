@@ -98,6 +98,7 @@ def test_limits_of_keys_and_values(server):
     still_works(server)
 
 
+@pytest.mark.in_turn("server")
 def test_missing_ranks_and_addresses_are_named(server, monkeypatch):
     monkeypatch.setattr("horoclone.bootstrap.client.REPORT_AFTER_S", 0.3)
     heard: list[str] = []
@@ -107,6 +108,7 @@ def test_missing_ranks_and_addresses_are_named(server, monkeypatch):
     assert len(heard) == 1 and "ranks 0, 2, 3" in heard[0] and server.addresses[0] in heard[0]
 
 
+@pytest.mark.in_turn("server")
 def test_who_has_given_up_waiting_is_not_missing(server):
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(client_of(server).gather, "g", 2, 3, b"", 1.5)
@@ -165,8 +167,8 @@ def test_a_server_that_ends_is_noticed(tcp):
     assert time.monotonic() - started < 10
 
 
-def test_who_comes_after_the_server_has_ended_is_told_who_was_lost_first(server, monkeypatch):
-    monkeypatch.setattr(bootstrap_client, "VERDICT_S", 0.3)
+@pytest.mark.in_turn("server")
+def test_who_comes_after_the_server_has_ended_is_told_who_was_lost_first(server):
     ranks = [client_of(server, rank=rank, server_rank=0) for rank in range(3)]
     for rank in ranks:
         rank.put("there", b"")

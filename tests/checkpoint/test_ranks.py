@@ -207,6 +207,7 @@ def killed_while_saving(place: str, call: str, victim: int) -> str:
     return text
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("call", "victim"), [("write", 1), ("fsync", 0), ("rename", 0)])
 def test_a_rank_that_is_killed_while_saving_hangs_nobody(
     worlds: Worlds, place: str, call: str, victim: int
