@@ -116,17 +116,6 @@ def test_memory_that_a_child_inherits_is_not_written_by_the_parent():
 # --- endings of processes of their own, so that exit codes and output are real
 
 
-def leave_with_pending_work():
-    hvd.init()
-    hvd.allreduce_async(np.ones(1000), name="a")
-    print("end")
-
-
-def test_an_exit_with_pending_work_does_not_hang(worker_pool):
-    team = worker_pool(leave_with_pending_work, 2)
-    assert team.wait(15) == [0, 0] and team.outputs().count("end") == 2, team.outputs()
-
-
 def leave_before_the_other_has_come():
     hvd.init()
     if hvd.rank() == 0:

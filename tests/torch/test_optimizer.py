@@ -213,25 +213,6 @@ def test_the_class_has_the_wrapped_classs_name_and_derives_from_it() -> None:
     assert optimizer.steps == 1 and alike(model.parameters())
 
 
-@ranks(2)
-def test_state_dict_pickle_and_copies() -> None:
-    model, _, optimizer = train(MAKERS["adam"], steps=3)
-    state = copy.deepcopy(optimizer.state_dict())
-    fresh = network()
-    other = hvd.DistributedOptimizer(torch.optim.Adam(fresh.parameters(), 0.5), fresh.named_parameters())
-    other.load_state_dict(state)
-    fresh.load_state_dict(model.state_dict())
-    assert other.param_groups[0]["lr"] == 1e-3
-    for m, o in ((model, optimizer), (fresh, other)):
-        o.zero_grad()
-        F.cross_entropy(m(batch(hvd.rank(), 9)[0]), batch(hvd.rank(), 9)[1]).backward()
-        o.step()
-    close(fresh, model, 1e-7)
-    revived = pickle.loads(pickle.dumps(optimizer))
-    assert isinstance(revived, type(other).__mro__[1]) and isinstance(revived, torch.optim.Adam)
-    assert revived.state_dict()["state"][0]["step"] == optimizer.state_dict()["state"][0]["step"]
-
-
 COPIES = {
     "plain": {},
     "sum": {"op": hvd.Sum},
@@ -342,22 +323,6 @@ def test_learning_rate_schedulers_before_and_after_wrapping() -> None:
         before.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
     assert alike(model.parameters())
-
-
-@ranks(2)
-def test_step_hooks_run_once_and_see_reduced_gradients() -> None:
-    model = network()
-    plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    seen: list[torch.Tensor] = []
-    plain.register_step_pre_hook(lambda *_: seen.append(next(model.parameters()).grad.clone()))
-    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
-    for step in range(3):
-        optimizer.zero_grad()
-        model(batch(hvd.rank(), step)[0]).sum().backward()
-        optimizer.step()
-    assert len(seen) == 3
-    both = hvd.allgather(torch.stack(seen).unsqueeze(0))
-    assert torch.equal(both[0], both[1])
 
 
 @ranks(2)

@@ -70,12 +70,9 @@ class Both:
             assert torch.allclose(mine, wanted, atol=tolerance), (name, (mine - wanted).abs().max())
 
 
-@pytest.mark.parametrize("kind", ["mean", "moving", "with buffers"])
 @ranks(2)
-def test_averaged_models(kind: str) -> None:
-    options: dict[str, Any] = {
-        "mean": {}, "moving": {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}, "with buffers": {"use_buffers": True},
-    }[kind]  # fmt: skip
+def test_averaged_models() -> None:
+    options: dict[str, Any] = {"multi_avg_fn": get_ema_multi_avg_fn(0.9), "use_buffers": True}
     both = Both()
     averages = [AveragedModel(model, **options) for model, _ in both.each()]
     rates = [SWALR(optimizer, 0.05, anneal_epochs=2) for _, optimizer in both.each()]
