@@ -53,8 +53,10 @@ def test_every_python_that_is_named_gets_a_wheel_and_is_tested(project: dict[str
     assert count.count(f"-eq {len(pythons)}") == 2
 
 
-def test_wheels_are_made_in_the_images_that_the_workflow_names(project: dict[str, Any]) -> None:
-    images = project["tool"]["cibuildwheel"]["linux"]
+def test_wheels_are_made_as_by_make_and_in_the_images_that_the_workflow_names(project: dict[str, Any]) -> None:
+    images = dict(project["tool"]["cibuildwheel"]["linux"])
+    words = images.pop("repair-wheel-command").format(dest_dir="dist", wheel="build/wheel/*.whl")
+    assert words in (ROOT / "Makefile").read_text(), "`make wheel` makes them in the same way"
     jobs = workflow("wheels.yml")["jobs"]["wheels"]["strategy"]["matrix"]["include"]
     assert {f"manylinux-{arch}-image": "manylinux_2_28" for arch in ("x86_64", "aarch64")} == images
     assert {job["platform"] for job in jobs} == {"manylinux_2_28_x86_64", "manylinux_2_28_aarch64"}
