@@ -53,7 +53,9 @@ def test_every_python_that_is_named_gets_a_wheel_and_is_tested(project: dict[str
     assert count.count(f"-eq {len(pythons)}") == 2
 
 
-def test_wheels_are_made_as_by_make_and_in_the_images_that_the_workflow_names(project: dict[str, Any]) -> None:
+def test_wheels_are_made_as_by_make_and_in_the_images_that_the_workflow_names(
+    project: dict[str, Any],
+) -> None:
     images = dict(project["tool"]["cibuildwheel"]["linux"])
     words = images.pop("repair-wheel-command").format(dest_dir="dist", wheel="build/wheel/*.whl")
     assert words in (ROOT / "Makefile").read_text(), "`make wheel` makes them in the same way"
