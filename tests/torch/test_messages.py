@@ -31,31 +31,6 @@ def test_every_dtype_and_shape_arrives() -> None:
                 assert got.dtype == dtype and got.shape == shape and torch.equal(got, message)
 
 
-@ranks(3, init=False)
-def test_messages_of_a_process_set_are_apart_and_collectives_go_on() -> None:
-    pair = hvd.ProcessSet([0, 2])
-    hvd.init(process_sets=[pair])
-    if hvd.rank() == 0:
-        waits = hvd.irecv(None, 2, process_set=pair)
-        assert hvd.recv(None, 2).tolist() == [1.0], "the world's message, although the set's was sent first"
-        assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [3, 3]
-        assert hvd.poll(waits) in (True, False)
-        assert hvd.synchronize(waits).tolist() == [2]
-    else:
-        sent = hvd.isend(torch.tensor([2]), 0, process_set=pair) if hvd.rank() == 2 else None
-        if hvd.rank() == 2:
-            hvd.send(torch.ones(1), 0)
-        assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [3, 3]
-        if hvd.rank() == 2:
-            hvd.synchronize(sent)
-    if hvd.rank() == 1:
-        with pytest.raises(ValueError, match="Rank 1 is not a member"):
-            hvd.send(torch.ones(1), 0, process_set=pair)
-    if hvd.rank() == 0:
-        with pytest.raises(ValueError, match="not a member of process set"):
-            hvd.send(torch.ones(1), 1, process_set=pair)
-
-
 @ranks(2)
 def test_wrong_arguments_raise_at_once() -> None:
     one = torch.ones(3)
