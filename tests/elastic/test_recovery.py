@@ -13,7 +13,7 @@ import pytest
 np = pytest.importorskip("numpy")
 
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "recovery.py"
-KINDS = ("forward", "backward", "collective", "step", "commit", "moment", "init", "sync", "recovery")
+KINDS = ("forward", "backward", "collective", "step", "commit", "moment", "init", "recovery")
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(
     ("hosts", "phase"),
     [
-        *((1, kind) for kind in KINDS if kind != "sync"),  # which may have to wait for another loss
+        *((1, kind) for kind in KINDS),
         pytest.param(2, "random", marks=[pytest.mark.netns, pytest.mark.long(20)]),
     ],
 )
