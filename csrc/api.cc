@@ -214,7 +214,7 @@ hc_status* hc_declare(hc_runtime* rt, const hc_request* common, const char* cons
     for (int32_t i = 0; i < n; ++i) {
       const hc::Submission::Tensor& t = list[static_cast<size_t>(i)];
       if (t.in != t.out)
-        return hc::error(hc::Code::kInvalidArgument, "bucket ", hc::quoted(names[i]), " must be reduced in place");
+        return hc::error(hc::Code::kInvalidArgument, "bucket ", hc::in_quotes(names[i]), " must be reduced in place");
       set.buckets.push_back({names[i], static_cast<std::byte*>(t.out), {t.shape.begin(), t.shape.end()}, t.dtype});
     }
     return rt->engine->declare(s.process_set, std::move(set), id);

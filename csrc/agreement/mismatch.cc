@@ -261,7 +261,7 @@ std::string title_of(Op op) {
 
 std::string label_of(const Subject& s) {
   if (s.unnamed) return text_of(name_of(s.op), " 'noname.", s.sequence, "' (unnamed, matched by order)");
-  return text_of(name_of(s.op), " ", quoted(s.name));
+  return text_of(name_of(s.op), " ", in_quotes(s.name));
 }
 
 std::string key_of(const Subject& s) {
@@ -308,7 +308,7 @@ Agreement agree(const Subject& subject, std::span<const Signature* const> by_ran
 
 std::string mismatched_operations(std::string_view name, std::pair<Op, int> first, std::pair<Op, int> second,
                                   const WorldRanks& world_rank) {
-  return text_of(name_of(first.first), " ", quoted(name), ": rank ", world_rank(first.second), " announced ",
+  return text_of(name_of(first.first), " ", in_quotes(name), ": rank ", world_rank(first.second), " announced ",
                  name_of(first.first), ", rank ", world_rank(second.second), " announced ", name_of(second.first),
                  ". Mismatched operations. Every rank must use one name for one operation; do the ranks take different "
                  "branches, or is one name used twice?");

@@ -7,6 +7,7 @@
 #include <map>
 #include <string_view>
 
+#include "base/quoted.h"
 #include "base/setting_rows.h"
 
 namespace hc {
@@ -139,15 +140,6 @@ Status check_together(const Config& c) {
   return {};
 }
 
-std::string quoted(std::string_view text) {
-  std::string out = "\"";
-  for (char c : text) {
-    if (c == '"' || c == '\\') out.push_back('\\');
-    out.push_back(c);
-  }
-  return out + "\"";
-}
-
 template <class T>
 std::string default_text(const T& value) {
   if constexpr (std::is_same_v<T, std::string>)
@@ -185,11 +177,11 @@ struct Row {
 };
 
 std::string json_of(const Row& row) {
-  std::string horovod = row.horovod.empty() ? "null" : quoted("HOROVOD_" + row.horovod);
-  return text_of("{\"name\": ", quoted("HOROCLONE_" + row.name), ", \"type\": ", quoted(row.type),
-                 ", \"default\": ", quoted(row.default_value), ", \"accepts\": ", quoted(row.accepts),
-                 ", \"help\": ", quoted(row.help), ", \"horovod\": ", horovod, ", \"read_by\": ", quoted(row.read_by),
-                 "}");
+  std::string horovod = row.horovod.empty() ? "null" : json_string("HOROVOD_" + row.horovod);
+  return text_of("{\"name\": ", json_string("HOROCLONE_" + row.name), ", \"type\": ", json_string(row.type),
+                 ", \"default\": ", json_string(row.default_value), ", \"accepts\": ", json_string(row.accepts),
+                 ", \"help\": ", json_string(row.help), ", \"horovod\": ", horovod,
+                 ", \"read_by\": ", json_string(row.read_by), "}");
 }
 
 }  // namespace

@@ -28,6 +28,17 @@ inline std::string printable(std::string_view text) {
   return out;
 }
 
-inline std::string quoted(std::string_view name) { return "'" + printable(name) + "'"; }
+// Not named `quoted`: std::quoted takes a std::string as well, and where <iomanip> is included it is preferred.
+inline std::string in_quotes(std::string_view name) { return "'" + printable(name) + "'"; }
+
+// A control character becomes a space.
+inline std::string json_string(std::string_view text) {
+  std::string out = "\"";
+  for (const char c : text) {
+    if (c == '"' || c == '\\') out += '\\';
+    out += static_cast<unsigned char>(c) < 0x20 ? ' ' : c;
+  }
+  return out + "\"";
+}
 
 }  // namespace hc

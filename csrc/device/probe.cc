@@ -1,5 +1,6 @@
 #include "device/probe.h"
 
+#include "base/quoted.h"
 #include "device/cuda_api.h"
 #include "device/nccl_api.h"
 
@@ -7,16 +8,7 @@ namespace hc {
 
 namespace {
 
-std::string quoted(const std::string& text) {
-  std::string out = "\"";
-  for (const char c : text) {
-    if (c == '"' || c == '\\') out += '\\';
-    out += static_cast<unsigned char>(c) < 0x20 ? ' ' : c;
-  }
-  return out + "\"";
-}
-
-std::string absent(const Status& why) { return text_of("{\"found\":false,\"reason\":", quoted(why.text()), "}"); }
+std::string absent(const Status& why) { return text_of("{\"found\":false,\"reason\":", json_string(why.text()), "}"); }
 
 std::string describe(const CudaApi& cuda) {
   int count = 0;
@@ -27,16 +19,16 @@ std::string describe(const CudaApi& cuda) {
     CuDevice device = 0;
     char name[256] = "?";
     if (cuda.cuDeviceGet(&device, i) == kCuSuccess) (void)cuda.cuDeviceGetName(name, sizeof(name), device);
-    devices += (i ? "," : "") + quoted(name);
+    devices += (i ? "," : "") + json_string(name);
   }
-  return text_of("{\"found\":true,\"file\":", quoted(cuda.file), ",\"version\":\"", cuda.version / 1000, ".",
+  return text_of("{\"found\":true,\"file\":", json_string(cuda.file), ",\"version\":\"", cuda.version / 1000, ".",
                  cuda.version % 1000 / 10, "\",\"devices\":[", devices, "]}");
 }
 
 std::string describe(const NcclApi& nccl) {
   const auto word = [](bool has) { return has ? "true" : "false"; };
-  return text_of("{\"found\":true,\"file\":", quoted(nccl.file), ",\"where\":", quoted(nccl.found), ",\"version\":\"",
-                 nccl_version_text(nccl.version), "\",\"code\":", nccl.version,
+  return text_of("{\"found\":true,\"file\":", json_string(nccl.file), ",\"where\":", json_string(nccl.found),
+                 ",\"version\":\"", nccl_version_text(nccl.version), "\",\"code\":", nccl.version,
                  ",\"features\":{\"mem_alloc\":", word(nccl.ncclMemAlloc),
                  ",\"buffers\":", word(nccl.registration() != NcclApi::Registration::kNone),
                  ",\"windows\":", word(nccl.registration() == NcclApi::Registration::kWindows),
@@ -66,8 +58,8 @@ std::string describe_kernels(const KernelOptions& options, const CudaApi* cuda) 
   const NvrtcApi& api = *nvrtc.value();
   auto compiled = compiled_kernels(options, capability_to_try(cuda), cuda_version);
   if (!compiled.is_ok()) return absent(compiled.status());
-  return text_of("{\"found\":true,\"where\":", quoted(api.found), ",\"version\":\"", api.major, ".", api.minor,
-                 "\",\"file\":", quoted(api.file), ",\"compiled\":", quoted(compiled.value().origin), "}");
+  return text_of("{\"found\":true,\"where\":", json_string(api.found), ",\"version\":\"", api.major, ".", api.minor,
+                 "\",\"file\":", json_string(api.file), ",\"compiled\":", json_string(compiled.value().origin), "}");
 }
 
 }  // namespace

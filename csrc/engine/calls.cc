@@ -50,11 +50,11 @@ Status Calls::submit(const Submission& s, int64_t* handle) {
 }
 
 Status Calls::enqueue(const Submission& s, BucketId bucket, int64_t* handle, bool* captured) {
-  const nvtx::Range range([&] { return text_of("submit ", name_of(s.op), " ", quoted(s.name)); });
+  const nvtx::Range range([&] { return text_of("submit ", name_of(s.op), " ", in_quotes(s.name)); });
   std::unique_ptr<BackendWork> work;
   if (!s.place.is_host) {
     auto prepared = backend_.prepare(s, captured);
-    HC_TRY(prepared.status(), name_of(s.op), " ", quoted(s.name), ": rank ", context_.rank());
+    HC_TRY(prepared.status(), name_of(s.op), " ", in_quotes(s.name), ": rank ", context_.rank());
     if (captured && *captured) return Status::ok();
     work = prepared.take();
   }
@@ -91,7 +91,7 @@ Status Calls::capture(const Submission& s, BucketId bucket, int64_t* handle) {
   ProcessSet* set = sets_.find(s.process_set);
   Status captured = set ? set->backend().capture(s, bucket, handle)
                         : error(Code::kInvalidArgument, "process set ", s.process_set, " was removed");
-  return captured.is_ok() ? captured : captured.with("capture of allreduce " + quoted(s.name));
+  return captured.is_ok() ? captured : captured.with("capture of allreduce " + in_quotes(s.name));
 }
 
 Status Calls::begin_here(const Submission& s, int64_t* handle) {

@@ -269,7 +269,7 @@ std::vector<DeviceSide::Late> DeviceSide::late(TimePoint now, double patience_s)
     const auto index = static_cast<size_t>(id.index);
     std::vector<int> missing = d.runs[index].collective->late_members();
     if (!missing.empty())
-      all.push_back({"allreduce " + quoted(d.set->buckets[index].name), waited_s, std::move(missing)});
+      all.push_back({"allreduce " + in_quotes(d.set->buckets[index].name), waited_s, std::move(missing)});
   }
   return all;
 }
@@ -459,7 +459,7 @@ Status DeviceSide::check_order() const {
     if (op->work && comes_behind && waited_s >= patience_s)
       return Status(Code::kMismatch,
                     text_of(context_.me(), " has waited ", static_cast<int>(waited_s), " s for ", op->describe(),
-                            " on its GPU, which comes behind bucket ", quoted(bucket.name),
+                            " on its GPU, which comes behind bucket ", in_quotes(bucket.name),
                             " that another rank has filled and this rank has not: let all ranks call it at the same "
                             "place, before or after the step"),
                     context_.rank());

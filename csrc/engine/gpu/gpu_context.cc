@@ -1,6 +1,7 @@
 #include "engine/gpu/gpu_context.h"
 
 #include <algorithm>
+#include "base/quoted.h"
 
 #include "engine/gpu/device_side.h"
 #include "engine/intake/intake.h"
@@ -201,19 +202,11 @@ void GpuContext::note_way(int process_set, Way way) {
 }
 
 std::string GpuContext::json() const {
-  const auto quoted = [](const std::string& text) {
-    std::string out = "\"";
-    for (const char c : text) {
-      if (c == '"' || c == '\\') out += '\\';
-      out += static_cast<unsigned char>(c) < 0x20 ? ' ' : c;
-    }
-    return out + "\"";
-  };
   MutexLock lock(mu_);
   std::string text = "{";
   for (const auto& [set, way] : ways_)
-    text += text_of(text.size() > 1 ? "," : "", "\"", set, "\":{\"backend\":", quoted(way.backend),
-                    ",\"reason\":", quoted(way.reason), ",\"no_kernels\":", quoted(way.no_kernels), "}");
+    text += text_of(text.size() > 1 ? "," : "", "\"", set, "\":{\"backend\":", json_string(way.backend),
+                    ",\"reason\":", json_string(way.reason), ",\"no_kernels\":", json_string(way.no_kernels), "}");
   return text + "}";
 }
 

@@ -15,7 +15,7 @@ constexpr size_t kManyTensors = 4096;          // fewer, of whatever shapes, fit
 // In front of every text: allreduce 'layer1.weight', unnamed allreduce.
 std::string label_of(const Submission& s) {
   if (is_message(s.op)) return text_of(name_of(s.op), s.op == Op::kSend ? " to rank " : " from rank ", s.root);
-  return s.name.empty() ? text_of("unnamed ", name_of(s.op)) : text_of(name_of(s.op), " ", quoted(s.name));
+  return s.name.empty() ? text_of("unnamed ", name_of(s.op)) : text_of(name_of(s.op), " ", in_quotes(s.name));
 }
 
 template <class... Parts>
@@ -32,7 +32,7 @@ std::string shape_text(std::span<const int64_t> shape) {
 // What the other ranks' readers would refuse would break the job there; so it is refused here, on this rank alone.
 Status check_name(const Submission& s) {
   if (s.name.size() <= kMaxTextBytes) return Status::ok();
-  return error(Code::kInvalidArgument, name_of(s.op), " ", quoted(s.name.substr(0, 60)), "...: a name of ",
+  return error(Code::kInvalidArgument, name_of(s.op), " ", in_quotes(s.name.substr(0, 60)), "...: a name of ",
                s.name.size(), " bytes; allowed are ", kMaxTextBytes);
 }
 

@@ -72,7 +72,7 @@ void Intake::write_signature(const Submission& s, const Members& set, bool decla
 }
 
 Status Intake::failure_of(Op op, std::string_view name) const {
-  return failure_.with(text_of(name_of(op), name.empty() ? "" : " " + quoted(name)));
+  return failure_.with(text_of(name_of(op), name.empty() ? "" : " " + in_quotes(name)));
 }
 
 // Whether `s` may be submitted now, and to which set.
@@ -93,7 +93,7 @@ Status Intake::has_joined(Op op) const {
 }
 
 Status Intake::is_pending(Op op, std::string_view name) const {
-  return error(Code::kInvalidArgument, name_of(op), " ", quoted(name),
+  return error(Code::kInvalidArgument, name_of(op), " ", in_quotes(name),
                ": an operation with this name is already pending on rank ", context_.rank(),
                " (Duplicate tensor name). Wait for it first, or give this one another name.");
 }

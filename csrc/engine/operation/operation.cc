@@ -25,7 +25,7 @@ std::string Operation::describe() const {
     return text_of(name_of(s.op), s.op == Op::kSend ? " to " : " from ",
                    s.root < 0 ? std::string("any rank") : text_of("rank ", s.root), " (tag ", request.sequence, ")");
   if (request.name.empty()) return text_of(name_of(s.op), " no. ", request.sequence, " (unnamed)");
-  return text_of(name_of(s.op), " ", quoted(request.name));
+  return text_of(name_of(s.op), " ", in_quotes(request.name));
 }
 
 void Operation::note_poll(TimePoint now) {

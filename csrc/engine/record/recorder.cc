@@ -78,7 +78,7 @@ std::string Recorder::last_call() const {
   if (submissions_ == 0) return "none";
   const Call& c = ring_[submissions_ % kKept].call;
   return text_of(name_of(c.op),
-                 c.unnamed ? text_of(" no. ", c.use, " (unnamed)") : " " + quoted({c.name, c.name_bytes}), ", ",
+                 c.unnamed ? text_of(" no. ", c.use, " (unnamed)") : " " + in_quotes({c.name, c.name_bytes}), ", ",
                  seconds_text(seconds_between(c.submitted, Clock::now())).substr(0, 5), " s ago");
 }
 

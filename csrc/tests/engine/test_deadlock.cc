@@ -201,10 +201,10 @@ TEST_CASE("deadlock: a rank that computes is waited for in two worlds, and by tw
 }
 
 TEST_CASE("names in texts: control characters are escaped, all else stays") {
-  CHECK(quoted("layer.weight") == "'layer.weight'");
-  CHECK(quoted("a\nb\x1b[2J\x7f") == "'a\\x0ab\\x1b[2J\\x7f'");
-  CHECK(quoted("gr\xc3\xb6\xc3\x9f"
-               "e\xc2\x9b") ==
+  CHECK(in_quotes("layer.weight") == "'layer.weight'");
+  CHECK(in_quotes("a\nb\x1b[2J\x7f") == "'a\\x0ab\\x1b[2J\\x7f'");
+  CHECK(in_quotes("gr\xc3\xb6\xc3\x9f"
+                  "e\xc2\x9b") ==
         "'gr\xc3\xb6\xc3\x9f"
         "e\\x9b'");
 }
