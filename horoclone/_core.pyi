@@ -219,7 +219,8 @@ class Runtime:
     ) -> int:
         """Declares an optimizer's buckets, the same on every rank; collective over the process set. Returns the set's id.
 
-        The memory stays fixed until undeclare(). Where all ranks share memory and the buckets lie in Blocks their plan is persistent:
+        The memory stays fixed until undeclare(). Where all ranks share memory and the buckets lie in Blocks their plan is persistent,
+        between machines unless many of them are small (docs/decisions/buckets.md):
         submit_declared() starts a bucket without any message. Raises Mismatch when ranks declare different buckets.
         """
     def submit_declared(

@@ -39,8 +39,10 @@ enum class FrameKind : uint8_t {
   kWaitingInWorlds = 26,
   kDeadlockOfWorlds = 27,
   // A rank is silent. Body: i32 its world rank.
-  kIsHeard = 28,  // to another one: say so when you hear it
-  kHeard = 29,    // the answer, or its process is seen to run
+  kIsHeard = 28,      // to another one: say so when you hear it
+  kHeard = 29,        // the answer, or its process is seen to run
+  kBucketsLeft = 30,  // to all members: this rank enters no plan of these declared buckets any more. Body: u16 process
+                      // set; for each declared set i32 its number, u32 count, u64 rounds begun of each bucket
 };
 
 }  // namespace hc

@@ -136,12 +136,20 @@ class PersistentCollective : public ArrivalCollective {
     return Progress::kPending;
   }
   size_t bytes() const { return bytes_; }  // of the bucket; 0: of an arrival alone
+  // Between nodes: the member (group rank) has begun so many rounds, and will begin no other.
+  virtual void member_left(int, uint64_t) {}
+  // Nothing of it is on its way to or from another member.
+  virtual bool is_at_rest() const { return true; }
 
  protected:
   size_t bytes_ = 0;
 };
 // In place, all members share memory; `bucket` indexes the shared segment's bucket flags. shared.cc.
 std::unique_ptr<PersistentCollective> make_persistent_allreduce(Task task, const Group& group, size_t bucket);
+// Over several nodes; Task::tag names the process set's streams of declared buckets. two_level: the members of each
+// node share memory, in which all buffers lie. channels/persistent_allreduce.cc.
+std::unique_ptr<PersistentCollective> make_persistent_between_nodes(Task task, const Group& group, size_t bucket,
+                                                                    bool two_level);
 // The arrival alone, for a bucket that something else then reduces: done when all members have come. shared.cc.
 std::unique_ptr<PersistentCollective> make_persistent_arrival(const Group& group, size_t bucket);
 

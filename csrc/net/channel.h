@@ -22,6 +22,10 @@ struct Tag {
   uint16_t process_set = 0;
   uint32_t batch = 0;
   uint64_t offset = 0;
+  // A stream of a declared bucket: process_set is kBucketStreams and the number of the set. What arrives there before
+  // its receive is limited by the buckets alone: who has not heard from all members yet must go on reading.
+  static constexpr uint16_t kBucketStreams = 0x8000;
+  bool is_of_bucket() const { return (process_set & 0xc000) == kBucketStreams; }
   bool same_stream(const Tag& o) const {
     return generation == o.generation && process_set == o.process_set && batch == o.batch;
   }

@@ -5,6 +5,11 @@
 
 namespace hc {
 
+namespace {
+// Towards the limit.
+size_t counted_bytes(const SegmentHeader& header) { return header.tag.is_of_bucket() ? 0 : header.bytes; }
+}  // namespace
+
 Status check_header(const SegmentHeader& header) {
   if (header.guard == header.guard_of() && header.bytes <= kMaxTransferBytes) return Status::ok();
   return error(Code::kInternal, "sent a damaged data header (", header.bytes, " bytes announced)");
@@ -72,14 +77,14 @@ Status Inbox::begin_segment() {
     HC_TRY(check_match(header_, **match));
     into_ = *match;
     posted_.erase(match);
-  } else if (kept_bytes_ + header_.bytes > limit_ && kept_bytes_ > 0) {
+  } else if (!header_.tag.is_of_bucket() && kept_bytes_ + header_.bytes > limit_ && kept_bytes_ > 0) {
     blocked_ = true;
     return Status::ok();
   } else {
     // Not zeroed: every byte will be written before it is read.
     kept_.push_back({header_, std::unique_ptr<std::byte[]>(new std::byte[header_.bytes])});
     aside_ = std::prev(kept_.end());
-    kept_bytes_ += header_.bytes;
+    kept_bytes_ += counted_bytes(header_);
   }
   blocked_ = false;
   current_ = header_;
@@ -109,7 +114,7 @@ Status Inbox::post(Transfer* transfer) {
   } else {
     transfer->done = true;
   }
-  kept_bytes_ -= match->header.bytes;
+  kept_bytes_ -= counted_bytes(match->header);
   kept_.erase(match);
   return blocked_ ? begin_segment() : Status::ok();
 }

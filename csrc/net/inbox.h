@@ -1,6 +1,6 @@
 // Matches arriving data segments with posted receives. Unexpected segments, for which nothing is posted yet, are kept
-// here, up to kMaxUnexpectedBytes; then no more bytes are read until a receive takes some. It knows memory, not
-// sockets: the channel reads into the places that it names.
+// here, up to kMaxUnexpectedBytes besides those of declared buckets; then no more bytes are read until a receive takes
+// some. It knows memory, not sockets: the channel reads into the places that it names.
 //
 // Thread: the thread that makes progress. Owner: the channel.
 #pragma once

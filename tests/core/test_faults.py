@@ -8,6 +8,7 @@ import random
 import re
 import signal
 import sys
+import threading
 import time
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 from worker_pool import held, left_over, say, traces, wait_for_file
 
 import horoclone as hvd
+from horoclone.runtime.current import native
 
 MODES = pytest.mark.parametrize("shared", [True, False], ids=["shared", "tcp"])
 AT_ONCE_S = 8.0  # for the end of a process, on a busy machine
@@ -117,6 +119,7 @@ PROGRAM = """
 import os
 import numpy as np
 import horoclone as hvd
+from horoclone.runtime.current import native
 hvd.init()
 array = np.ones(1 << 20, np.float32)
 hvd.allreduce(array, name="w.3")
@@ -344,3 +347,33 @@ def test_different_names_are_reported_with_their_ranks_and_may_come_together(wor
     team.wait_for_output(0, *expected)
     reported.touch()
     assert team.wait(20) == [0, 0, 0], team.outputs()
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.03])
+def test_a_rank_killed_amid_declared_buckets_between_nodes_is_named(worlds, after_s):
+    worlds.run(
+        3, reduce_declared_until_one_dies, dies=[2], env={"HOROCLONE_SHARED_MEMORY": "0"}, after_s=after_s
+    )
+
+
+def reduce_declared_until_one_dies(after_s):
+    runtime, counts = native(), [10, 1 << 20]
+    blocks = [runtime.allocate(4 * count) for count in counts]
+    data = [np.frombuffer(block, np.float32).ctypes.data for block in blocks]
+    declared = runtime.declare(["small", "large"], data, counts, [9, 9])
+    persistent = hvd.metrics()["persistent"]
+
+    def step():
+        handles = [runtime.submit_declared(0, declared, bucket) for bucket in (0, 1)]
+        for handle in handles:
+            runtime.wait(handle)
+            runtime.release(handle)
+
+    step()
+    assert hvd.metrics()["persistent"] == persistent + 2
+    if hvd.rank() == 2:
+        threading.Timer(after_s, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    with pytest.raises(hvd.PeerLost) as lost:
+        while True:
+            step()
+    assert lost.value.rank == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,34 @@ def step(optimizer: Any, model: torch.nn.Module, inputs: torch.Tensor) -> None:
     optimizer.zero_grad()
     model(inputs).square().sum().backward()
     optimizer.step()
+
+
+@pytest.mark.parametrize(("size", "on_a_node"), [(2, 1), (4, 1), (4, 2)])
+def test_a_step_between_nodes_sends_no_control_message(worlds: Any, size: int, on_a_node: int) -> None:
+    counted = worlds.run(size, count_control_frames, init=False, on_a_node=on_a_node)
+    windows = [tuple(map(sum, zip(*window, strict=True))) for window in zip(*counted, strict=True)]
+    # On a busy machine a rank that waits for long asks whether the others are alive.
+    assert (0, 4 * size) in windows and all(buckets == 4 * size for _, buckets in windows), windows
+
+
+def count_control_frames(on_a_node: int) -> list[tuple[int, int]]:
+    """(control frames sent, persistent buckets) in each of some windows of four steps."""
+    os.environ["HOROCLONE_NODE"] = str(int(os.environ["HOROCLONE_RANK"]) // on_a_node)
+    hvd.init()
+    model = torch.nn.Linear(300, 300)
+    optimizer = optimizer_of(model)
+
+    def window(steps: int) -> tuple[int, int]:
+        before = hvd.metrics()
+        for _ in range(steps):
+            step(optimizer, model, torch.ones(1, 300))
+        after = hvd.metrics()
+        hvd.barrier()
+        frames, buckets = (after[name] - before[name] for name in ("control_frames_sent", "persistent"))
+        return frames, buckets
+
+    window(3)
+    return [window(4) for _ in range(4)]
 
 
 @pytest.mark.parametrize("shared", ["1", "0"], ids=["shared", "tcp"])

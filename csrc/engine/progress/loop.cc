@@ -105,6 +105,8 @@ Status Loop::handle_frame(int from, std::span<const uint8_t> frame) {
       return checked(take_plan(from, &in, frame));
     case FrameKind::kFlushHeld:
       return checked(take_flush_frame(from, &in));
+    case FrameKind::kBucketsLeft:
+      return checked(take_buckets_left(from, &in));
     case FrameKind::kMessage:
     case FrameKind::kMessageWanted:
     case FrameKind::kMessageTaken:
@@ -184,6 +186,11 @@ Status Loop::take_flush_frame(int from, Reader* in) {
   const auto how = in->get<uint8_t>();
   if (!in->ok()) return error(Code::kInternal, "a frame about held requests is broken");
   return set && set->members().has_me() ? set->take_flush_frame(from, how) : Status::ok();
+}
+
+Status Loop::take_buckets_left(int from, Reader* in) {
+  ProcessSet* set = parts_.sets.find(in->get<uint16_t>());
+  return set && set->members().has_me() ? set->take_buckets_left(from, in) : Status::ok();
 }
 
 Status Loop::take_parent_left(Reader* in) {

@@ -113,6 +113,7 @@ class Loop {
   Status take_requests(int from, Reader* in);
   Status take_plan(int from, Reader* in, std::span<const uint8_t> frame);
   Status take_flush_frame(int from, Reader* in);
+  Status take_buckets_left(int from, Reader* in);
   Status poll();
   Status check_late(TimePoint now);
   Status check_backends();

@@ -1,6 +1,7 @@
 #include "engine/sets/negotiator.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "agreement/frame_budget.h"
 #include "collective/selection.h"
@@ -170,6 +171,7 @@ void Negotiator::set_sizes(const Tuning& tuning) {
 
 Status Negotiator::pass_down(const Plan& plan, std::span<const uint8_t> frame) {
   if (aggregator_) aggregator_->pass(plan);
+  if (std::exchange(until_plan_, false)) aggregator_->hold_nothing(holds_nothing_, Clock::now());
   const auto send_to = [&](int position) {
     const int r = members_.ranks[static_cast<size_t>(position)];
     if (r == context_.rank() || link_.has_left(r)) return Status::ok();
@@ -230,11 +232,19 @@ Status Negotiator::tell_to_flush(uint8_t how) {
 Status Negotiator::take_flush_frame(int from, uint8_t how) {
   if (how > 2) return error(Code::kInternal, "a frame about held requests is broken");
   if (!aggregator_ || members_.coordinator_rank() != from) return Status::ok();
-  if (how == 1)
+  if (how == 1) {
     aggregator_->flush_held(Clock::now());
-  else
-    aggregator_->hold_nothing(how == 2, Clock::now());
+    return Status::ok();
+  }
+  holds_nothing_ = how == 2;
+  aggregator_->hold_nothing(holds_nothing_ || until_plan_, Clock::now());
   return Status::ok();
+}
+
+void Negotiator::hold_nothing_until_plan() {
+  if (!aggregator_) return;
+  until_plan_ = true;
+  aggregator_->hold_nothing(true, Clock::now());
 }
 
 Status Negotiator::flush_held(TimePoint now, double patience_s) {

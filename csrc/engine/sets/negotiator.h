@@ -81,6 +81,8 @@ class Negotiator {
   // when.
   bool may_flush_held(TimePoint now) const { return aggregator_ && coordinator_ && now >= next_flush_; }
   Status flush_held(TimePoint now, double patience_s);
+  // Ranks wait for one another: what this rank holds of others, and what they announce until the next plan, goes up.
+  void hold_nothing_until_plan();
 
  private:
   Status give_to_coordinator(const RequestList& requests);
@@ -100,7 +102,8 @@ class Negotiator {
   bool bypass_news_ = false;
   bool delays_batch_ = false;  // something is ready and held back until batch_due_, so that more joins it
   TimePoint batch_due_{};
-  bool holds_nothing_ = false;  // group rank 0: the request aggregators were told to, for a timeline
+  bool holds_nothing_ = false;  // group rank 0 has told the request aggregators to, for a timeline
+  bool until_plan_ = false;     // nothing is held before it
   TimePoint next_flush_{};
   PlanCache cache_;
   RequestList requests_;      // what goes next

@@ -1,5 +1,6 @@
-// The declared buckets of one process set. Where all members share memory and every rank agrees, their plan is
-// persistent: a bucket starts as soon as it is submitted, without any message.
+// The declared buckets of one process set. Where every rank agrees, their plan is persistent: a bucket starts as soon
+// as it is submitted, without any message. Where all members share memory, who leaves the plans sets a flag there;
+// between nodes it tells the others how often it has begun each bucket (docs/decisions/buckets.md).
 //
 // Thread: the thread that makes progress, or who holds the progress lock. Owner: a process set.
 #pragma once
@@ -7,6 +8,8 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <span>
+#include <utility>
 #include <vector>
 
 #include "collective/collective.h"
@@ -22,6 +25,8 @@ class PersistentBuckets {
     size_t first_flag = 0;   // of its buckets' flags in the shared segment
     bool has_flags = false;  // there was room for them
     bool is_persistent = false;
+    bool is_between_nodes = false;
+    bool anybody_left = false;  // between nodes: another member has left the plan
     struct Run {
       std::unique_ptr<PersistentCollective> collective;  // made at the first use
       uint64_t rounds = 0;                               // how often it has begun
@@ -43,8 +48,9 @@ class PersistentBuckets {
     const auto at = declared_.find(id);
     return at == declared_.end() ? nullptr : &at->second;
   }
-  // shared_segment: of the set when all members share memory, else null.
-  Result<Declared*> add(int id, std::shared_ptr<const BucketSet> set, SharedSegment* shared_segment);
+  enum class Reach { kNone, kNode, kNodes };  // of a persistent plan: nowhere, where all share memory, between nodes
+  // shared_segment: of the members on this node; null: there is none.
+  Result<Declared*> add(int id, std::shared_ptr<const BucketSet> set, Reach reach, SharedSegment* shared_segment);
   void remove(int id) { declared_.erase(id); }
   // The last one, as if it had never been added.
   void take_back(int id) {
@@ -57,7 +63,8 @@ class PersistentBuckets {
   PersistentCollective* enter(BucketId id, SharedSegment* shared_segment, bool looks, Make&& make) {
     Declared* d = find(id.set);
     if (!d || !d->is_persistent) return nullptr;
-    if (looks && anybody_left(*shared_segment)) {
+    if (d->is_between_nodes && d->anybody_left) return nullptr;
+    if (looks && !d->is_between_nodes && anybody_left(*shared_segment)) {
       // Who has begun this bucket already, and has left since, is told in this way that it will not come.
       invalidate(shared_segment);
       return nullptr;
@@ -69,6 +76,12 @@ class PersistentBuckets {
   }
   // From now on this rank enters no persistent plan.
   void invalidate(SharedSegment* shared_segment);
+  // Between nodes: the sets whose plan this rank leaves now, all of them or one; others are to be told.
+  std::vector<std::pair<int, const Declared*>> leave(int only = -1);
+  // Another member has left, after so many rounds of each bucket. False: these are not the buckets of that set.
+  bool member_left(int position, int id, std::span<const uint64_t> rounds);
+  // Between nodes: drops what is under way, after which no tensor is touched.
+  void end_runs();
 
  private:
   std::map<int, Declared> declared_;

@@ -12,6 +12,8 @@ namespace {
 
 constexpr size_t kPlansAhead = 2;  // batches decided but not finished: what is ready later waits and gets fused
 constexpr int kBatchesAtOnce = 16;
+constexpr int kMostTold = 64;  // members of a set of which each tells every other one that it has filled a bucket
+constexpr int kFewSmall = 4;   // buckets of less than a quarter of a batch of them
 
 }  // namespace
 
@@ -112,9 +114,21 @@ Task ProcessSet::task_of(const Operation& op) const {
 }
 
 bool ProcessSet::enter_bucket(Operation* op) {
+  const PersistentBuckets::Declared* d = buckets_.find(op->bucket.set);
+  const bool between_nodes = d && d->is_between_nodes;
+  // What overtakes what is the coordinator's to decide. And who waits for this rank in the plan is told not to.
+  if (between_nodes && (d->anybody_left || op->signature().priority != 0)) leave_buckets(op->bucket.set);
   // Where the backend works, rank 0 decides for all whether a bucket starts without a plan.
   auto* run = buckets_.enter(op->bucket, shared_.get(), !op->work, [&](size_t flag) {
-    return op->work ? make_persistent_arrival(group_, flag) : make_persistent_allreduce(task_of(*op), group_, flag);
+    if (op->work) return make_persistent_arrival(group_, flag);
+    Task task = task_of(*op);
+    if (!between_nodes) return make_persistent_allreduce(std::move(task), group_, flag);
+    const Tuning& tuning = parts_.tuner.agreed();  // for ever: a search that changes it is in no step with this
+    task.segment_bytes = tuning.segment_bytes;
+    task.ring_from_bytes = tuning.ring_from_bytes;
+    task.tag = {static_cast<uint16_t>(parts_.context.generation),
+                static_cast<uint16_t>(Tag::kBucketStreams | members().id), 0, 0};
+    return make_persistent_between_nodes(std::move(task), group_, flag, may_be_two_level_);
   });
   if (!run) return false;
   if (op->work)
@@ -173,7 +187,7 @@ Status ProcessSet::step(Iteration* now) {
     HC_TRY(decide(now));
   if (batches_.has_work()) HC_TRY(run_batches(now));
   if (!closed_.is_ok()) end_after_close(now);
-  if (!arrivals_.empty() || deferred_join_) run_arrivals(now);
+  if (!arrivals_.empty() || deferred_join_) HC_TRY(run_arrivals(now));
   if (backend_->is_used()) backend_->step(now);
   wake_readers();
   return Status::ok();
@@ -341,20 +355,24 @@ void ProcessSet::finish_batch() {
     if (op) complete(op, runner->outcome());
 }
 
-void ProcessSet::run_arrivals(Iteration* now) {
+Status ProcessSet::run_arrivals(Iteration* now) {
   for (size_t i = 0; i < arrivals_.size();) {
     const Progress progress = arrivals_[i].collective->step(&now->moved);
     if (progress == Progress::kPending) {
       ++i;
       continue;
     }
+    // Others are in the same bucket, from which there is no way back.
+    if (progress == Progress::kFailed && !arrivals_[i].round) return arrivals_[i].collective->status();
     Arrival run = std::move(arrivals_[i]);
     arrivals_.erase(arrivals_.begin() + static_cast<std::ptrdiff_t>(i));
     now->moved = true;
     const BucketId bucket = run.op->bucket;
     if (run.collective->withdrawn()) {
-      if (PersistentBuckets::Declared* d = bucket.set >= 0 ? buckets_.find(bucket.set) : nullptr)
+      if (PersistentBuckets::Declared* d = bucket.set >= 0 ? buckets_.find(bucket.set) : nullptr) {
+        leave_buckets(bucket.set);
         d->is_persistent = false;
+      }
       announce(run.op);
       continue;
     }
@@ -366,25 +384,34 @@ void ProcessSet::run_arrivals(Iteration* now) {
     Counters::add_locked(counters.bytes_reduced, run.round ? run.op->bytes() : run.bytes);
     complete(run.op, run.collective->status());
   }
-  if (!deferred_join_ || !arrivals_.empty() || !backend_->may_leave()) return;
+  if (!deferred_join_ || !arrivals_.empty() || !backend_->may_leave()) return Status::ok();
   deferred_join_ = nullptr;
   leave_shared_rounds();
   negotiator_->announce_join();
   now->moved = true;
+  return Status::ok();
 }
 
 // ---- declared buckets
 
 Status ProcessSet::declare(int id, std::shared_ptr<const BucketSet> buckets, bool owned, Capabilities* mine) {
-  auto added = buckets_.add(id, buckets, is_on_one_node() ? shared_.get() : nullptr);
+  using Reach = PersistentBuckets::Reach;
+  const bool is_host = buckets->place.is_host;
+  const Reach reach = is_on_one_node()                              ? Reach::kNode
+                      : is_host && persists_between_nodes(*buckets) ? Reach::kNodes
+                                                                    : Reach::kNone;
+  auto added = buckets_.add(id, buckets, reach, reach == Reach::kNone ? nullptr : shared_.get());
   HC_TRY(added.status());
   HC_TRY(backend_->declare(*buckets, owned, added.value()->has_flags, mine));
-  if (!buckets->place.is_host) return Status::ok();
+  if (!is_host) return Status::ok();
   const Mesh& mesh = *parts_.context.mesh;
   const Arena* arena = mesh.shares_memory(mesh.rank()) ? mesh.arena(mesh.rank()).get() : nullptr;
-  mine->persistent = added.value()->has_flags && arena &&
+  const bool anywhere = reach == Reach::kNodes && !may_be_two_level_;
+  // Settings that are searched for come with plans, and what MPI has begun cannot be withdrawn.
+  const bool may_persist = reach != Reach::kNodes || (!mesh.has_mpi() && !parts_.tuner.is_searching());
+  mine->persistent = added.value()->has_flags && may_persist &&
                      std::all_of(buckets->buckets.begin(), buckets->buckets.end(), [&](const BucketSet::Bucket& b) {
-                       return b.bytes() && arena->contains(b.data, b.bytes());
+                       return b.bytes() && (anywhere || (arena && arena->contains(b.data, b.bytes())));
                      });
   return Status::ok();
 }
@@ -403,6 +430,11 @@ void ProcessSet::undeclare(int id) {
   // The late operations, also those that are not taken yet, find it; it goes with the process set. One that did not
   // would be negotiated, while the other ranks, who have their bucket, wait for it in the plan.
   if (!d || used || parts_.intake.is_pending(*intake_, id)) return;
+  if (d->is_between_nodes) {
+    leave_buckets(id);  // the others still have theirs
+    if (!std::ranges::all_of(d->runs, [](const auto& run) { return !run.collective || run.collective->is_at_rest(); }))
+      return;
+  }
   backend_->undeclare(*d->set);
   buckets_.remove(id);
   parts_.intake.undeclare(*intake_, id);
@@ -425,10 +457,50 @@ Status ProcessSet::parent_left(int rank, const std::string& text) {
 void ProcessSet::leave_shared_rounds() {
   bypass_.close();
   buckets_.invalidate(shared_.get());
+  leave_buckets();
+}
+
+// Between nodes, the same on every member: whether these buckets may go without a plan. Many small ones are faster with
+// one, which fuses them.
+bool ProcessSet::persists_between_nodes(const BucketSet& set) const {
+  const size_t small = parts_.tuner.agreed().ring_from_bytes / 4;
+  const auto few = std::ranges::count_if(set.buckets, [&](const auto& b) { return b.bytes() < small; }) <= kFewSmall;
+  return few && members().size() <= kMostTold;
+}
+
+// Tells the others how far this rank has come in its declared buckets, of which it enters none without a plan any more.
+// A peer to which that cannot be sent is lost, which is noticed elsewhere.
+void ProcessSet::leave_buckets(int only) {
+  const auto left = buckets_.leave(only);
+  if (left.empty()) return;
+  Writer& frame = parts_.link.begin(FrameKind::kBucketsLeft);
+  frame.put(members().id);
+  for (const auto& [id, d] : left) {
+    frame.put(static_cast<int32_t>(id));
+    frame.put(static_cast<uint32_t>(d->runs.size()));
+    for (const auto& run : d->runs) frame.put(run.rounds);
+  }
+  for (const int r : members().ranks)
+    if (r != parts_.context.rank() && !parts_.link.has_left(r)) (void)parts_.link.send(r, true);
+}
+
+Status ProcessSet::take_buckets_left(int from, Reader* in) {
+  const int position = members().position_of(from);
+  while (in->ok() && in->remaining() > 0) {
+    const int id = in->get<int32_t>();
+    const auto count = in->get<uint32_t>();
+    std::vector<uint64_t> rounds(count <= kMaxPersistentBuckets ? count : 0);
+    for (uint64_t& one : rounds) one = in->get<uint64_t>();
+    if (!in->ok() || position < 0 || !buckets_.member_left(position, id, rounds))
+      return error(Code::kInternal, "a frame about declared buckets is broken");
+  }
+  return Status::ok();
 }
 
 void ProcessSet::close() {
   batches_.begin(nullptr);
+  arrivals_.clear();
+  buckets_.end_runs();
   backend_->close();
 }
 
@@ -440,6 +512,7 @@ void ProcessSet::fail(const Status& reason) {
   }
   batches_.clear();
   arrivals_.clear();
+  buckets_.end_runs();
   deferred_join_ = nullptr;
   while (!pending_.all().empty()) {
     Operation* op = pending_.all().back();

@@ -70,6 +70,7 @@ class ProcessSet {
   Status take_requests(int from, const RequestList& requests) { return negotiator_->take(from, requests); }
   Status take_plan(int from, Plan plan, std::span<const uint8_t> frame);
   Status take_flush_frame(int from, uint8_t how) { return negotiator_->take_flush_frame(from, how); }
+  Status take_buckets_left(int from, Reader* in);
   // Does what can be done now. An error ends the whole engine.
   Status step(Iteration* now);
 
@@ -143,6 +144,8 @@ class ProcessSet {
   };
   bool is_reachable() const { return !parts_.context.has_failed() && closed_.is_ok(); }
   bool enter_bucket(Operation* op);
+  bool persists_between_nodes(const BucketSet& set) const;
+  void leave_buckets(int only = -1);
   bool enter_bypass(Operation* op);
   Result<Task> bypass_task_of(Operation* op) const;
   void keep_repeat(const Operation& op, const BypassKey& key, const Task& task);
@@ -155,7 +158,7 @@ class ProcessSet {
   Status run_batches(Iteration* now);
   void finish_batch();
   void end_after_close(Iteration* now);
-  void run_arrivals(Iteration* now);
+  Status run_arrivals(Iteration* now);
   void note_batch(TimePoint planned);
   void note_arrival(TimePoint submitted, const ArrivalCollective::Arrival& arrival) {
     if (arrival.last < 0)

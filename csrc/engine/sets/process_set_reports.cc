@@ -94,7 +94,8 @@ Status ProcessSet::flush_held_requests_if_late(TimePoint now) {
 }
 
 Status ProcessSet::flush_held_requests(bool steps_back) {
-  if (steps_back && shared_ && backend_->may_leave()) leave_shared_rounds();
+  if (steps_back && backend_->may_leave()) leave_shared_rounds();
+  negotiator_->hold_nothing_until_plan();  // who steps back announces a moment later
   const TimePoint now = Clock::now();
   return negotiator_->may_flush_held(now) ? negotiator_->flush_held(now, kFlushesApartS) : Status::ok();
 }

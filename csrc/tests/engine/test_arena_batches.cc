@@ -93,12 +93,12 @@ struct DeclaredBuckets {
       data()[i] = (static_cast<float>((i * 7919 + rank * 104729) % 100003) - 5e4f) * (rank % 2 ? 1e-3f : 1.7f);
   }
   // In one go, or each alone. Returns the batches that it took.
-  int64_t reduce(bool in_one_go) {
+  int64_t reduce(bool in_one_go, int priority = 0) {
     const int64_t before = batches_of(engine);
     std::vector<int64_t> handles;
     for (int b = 0; b < count; ++b) {
       handles.push_back(0);
-      CHECK_OK(engine.submit_declared(0, id, b, nullptr, &handles.back()));
+      CHECK_OK(engine.submit_declared(0, id, b, {nullptr, priority}, &handles.back()));
       if (in_one_go && b + 1 < count) continue;
       for (int64_t h : handles) {
         CHECK_OK(finish(engine, h));
@@ -118,7 +118,7 @@ struct DeclaredBuckets {
   int id = -1;
 };
 
-// Several machines, so that the plan of declared buckets cannot be persistent: they are negotiated.
+// Several machines and many small buckets: they are negotiated, so that they are fused.
 TEST_CASE("many small declared buckets between machines travel in few batches, with the bits of each alone") {
   for (const std::vector<std::string>& node :
        {std::vector<std::string>{"a", "b"}, {"a", "b", "c"}, {"a", "b", "c", "d"}, {"a", "a", "b", "b"}}) {
@@ -149,13 +149,13 @@ TEST_CASE("many small declared buckets between machines travel in few batches, w
   }
 }
 
-// Private tensors of 16 KiB are reduced on two levels here, where the order of an element's sum depends on its place.
-// Tensors in an arena use recursive doubling, alone and fused.
+// Private tensors of nearly 16 KiB are reduced on two levels here, where the order of an element's sum depends on its
+// place. Tensors in an arena use recursive doubling, alone and fused.
 TEST_CASE("declared buckets have the same bits alone and together where machines have several ranks") {
   const std::vector<std::string> node{"a", "b", "a", "b"};
   const int size = static_cast<int>(node.size());
   constexpr int kBuckets = 8;
-  constexpr int64_t kElements = 4 << 10;
+  constexpr int64_t kElements = (4 << 10) - 16;
   std::vector<std::vector<float>> values[2];
   for (const bool in_one_go : {true, false}) {
     auto& found = values[in_one_go];
@@ -177,7 +177,7 @@ TEST_CASE("declared buckets that a ring reduces share no batch") {
   CHECK_OK(world.on_nodes({"a", "b"}).each([&](Engine& engine, int) {
     DeclaredBuckets buckets(engine, 5, 20 << 10);
     buckets.fill();
-    const int64_t batches = buckets.reduce(true);
+    const int64_t batches = buckets.reduce(true, 1);  // what has a priority is negotiated
     CHECK_LOCKED(batches == 5);
   }));
 }

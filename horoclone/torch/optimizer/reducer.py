@@ -946,7 +946,7 @@ class Reducer:
         self._agree_on(self.states, elsewhere=True)
 
     def _declare(self) -> None:
-        """Collective. From here on a bucket starts without any message where all ranks share memory."""
+        """Collective. From here on a bucket starts without any message where its plan is persistent."""
         assert self._runtime is not None
         if self.buckets:
             self._declared = self._runtime.declare(
