@@ -63,7 +63,6 @@ class PersistentBuckets {
   PersistentCollective* enter(BucketId id, SharedSegment* shared_segment, bool looks, Make&& make) {
     Declared* d = find(id.set);
     if (!d || !d->is_persistent) return nullptr;
-    if (d->is_between_nodes && d->anybody_left) return nullptr;
     if (looks && !d->is_between_nodes && anybody_left(*shared_segment)) {
       // Who has begun this bucket already, and has left since, is told in this way that it will not come.
       invalidate(shared_segment);

@@ -461,11 +461,12 @@ void ProcessSet::leave_shared_rounds() {
 }
 
 // Between nodes, the same on every member: whether these buckets may go without a plan. Many small ones are faster with
-// one, which fuses them.
+// one, which fuses them. Only in the set of all ranks: the number of another set, once it was removed, is given again,
+// and what was sent for a round that nobody entered could be taken for the new one's.
 bool ProcessSet::persists_between_nodes(const BucketSet& set) const {
   const size_t small = parts_.tuner.agreed().ring_from_bytes / 4;
   const auto few = std::ranges::count_if(set.buckets, [&](const auto& b) { return b.bytes() < small; }) <= kFewSmall;
-  return few && members().size() <= kMostTold;
+  return few && members().id == 0 && members().size() <= kMostTold;
 }
 
 // Tells the others how far this rank has come in its declared buckets, of which it enters none without a plan any more.
