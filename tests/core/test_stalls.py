@@ -39,6 +39,7 @@ def wait_until_reported(how, reported):
 def come_late(how, reported):
     hvd.init()
     hvd.allreduce(np.ones(2), name="before")
+    say(running=True)
     if hvd.rank() == 1:
         wait_until_reported(how, reported)
     hvd.allreduce(np.ones(2), name="late")
@@ -111,6 +112,7 @@ def test_reports_can_be_switched_off(worker_pool, tmp_path):
     reported = tmp_path / "reported"
     env = {**SOON, "HOROVOD_STALL_CHECK_DISABLE": "1"}
     team = worker_pool(come_late, 2, env=env, how="python", reported=str(reported))
+    team.wait_for(0, "running")
     time.sleep(1.2)
     reported.touch()
     assert team.wait() == [0, 0] and "missing rank 1" not in team.output(0), team.outputs()
