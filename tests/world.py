@@ -45,7 +45,7 @@ class _Later:
 
     def __getattr__(self, attribute: str) -> Any:
         # pytest asks everything that a module holds for such names, to know whether it is a test or a fixture.
-        if attribute.startswith(("__", "_pytest", "_mock", "pytest_")):
+        if attribute.startswith(("__", "_import", "_pytest", "_mock", "pytest_")):
             raise AttributeError(attribute)
         return getattr(self._import(), attribute)
 

@@ -108,12 +108,18 @@ def test_missing_ranks_and_addresses_are_named(server, monkeypatch):
     assert len(heard) == 1 and "ranks 0, 2, 3" in heard[0] and server.addresses[0] in heard[0]
 
 
+def has_come(server, rank):
+    deadline = time.monotonic() + 20
+    while not (server._gathers.get("g") and rank in server._gathers["g"].blobs):
+        assert time.monotonic() < deadline, f"rank {rank} has not come"
+        time.sleep(0.01)
+
+
 @pytest.mark.in_turn("server")
 def test_who_has_given_up_waiting_is_not_missing(server):
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(client_of(server).gather, "g", 2, 3, b"", 1.5)
-        while not (server._gathers.get("g") and 2 in server._gathers["g"].blobs):
-            time.sleep(0.01)
+        waiting = pool.submit(client_of(server).gather, "g", 2, 3, b"", 3)
+        has_come(server, 2)
         with pytest.raises(errors.Timeout, match="missing: rank 1;"):
             client_of(server).gather("g", 0, 3, b"", 0.3)
         with pytest.raises(errors.Timeout, match="missing: rank 1;"):
@@ -148,8 +154,7 @@ def test_a_missing_rank_that_has_failed_ends_the_wait_of_the_others(server):
 def test_two_processes_with_one_rank_are_told_so(server):
     with ThreadPoolExecutor(1) as pool:
         pool.submit(client_of(server).gather, "g", 0, 2, b"first", 20)
-        while not (server._gathers.get("g") and 0 in server._gathers["g"].blobs):
-            time.sleep(0.01)
+        has_come(server, 0)
         with pytest.raises(errors.HorovodInternalError, match="two processes say that they are rank 0"):
             client_of(server).gather("g", 0, 2, b"second", 5)
         with pytest.raises(errors.HorovodInternalError, match="the job has 3 ranks"):

@@ -145,6 +145,7 @@ def test_arrays_of_jax(tmp_path: Path) -> None:
 
 @ranks(2, init=False)
 def test_the_example_goes_on_where_it_ended(place):
+    pytest.importorskip("torch")
     example = Path(__file__).resolve().parents[2] / "examples" / "torch_checkpoint.py"
     for first in (0, 30):
         said = printed_by(example, "--path", place, "--steps", "30", "--steps-per-save", "10")

@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
 from world import later, ranks
 
 from horoclone import checkpoint
 from horoclone.checkpoint.saving import save_alone
 
-dcp = later("torch.distributed.checkpoint")
+torch = pytest.importorskip("torch")
+dist, dcp = later("torch.distributed"), later("torch.distributed.checkpoint")
 
 
 def trained(seed: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

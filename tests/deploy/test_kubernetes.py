@@ -245,6 +245,11 @@ def ended(pod: Any, code: int, *patterns: str, timeout_s: float = 60) -> None:
         assert re.search(pattern, pod.output), f"{pattern}\n{pod.cluster.outputs()}"
 
 
+def test_without_the_first_pod_the_others_say_for_whom_they_wait(cluster: Any) -> None:
+    pod = one_pod(cluster, 1, HOROCLONE_ELASTIC_TIMEOUT="3")
+    ended(pod, 75, r"there was no job to join.*train-0\.train is to begin it")
+
+
 def test_a_pod_that_never_comes_is_named(cluster: Any) -> None:
     limits = {"HOROCLONE_ELASTIC_TIMEOUT": "8", "HOROCLONE_MIN_NP": "3"}
     pods = [one_pod(cluster, index, **limits) for index in (0, 1)]

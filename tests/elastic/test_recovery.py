@@ -36,7 +36,7 @@ def test_survivors_go_on_wherever_a_rank_dies(
 ) -> None:
     if hosts == 2:
         request.getfixturevalue("needs_root")
-    out, kills = tmp_path / "found.json", 12 if phase == "random" else 3
+    out, kills = tmp_path / "found.json", 12 if phase == "random" else 4
     flags = ["--framework", "numpy", "--kills", kills, "--hosts", hosts, "--phase", phase, "--json", out]
     done = launch([sys.executable, BENCHMARK, *map(str, flags)], timeout_s=170, check=False)
     if "no network namespaces here" in done.stderr:

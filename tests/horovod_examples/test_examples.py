@@ -53,6 +53,13 @@ def test_a_script_is_run_on_two_ranks_and_its_failure_is_told(tmp_path: Path) ->
         "hvd.init()\n"
         "data = datasets.MNIST('data', train=False, download=True, transform=transforms.ToTensor())\n"
         "image, label = data[hvd.rank()]\n"
+        "import torch\n"
+        "model = torch.nn.Linear(28, 1)\n"
+        "hvd.broadcast_parameters(model.state_dict(), root_rank=0)\n"
+        "optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())\n"
+        "model(image[0]).sum().backward()\n"
+        "optimizer.step()\n"
+        "image = image if len(set(hvd.allgather_object(float(model.bias)))) == 1 else None\n"
         "print('rank', hvd.rank(), 'of', hvd.size(), tuple(image.shape), 0 <= label < 10, len(data))\n"
     )
     entry = {"name": "mine.py", "data": "mnist_files", "expect": r"rank 1 of 2 \(1, 28, 28\) True 256"}

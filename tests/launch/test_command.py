@@ -255,6 +255,7 @@ def test_a_script_may_be_on_the_discovered_hosts_only(called):
     (["--host-discovery-script", "/no/such", "true"], 2, "how many ranks"),
     (["-np", "1", "--host-discovery-script", "/no/such", "true"], 1, "/no/such: No such file"),
     (["-np", "1", "--host-discovery-script", "false", "true"], 1, "exit code 1"),
+    (["-np", "2", "--min-np", "1", "--host-discovery-script", "false", "true"], 1, "exit code 1"),
     (["-np", "1", "--host-discovery-script", "echo h", "true"], 1, "--slots-per-host"),
     (["-np", "1", "--host-discovery-script", "echo '<html>502 Bad Gateway'", "true"], 2, "'<html>502' is not a host name"),
     (["-np", "3", "--min-np", "3", "-H", "localhost:2", "true"], 2, "the hosts have 2"),

@@ -71,7 +71,10 @@ def test_ranks_run_on_their_hosts_with_their_numbers_and_our_environment(launch,
         "print(os.environ.get('REMOTE_HOST'), os.environ['HOROVOD_HOSTNAME'], os.environ['HOROVOD_LOCAL_RANK'],"
         " os.environ['HOROVOD_CROSS_RANK'], os.environ['DATA'], os.getcwd())"
     )
-    done = launch([*RUN, "-np", "5", "-H", HOSTS, PYTHON, "-c", body], env={**ssh, "DATA": "it's; $(here)"})
+    logs = ["--output-filename", tmp_path / "logs"]
+    done = launch(
+        [*RUN, "-np", "5", "-H", HOSTS, *logs, PYTHON, "-c", body], env={**ssh, "DATA": "it's; $(here)"}
+    )
     rest = f"it's; $(here) {Path(__file__).resolve().parents[2]}"  # the folder of the launcher, on every host
     assert sorted(done.stdout.splitlines()) == [
         f"[0] host-a.invalid host-a.invalid 0 0 {rest}",
@@ -80,6 +83,7 @@ def test_ranks_run_on_their_hosts_with_their_numbers_and_our_environment(launch,
         f"[3] host-b.invalid host-b.invalid 0 2 {rest}",
         f"[4] host-b.invalid host-b.invalid 1 1 {rest}",
     ]
+    assert (tmp_path / "logs" / "rank.4" / "stdout").read_text().startswith("host-b.invalid ")
     calls = (tmp_path / "calls").read_text()
     assert calls.count("\n") == 2 and "BatchMode=yes" in calls
 

@@ -128,3 +128,8 @@ def test_states_that_have_a_colour_are_states(dashboard: dict[str, Any], served:
     (panel,) = (one for one in dashboard["panels"] if one["type"] == "state-timeline")
     named = {re.sub(r"\W", "", one["matcher"]["options"]) for one in panel["fieldConfig"]["overrides"]}
     assert named == served["horoclone_rank_state"]["state"] - {"running"}
+
+
+def test_prometheus_is_told_the_port_that_the_page_gives_the_job() -> None:
+    (port,) = re.findall(r"--metrics-port (\d+) -np", (FOLDER / "README.md").read_text())
+    assert f'targets: ["127.0.0.1:{port}"]' in (FOLDER / "prometheus.yml").read_text()

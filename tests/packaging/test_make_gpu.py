@@ -45,7 +45,7 @@ def test_make_gpu_builds_without_network_and_gives_every_part_a_verdict(tmp_path
            "GPU_PYTHON": str(environment_with_torch(tmp_path / "there"))}  # fmt: skip
     for name in ("MAKEFLAGS", "MAKELEVEL", "VIRTUAL_ENV", "PYTHONPATH"):
         env.pop(name, None)
-    arguments = f"--fakes {fakes} --budget 900 --few few --tests='-k test_fake_join'"
+    arguments = f"--fakes {fakes} --budget 900 --few few --tests='-k test_fake_groups_mixed_places'"
     said, results = "", {}
     for verb, name in (("gpu", "gpu"), ("gpu-second", "gpu-second")):
         done = subprocess.run(

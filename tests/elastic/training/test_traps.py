@@ -83,7 +83,8 @@ NAMED = {
         "launch/test_elastic_policy.py::test_limits_of_a_cooldown_are_horovods",
     ],
     18: [
-        "launch/test_elastic_flags.py::test_a_script_that_fails_at_the_start_ends_the_job",
+        "launch/test_discovery.py::test_a_script_that_fails_says_what_it_said",
+        "launch/test_command.py::test_user_errors_are_one_message_and_never_a_traceback",
         "elastic/test_faults.py::test_discovery_that_prints_nonsense_and_then_hangs_changes_nothing",
         "launch/test_discovery.py::test_lines_keep_their_order_and_each_host_counts_once",
     ],
