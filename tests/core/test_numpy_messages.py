@@ -30,6 +30,31 @@ def test_everybody_sends_to_everybody_and_to_itself():
     assert hvd.recv(src=hvd.rank()).tolist() == [0, 1, 2]
 
 
+@ranks(3)
+def test_whoever_sends_first_is_received():
+    if hvd.rank() == 0:
+        assert sorted(hvd.recv(tag=2).item() for _ in range(2)) == [1, 2]
+    else:
+        hvd.send(np.array(hvd.rank()), 0, tag=2)
+
+
+@ranks(3, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
+def test_messages_of_a_process_set_are_its_own():
+    pair = hvd.add_process_set([0, 2])
+    if hvd.rank() == 0:
+        of_all, of_pair = hvd.isend([1], 2), hvd.isend([2], 2, process_set=pair)
+        hvd.synchronize(of_pair)
+        hvd.synchronize(of_all)
+    elif hvd.rank() == 2:
+        assert hvd.synchronize(hvd.irecv(process_set=pair)).tolist() == [2]
+        assert hvd.recv(src=0).tolist() == [1]
+    refused = "the provided process set" if hvd.rank() == 1 else f"process set {pair.process_set_id}"
+    for call in (lambda: hvd.send([1], 1, process_set=pair), lambda: hvd.recv(src=1, process_set=pair)):
+        with pytest.raises(ValueError, match=rf"ank 1 is not a member of {refused}"):
+            call()
+    hvd.remove_process_set(pair)
+
+
 @ranks(2)
 def test_handles_are_polled_and_collectives_are_not_held_up():
     if hvd.rank() == 0:
