@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import tempfile
@@ -9,7 +10,7 @@ import time
 
 import numpy as np
 import pytest
-from worker_pool import say
+from worker_pool import say, teams_of
 
 import horoclone as hvd
 
@@ -158,18 +159,15 @@ def test_a_rank_whose_other_thread_goes_on_is_waited_for(teams):
 def teams(warm_worker_pool):
     """A team for each program, all at once: they do little but wait."""
     quick = {"HOROCLONE_DEADLOCK_TIME_SECONDS": "0.3", "HOROCLONE_DYNAMIC_PROCESS_SETS": "1"}
-    started = {
-        f"in_branch of {size}": warm_worker_pool.start(
-            in_branch, size, env={**SOON, "HOROCLONE_SHARED_MEMORY": shared}
-        )
+    programs = {
+        f"in_branch of {size}": (in_branch, size, {**SOON, "HOROCLONE_SHARED_MEMORY": shared})
         for size, shared in ((2, "0"), (3, "1"))
     }
     for body in (polling_at_work, alone_in_a_save, threads, polling, each_alone):
         env = {**SOON, **(quick if body in (polling, each_alone) else {})}
-        started[body.__name__] = warm_worker_pool.start(body, 2, env=env)
-    yield started
-    for team in started.values():
-        team.close()
+        programs[body.__name__] = (body, 2, env)
+    with contextlib.contextmanager(teams_of)(warm_worker_pool) as start:
+        yield {name: start(body, size, env=env) for name, (body, size, env) in programs.items()}
 
 
 def ended(teams, program):
