@@ -47,13 +47,18 @@ def alone(worker_pool: Any, program: str) -> str:
     return said(worker_pool, IMPORTS + HANDLER + program, 1)
 
 
+def started(launch: Any, program: str, **env: str) -> Any:
+    """Of one rank in a process of its own, whose stderr and stdout are apart; a pool's ranks have one file for both."""
+    return launch([sys.executable, "-c", program], env={**WARNS, **env}, timeout_s=60)
+
+
 @pytest.mark.parametrize(
     "set_up", ["", "logging.basicConfig(level=logging.DEBUG, format='LOGGED %(message)s')"]
 )
-def test_lines_go_to_stderr_where_nobody_has_set_the_logger_up(worker_pool: Any, set_up: str) -> None:
-    output = said(worker_pool, PROGRAM.format(set_up=set_up))
-    assert output.count(LINE) == 1 and "LOGGED the timeline" not in output, output
-    assert "[horoclone] [rank 0] warning: " in output
+def test_lines_go_to_stderr_where_nobody_has_set_the_logger_up(launch: Any, set_up: str) -> None:
+    done = started(launch, PROGRAM.format(set_up=set_up))
+    assert done.stderr.count(LINE) == 1 and "LOGGED the timeline" not in done.output, done.output
+    assert "[horoclone] [rank 0] warning: " in done.stderr and LINE not in done.stdout, done.output
 
 
 @pytest.mark.parametrize(
@@ -121,9 +126,9 @@ def test_a_child_forked_after_shutdown_logs_again(launch: Any) -> None:
         "else:\n"
         "    hvd.init(); hvd.shutdown()\n"
     )
-    output = launch([sys.executable, "-c", IMPORTS + HANDLER + program], env=WARNS, timeout_s=60).output
-    assert output.count(f"RECORD horoclone WARNING 0 {LINE}") == 2, output
-    assert "CHILD 0" in output
+    done = started(launch, IMPORTS + HANDLER + program)
+    assert done.stdout.count(f"RECORD horoclone WARNING 0 {LINE}") == 2, done.output
+    assert "CHILD 0" in done.stdout
 
 
 def test_a_handler_that_hangs_does_not_hold_the_exit_and_loses_nothing(launch: Any) -> None:
@@ -133,18 +138,17 @@ def test_a_handler_that_hangs_does_not_hold_the_exit_and_loses_nothing(launch: A
         "logger.addHandler(Handler())\n"
         "hvd.init()\n"
     )
-    command = [sys.executable, "-c", IMPORTS + HANDLER + program]
-    output = launch(command, env={**WARNS, "HOROVOD_LOG_LEVEL": "debug"}, timeout_s=60).output
-    shown = [line for line in output.splitlines() if line.startswith("[horoclone] [rank 0] ")]
-    assert any(LINE in line for line in shown) and len(shown) > 1, output
+    done = started(launch, IMPORTS + HANDLER + program, HOROVOD_LOG_LEVEL="debug")
+    shown = [line for line in done.stderr.splitlines() if line.startswith("[horoclone] [rank 0] ")]
+    assert any(LINE in line for line in shown) and len(shown) > 1, done.output
     assert len(shown) == len(set(shown))
 
 
 @pytest.mark.parametrize("handlers", ["", "'root': {'handlers': []}"])
-def test_a_logger_that_is_disabled_leaves_the_lines_to_stderr(worker_pool: Any, handlers: str) -> None:
-    output = alone(
-        worker_pool,
-        "import logging.config\n"
+def test_a_logger_that_is_disabled_leaves_the_lines_to_stderr(launch: Any, handlers: str) -> None:
+    done = started(
+        launch,
+        IMPORTS + HANDLER + "import logging.config\n"
         "logger.addHandler(Handler())\n"
         "before = os.environ.pop('HOROVOD_TIMELINE')\n"
         "hvd.init()\n"
@@ -153,7 +157,7 @@ def test_a_logger_that_is_disabled_leaves_the_lines_to_stderr(worker_pool: Any, 
         "os.environ['HOROVOD_TIMELINE'] = before\n"
         "hvd.init()\n",
     )
-    assert LINE in output and "RECORD" not in output, output
+    assert LINE in done.stderr and LINE not in done.stdout, done.output
 
 
 def test_records_of_python_code_have_a_rank_and_say_the_name_once(worker_pool: Any) -> None:
