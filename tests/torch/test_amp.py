@@ -74,6 +74,10 @@ def test_infinity_on_one_rank_makes_every_rank_skip_the_step() -> None:
                 scale.step(optimizer)
             else:
                 optimizer.synchronize()
+                if step not in (0, 3):
+                    scale.unscale_(optimizer)
+                    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                    assert len(set(gathered(norm).flatten().tolist())) == 1, "of the averages"
                 with warnings.catch_warnings(), optimizer.skip_synchronize():
                     warnings.simplefilter("error")
                     scale.step(optimizer)

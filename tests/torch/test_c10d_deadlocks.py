@@ -6,6 +6,7 @@ both lines within seconds; made anew, all worlds work.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 
@@ -142,19 +143,19 @@ def trains(steps, after_a_step=lambda: None):
     )
     for _ in range(steps):
         optimizer.zero_grad()
-        model(torch.randn(8, 4)).sum().backward()
+        model(torch.randn(8, 4)).sum().backward()  # LINE OF THE GRADIENTS
         optimizer.step()
         after_a_step()
 
 
 def call_in_a_branch():
-    trains(6, lambda: hvd.rank() or hvd.allreduce(torch.ones(1), name="loss"))
+    trains(6, lambda: hvd.rank() or hvd.allreduce(torch.ones(1), name="loss"))  # LINE OF THE LOSS
 
 
 def uneven_steps():
     hvd.init()
     trains(6 + hvd.rank())
-    hvd.allreduce(torch.ones(1), name="metric")
+    hvd.allreduce(torch.ones(1), name="metric")  # LINE OF THE METRIC
 
 
 def without_a_gradient():
@@ -171,7 +172,7 @@ def receive_against_reduction():
     dist.init_process_group("horoclone")
     x = torch.ones(2)
     try:
-        dist.recv(x, 1) if dist.get_rank() == 0 else dist.all_reduce(x)
+        dist.recv(x, 1) if dist.get_rank() == 0 else dist.all_reduce(x)  # LINE OF BOTH
     except Exception as error:
         say(text=str(error))
     goes_on(dist.group.WORLD)
@@ -179,6 +180,11 @@ def receive_against_reduction():
 
 
 WITHIN_ONE = (call_in_a_branch, uneven_steps, without_a_gradient, receive_against_reduction)
+
+
+def line_of(words):
+    with open(__file__) as file:
+        return next(n for n, text in enumerate(file, 1) if text.rstrip().endswith("# " + words))
 
 
 def size_of(program):
@@ -189,20 +195,15 @@ def size_of(program):
 def teams(warm_torch_worker_pool):
     """A team for each program, all at once: they do little but wait."""
     limits = {"both_by_threads": {"HOROCLONE_DEADLOCK_TIME_SECONDS": "20"}}
-    started = {
-        program.__name__: warm_torch_worker_pool.start(
-            program, size_of(program.__name__), env={**SOON, **limits.get(program.__name__, {})}
-        )
-        for program in (
-            *(globals()[name] for name in CIRCLES),
-            a_third_computes,
-            both_by_threads,
-            *WITHIN_ONE,
-        )
-    }
-    yield started
-    for team in started.values():
-        team.close()
+    circles = [globals()[name] for name in CIRCLES]
+    started = {}
+    with contextlib.ExitStack() as stack:
+        for program in (*circles, a_third_computes, both_by_threads, *WITHIN_ONE):
+            name = program.__name__
+            team = warm_torch_worker_pool.start(program, size_of(name), env={**SOON, **limits.get(name, {})})
+            stack.callback(team.close)
+            started[name] = team
+        yield started
 
 
 @pytest.mark.parametrize("program", CIRCLES)
@@ -237,8 +238,10 @@ def test_threads_that_come_later_find_the_calls_that_were_waited_for(teams):
 def test_programs_that_train_are_told_where_their_ranks_stand(teams, program, name):
     team = teams[program]
     assert 0 not in team.wait(), team.outputs()
-    at = r"at \S*test_c10d_deadlocks\.py:\d+"
-    text = rf"rank 0 stands in allreduce '{name}' {at}, rank 1 in allreduce '[^']*bias[^']* [(]gradients[^']*' {at}"
+    at = r"at \S*test_c10d_deadlocks\.py:"
+    ours, others = line_of(f"LINE OF THE {name.upper()}"), line_of("LINE OF THE GRADIENTS")
+    gradients = r"'[^']*bias[^']* [(]gradients[^']*'"
+    text = rf"rank 0 stands in allreduce '{name}' {at}{ours}, rank 1 in allreduce {gradients} {at}{others}\b"
     assert re.search(text, team.outputs()), team.outputs()
     assert "Has rank 1 more batches than rank 0? (hvd.join() evens them out.)" in team.outputs()
 
@@ -256,4 +259,4 @@ def test_a_receive_that_meets_a_reduction_is_said_once_and_raised_on_both(teams)
     assert team.wait() == [0, 0], team.outputs()
     stand = r"rank 0 stands in .* at \S*test_c10d_deadlocks\.py:(\d+), rank 1 in .* at \S*\.py:(\d+)"
     said = re.findall(stand, team.outputs())
-    assert len(said) == 3 and len(set(said)) == 1 and len(set(said[0])) == 1, team.outputs()
+    assert said == [(str(line_of("LINE OF BOTH")),) * 2] * 3, team.outputs()

@@ -6,6 +6,7 @@ goes through the interpreter, as in a program that catches nothing: its exit cod
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -182,18 +183,18 @@ def expect_peer_lost(team: Any, traces: Sequence[Any], folder: Path, rank: int =
 def waiting(warm_torch_worker_pool: Any, tmp_path_factory: Any) -> Any:
     """Teams that do little but wait, all at once, each with a folder of its own for temporary files."""
     started = {}
-    for body, size, more in (
-        (peer_is_lost_in_all, 2, {}),
-        (a_member_is_lost, 3, {}),
-        (rank_zero_is_lost, 2, {}),
-        (some_ranks_never_call, 4, {"late": [1, 2]}),
-    ):
-        folder = tmp_path_factory.mktemp(body.__name__)
-        team = warm_torch_worker_pool.start(body, size, env={"TMPDIR": str(folder)}, **more)
-        started[body.__name__] = team, folder
-    yield started
-    for team, _ in started.values():
-        team.close()
+    with contextlib.ExitStack() as stack:
+        for body, size, more in (
+            (peer_is_lost_in_all, 2, {}),
+            (a_member_is_lost, 3, {}),
+            (rank_zero_is_lost, 2, {}),
+            (some_ranks_never_call, 4, {"late": [1, 2]}),
+        ):
+            folder = tmp_path_factory.mktemp(body.__name__)
+            team = warm_torch_worker_pool.start(body, size, env={"TMPDIR": str(folder)}, **more)
+            stack.callback(team.close)
+            started[body.__name__] = team, folder
+        yield started
 
 
 def test_a_lost_peer_is_named_by_every_operation(waiting: Any) -> None:

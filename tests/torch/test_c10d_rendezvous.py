@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from worker_pool import say
 from world import ranks
 
 import horoclone.torch as hvd
@@ -75,7 +76,8 @@ def one_life(life: int, port: int) -> None:
     dist.all_reduce(x, group=group)
     assert x.tolist() == [4.0, 4.0]
     if life == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
+        say(done=True)
+        signal.pause()  # to be killed: by its own hand it would go while the other one still needs it
     dist.destroy_process_group()
 
 
@@ -83,6 +85,11 @@ def test_a_second_life_does_not_read_what_the_first_one_wrote(torch_worker_pool:
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     for life, code in enumerate((-signal.SIGKILL, 0)):
         team = torch_worker_pool(one_life, 2, life=life, port=store.port)
+        if life == 0:
+            for rank in (0, 1):
+                team.wait_for(rank, "done", 60)
+            for rank in (0, 1):
+                team.send(rank, signal.SIGKILL)
         assert team.wait(60) == [code] * 2, team.outputs()
 
 

@@ -21,12 +21,17 @@ import test_gpu
 import test_gpu_features
 
 NEEDS_A_GPU = {"test_a_captured_step_trains_as_an_uncaptured_one"}
+SLOW = {
+    "test_every_operation_and_dtype",
+    "test_memory_of_an_operation_that_nobody_waits_for_is_not_given_away_too_early",
+}
 CASES = [
     pytest.param(
         module.__name__,
         name,
         size,
         id=f"{name}-{size}ranks",
+        marks=[pytest.mark.in_turn] if name in SLOW else [],
     )
     for module in (test_gpu, test_gpu_features)
     for name, function in vars(module).items()
@@ -60,7 +65,6 @@ def in_host_memory(module: str, name: str) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.in_turn
 @pytest.mark.parametrize(("module", "name", "size"), CASES)
 def test_in_host_memory(worlds: Any, module: str, name: str, size: int) -> None:
     worlds.run(size, in_host_memory, module=module, name=name)

@@ -138,6 +138,10 @@ def operations() -> None:
     apart = hvd.allreduce(mine, op=hvd.Average)
     assert apart.tolist() == [2.0] * 5 and fake.place_of(apart) is not gpu.HOST and apart is not mine
     assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [2.0, 2.0]
+    hvd.shutdown()
+    hvd.init()
+    again = hvd.allreduce(fake.tensor(torch.ones(5)), op=hvd.Sum)
+    assert again.tolist() == [2.0] * 5 and fake.place_of(again) is not gpu.HOST
 
 
 @pytest.mark.in_turn

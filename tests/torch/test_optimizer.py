@@ -153,6 +153,13 @@ def test_groups_by_number_and_by_list() -> None:
         F.cross_entropy(model(batch(hvd.rank(), step)[0]), batch(hvd.rank(), step)[1]).backward()
         optimizer.step()
     assert alike(model.parameters())
+    # What scripts reach for.
+    assert [optimizer._parameter_names[p] for p in parameters] == [
+        name for name, _ in model.named_parameters()
+    ]
+    assert optimizer.backward_passes_per_step == 1
+    optimizer.add_param_group({"params": list(network(seed=3).parameters())})
+    assert len(set(optimizer._parameter_names.values())) == 2 * len(parameters)
 
 
 @ranks(2)

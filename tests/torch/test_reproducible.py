@@ -56,7 +56,7 @@ def check_runs() -> None:
     assert not torch.equal(first[0], torch.nn.Linear(96, 96).weight)  # where it began
 
 
-@ranks(2)
+@ranks(3)
 def test_the_same_bits_in_shared_memory() -> None:
     check_runs()
 

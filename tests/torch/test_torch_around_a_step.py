@@ -205,7 +205,16 @@ def test_hooks_of_the_step(what: str) -> None:
         for parameter in optimizer.param_groups[0]["params"]:
             parameter.data.mul_(0.99 if what == "after" else 1.0)
 
-    both = Both()
+    def squared_once(optimizer: Any, *_: Any) -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad.data.square_()
+
+    def with_a_hook_already(model: Any) -> Any:
+        optimizer = sgd(model)
+        optimizer.register_step_pre_hook(squared_once)
+        return optimizer
+
+    both = Both(optimizer=with_a_hook_already)
     handle = register_optimizer_step_pre_hook(before) if what == "of all optimizers" else None
     for _, optimizer in both.each():
         optimizer.register_step_post_hook(after)

@@ -395,8 +395,11 @@ def example_alone() -> str:
     return said.getvalue()
 
 
-def goes_on(state: Any, steps: range) -> tuple[str, Any]:
-    """Of a training that goes on from what another number of processes has left."""
+def goes_on(state: Any, steps: range, lost_at: int | None = None) -> tuple[str, Any]:
+    """Of a training that goes on from what another number of processes has left.
+
+    Before the step `lost_at` rank 2 of 3 goes, and the others keep model, loader and VirtualRanks.
+    """
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if state is not None:
@@ -405,6 +408,13 @@ def goes_on(state: Any, steps: range) -> tuple[str, Any]:
     virtual = hvd.VirtualRanks(model, 4, seed=3)
     data = virtual.loader(Noisy(), batch_size=4)
     for step in steps:
+        if step == lost_at:
+            goes = hvd.rank() == 2
+            hvd.shutdown()
+            if goes:
+                break
+            hvd.init(comm=[0, 1])
+            assert hvd.size() == 2
         for rank in virtual.ranks(step):
             model(data.batch(rank, step)).square().mean().backward()
         optimizer.step()
@@ -418,6 +428,8 @@ def test_a_training_that_goes_on_with_other_processes_has_the_same_bits(worlds: 
         found = worlds.run(size, goes_on, state=state, steps=steps)
         state = found[-1][1]
     assert {one for one, _ in found} == {whole}
+    found = worlds.run(3, goes_on, state=None, steps=range(9), lost_at=4)
+    assert {one for one, _ in found[:2]} == {whole} and found[2][0] != whole
 
 
 @pytest.mark.long(30)
