@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import checkout
@@ -44,13 +45,13 @@ def test_every_command_of_the_readme_is_run_by_a_test_here() -> None:
     assert "apt-get install git python3-venv python3-dev g++ make" in README
 
 
-@pytest.fixture(scope="module")
-def debian(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+@contextmanager
+def debian_root(folder: Path, release: str) -> Iterator[Path]:
     """A Debian root with nothing in it but what the README asks for."""
     if os.geteuid() != 0 or shutil.which("debootstrap") is None or shutil.which("unshare") is None:
         pytest.skip("needs root, debootstrap and unshare (Debian: apt-get install debootstrap)")
-    root = tmp_path_factory.mktemp("debian") / "root"
-    command = ["debootstrap", "--variant=minbase", "--include=ca-certificates", "bookworm", str(root)]
+    root = folder / "root"
+    command = ["debootstrap", "--variant=minbase", "--include=ca-certificates", release, str(root)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     if done.returncode != 0:
         pytest.skip(f"debootstrap cannot make a root here: {(done.stdout + done.stderr)[-300:]}")
@@ -69,6 +70,12 @@ def debian(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     )
     yield root
     shutil.rmtree(root, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def debian(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with debian_root(tmp_path_factory.mktemp("debian"), "bookworm") as root:
+        yield root
 
 
 def inside(root: Path, folder: str, commands: str) -> str:
@@ -125,3 +132,20 @@ def test_make_demo_works_in_an_empty_root_and_says_what_it_does(debian: Path) ->
         "   done in ",
     ):
         assert step in said, f"{step!r} was not said:\n{said[-4000:]}"
+
+
+@pytest.mark.long(600)
+@pytest.mark.timeout(3 * LIMIT_S)
+def test_a_wheel_is_made_with_the_newest_compiler_and_works_without_one(tmp_path: Path) -> None:
+    with debian_root(tmp_path, "trixie") as root:
+        folder = clone(root, "wheel")
+        said = inside(root, folder, "make wheel")
+        assert 'This constrains the platform tag to "manylinux_2_' in said.replace("\n", " "), said[-2000:]
+        said = inside(
+            root,
+            folder,
+            "apt-get purge -y -qq g++ gcc cpp python3-dev >/dev/null; apt-get autoremove -y -qq >/dev/null; "
+            "! command -v g++ && python3 -m venv /empty && /empty/bin/pip install -q dist/*.whl && "
+            "/empty/bin/horoclonerun -np 2 /empty/bin/python examples/numpy_pi.py",
+        )
+        assert "2 ranks" in said, said[-2000:]
