@@ -51,6 +51,9 @@ constexpr SettingRow kRows[] = {
     {&Config::bypass, "BYPASS", "", flag(),
      "In shared memory, small operations (of up to FLAT_BYTES, four times that between two ranks) that are called "
      "again and again, one at a time and alike on all ranks, are not agreed on anew each time; 0: always."},
+    {&Config::persistent_buckets, "PERSISTENT_BUCKETS", "", flag(),
+     "The buckets of PyTorch's optimizer start as soon as all ranks have filled them, without a message of the coordinator; "
+     "0: they are agreed on in each step. One rank's 0 is enough."},
     {&Config::block_bytes, "BLOCK_BYTES", "", bytes(64, 67108864),
      "Bytes of one block when tensors outside shared memory pass through it."},
     {&Config::ring_threshold_bytes, "RING_THRESHOLD_BYTES", "", bytes(0, 1099511627776.0),

@@ -31,6 +31,7 @@ inline constexpr size_t kMaxFlatBytes = 32 * kKiB;  // a rank's flat buffer in s
   X(size_t, segment_bytes, 256 * kKiB)        \
   X(size_t, flat_bytes, 16 * kKiB)            \
   X(bool, bypass, true)                       \
+  X(bool, persistent_buckets, true)           \
   X(size_t, block_bytes, 256 * kKiB)          \
   X(size_t, ring_threshold_bytes, 64 * kKiB)  \
   X(int, hierarchical_allreduce, -1)          \

@@ -70,22 +70,32 @@ Status SetChanges::declare(int process_set, BucketSet buckets, int* id) {
     HC_TRY(set->declare(*id, declared, owned, &can));
   }
   const std::string name = text_of("horoclone.declare.", *id);
-  // Whether every rank declares the same, and has its buckets where a persistent plan can take them: one integer each,
-  // the least and the greatest agree.
-  int64_t mine[3] = {static_cast<int64_t>(declared->fingerprint() >> 2), can.persistent ? 1 : 0, can.registers ? 1 : 0};
-  int64_t least[3], most[3];
+  // Whether every rank declares the same, and has its buckets where a persistent plan can take them, known to it by the
+  // same numbers: one integer each, the least and the greatest agree.
+  const int64_t mine[4] = {static_cast<int64_t>(declared->fingerprint() >> 2), can.persistent ? 1 : 0,
+                           can.registers ? 1 : 0, can.numbers};
+  int64_t least[4], most[4];
   if (Status agreed = agree(process_set, name, mine, least, most); !agreed.is_ok())
     return give_up_declaring(process_set, *id, std::move(agreed));
   if (least[0] != most[0])
-    return error(Code::kMismatch, process_set == 0 ? "all ranks" : ranks_text(intake_.find(process_set)->members.ranks),
-                 " declared different buckets; do all ranks build the same model "
-                 "and pass the same arguments to DistributedOptimizer?");
+    return give_up_declaring(
+        process_set, *id,
+        error(Code::kMismatch, process_set == 0 ? "all ranks" : ranks_text(intake_.find(process_set)->members.ranks),
+              " declared different buckets; do all ranks build the same model "
+              "and pass the same arguments to DistributedOptimizer?"));
   // A backend forgets buckets only here, where every rank is: those that all of them have dropped.
   int64_t forgotten = 0;
   if (can.knows_some) HC_TRY(reduce(process_set, name + ".dropped", Reduce::kAnd, {&can.dropped, 1}, &forgotten));
+  can.persistent = least[1] == 1 && least[3] == most[3];
+  // Who has joined says nothing above, and would not say that it has filled a bucket.
+  if (can.persistent && can.between_nodes) {
+    const int64_t one = 1;
+    int64_t here = 0;
+    HC_TRY(reduce(process_set, name + ".here", Reduce::kSum, {&one, 1}, &here));
+    can.persistent = here == static_cast<int64_t>(intake_.find(process_set)->members.ranks.size());
+  }
   const ProgressThreads::Hold held(progress_);
   ProcessSet* set = sets_.find(process_set);
-  can.persistent = least[1] == 1;
   can.registers = least[2] == 1;
   can.dropped = forgotten;
   return set ? set->confirm(*id, can) : Status::ok();
@@ -99,8 +109,8 @@ Status SetChanges::give_up_declaring(int process_set, int id, Status reason) {
   return reason;
 }
 
-Status SetChanges::agree(int process_set, const std::string& name, int64_t (&mine)[3], int64_t (&least)[3],
-                         int64_t (&most)[3]) {
+Status SetChanges::agree(int process_set, const std::string& name, std::span<const int64_t> mine, int64_t* least,
+                         int64_t* most) {
   HC_TRY(reduce(process_set, name + ".min", Reduce::kMin, mine, least));
   return reduce(process_set, name + ".max", Reduce::kMax, mine, most);
 }

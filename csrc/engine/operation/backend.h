@@ -50,10 +50,12 @@ class SetBackend {
 
   // For declared buckets.
   struct Capabilities {
-    bool persistent = false;  // as far as this rank knows, they lie where a persistent plan can use them
-    bool registers = false;   // the backend can be told of their memory
-    bool knows_some = false;  // it knows buckets in advance; the same on every rank
-    int64_t dropped = 0;      // of them, a bit for each that this rank needs no more
+    bool persistent = false;     // as far as this rank knows, they lie where a persistent plan can use them
+    bool registers = false;      // the backend can be told of their memory
+    bool knows_some = false;     // it knows buckets in advance; the same on every rank
+    int64_t dropped = 0;         // of them, a bit for each that this rank needs no more
+    int64_t numbers = 0;         // by which this rank knows them in a persistent plan, and how far that reaches
+    bool between_nodes = false;  // the persistent plan, if there is one
   };
   // may_persist: all that is not the backend's allows it.
   virtual Status declare(const BucketSet& buckets, bool owned, bool may_persist, Capabilities* mine) = 0;

@@ -12,7 +12,7 @@ namespace {
 
 constexpr size_t kPlansAhead = 2;  // batches decided but not finished: what is ready later waits and gets fused
 constexpr int kBatchesAtOnce = 16;
-constexpr int kMostTold = 64;  // members of a set of which each tells every other one that it has filled a bucket
+constexpr int kMostTold = 16;  // members of a set of which each tells every other one that it has filled a bucket
 constexpr int kFewSmall = 4;   // buckets of less than a quarter of a batch of them
 
 }  // namespace
@@ -128,7 +128,7 @@ bool ProcessSet::enter_bucket(Operation* op) {
     task.ring_from_bytes = tuning.ring_from_bytes;
     task.tag = {static_cast<uint16_t>(parts_.context.generation),
                 static_cast<uint16_t>(Tag::kBucketStreams | members().id), 0, 0};
-    return make_persistent_between_nodes(std::move(task), group_, flag, may_be_two_level_);
+    return make_persistent_between_nodes(std::move(task), group_, flag, may_be_two_level_ && tuning.two_level);
   });
   if (!run) return false;
   if (op->work)
@@ -402,14 +402,17 @@ Status ProcessSet::declare(int id, std::shared_ptr<const BucketSet> buckets, boo
                                                                     : Reach::kNone;
   auto added = buckets_.add(id, buckets, reach, reach == Reach::kNone ? nullptr : shared_.get());
   HC_TRY(added.status());
-  HC_TRY(backend_->declare(*buckets, owned, added.value()->has_flags, mine));
+  const bool has_flags = added.value()->has_flags && parts_.context.config.persistent_buckets;
+  mine->numbers = static_cast<int64_t>(added.value()->first_flag) * 4 + static_cast<int64_t>(reach);
+  mine->between_nodes = reach == Reach::kNodes;
+  HC_TRY(backend_->declare(*buckets, owned, has_flags, mine));
   if (!is_host) return Status::ok();
   const Mesh& mesh = *parts_.context.mesh;
   const Arena* arena = mesh.shares_memory(mesh.rank()) ? mesh.arena(mesh.rank()).get() : nullptr;
-  const bool anywhere = reach == Reach::kNodes && !may_be_two_level_;
+  const bool anywhere = reach == Reach::kNodes && !(may_be_two_level_ && parts_.tuner.agreed().two_level);
   // Settings that are searched for come with plans, and what MPI has begun cannot be withdrawn.
   const bool may_persist = reach != Reach::kNodes || (!mesh.has_mpi() && !parts_.tuner.is_searching());
-  mine->persistent = added.value()->has_flags && may_persist &&
+  mine->persistent = has_flags && may_persist &&
                      std::all_of(buckets->buckets.begin(), buckets->buckets.end(), [&](const BucketSet::Bucket& b) {
                        return b.bytes() && (anywhere || (arena && arena->contains(b.data, b.bytes())));
                      });
@@ -429,9 +432,10 @@ void ProcessSet::undeclare(int id) {
   const PersistentBuckets::Declared* d = buckets_.find(id);
   // The late operations, also those that are not taken yet, find it; it goes with the process set. One that did not
   // would be negotiated, while the other ranks, who have their bucket, wait for it in the plan.
-  if (!d || used || parts_.intake.is_pending(*intake_, id)) return;
+  if (!d) return;
+  if (d->is_between_nodes) leave_buckets(id);  // the others still have theirs, and may wait for this rank's in the plan
+  if (used || parts_.intake.is_pending(*intake_, id)) return;
   if (d->is_between_nodes) {
-    leave_buckets(id);  // the others still have theirs
     if (!std::ranges::all_of(d->runs, [](const auto& run) { return !run.collective || run.collective->is_at_rest(); }))
       return;
   }

@@ -14,18 +14,18 @@ namespace {
 
 constexpr int kBuckets = 4;
 
-struct Layout {
+struct Machines {
   std::vector<std::string> node;
   bool shared = true;
   int size() const { return static_cast<int>(node.size()); }
 };
-const std::vector<Layout> kLayouts = {{{"a", "b"}},
-                                      {{"a", "b", "c"}, false},
-                                      {{"a", "a", "b", "b"}},
-                                      {{"a", "b", "a"}},  // a rank that carries no stripe
-                                      {{"a", "a", "b", "b"}, false}};
+const std::vector<Machines> kLayouts = {{{"a", "b"}},
+                                        {{"a", "b", "c"}, false},
+                                        {{"a", "a", "b", "b"}},
+                                        {{"a", "b", "a"}},  // a rank that carries no stripe
+                                        {{"a", "a", "b", "b"}, false}};
 
-Settings settings_of(const Layout& layout) {
+Settings settings_of(const Machines& layout) {
   if (layout.shared) return {};
   return {{"HOROCLONE_SHARED_MEMORY", "0"},
           {"HOROCLONE_SEGMENT_BYTES", "1024"},
@@ -75,7 +75,7 @@ std::vector<int> shuffled(std::mt19937& random) {
 }  // namespace
 
 TEST_CASE("declared buckets between nodes need no message") {
-  for (const Layout& layout : kLayouts) {
+  for (const Machines& layout : kLayouts) {
     CAPTURE(layout.size());
     std::atomic<int64_t> sent{0};
     std::barrier<> all(layout.size());
@@ -119,7 +119,7 @@ enum class Way { kPriority, kDrops, kJoins, kEnd };
 
 // One rank or several leave the plan, each in some step before some bucket of it; everything has its result all the
 // same.
-void leave_somewhere(const Layout& layout, uint32_t seed) {
+void leave_somewhere(const Machines& layout, uint32_t seed) {
   CAPTURE(seed);
   std::mt19937 drawn(seed);
   const int size = layout.size(), steps = 4;
@@ -171,7 +171,7 @@ TEST_CASE("ranks leave the plan of buckets between nodes at any point, and every
 }
 
 TEST_CASE("a rank that shuts down or fails at any point ends what waits for it in buckets between nodes") {
-  for (const Layout& layout : kLayouts)
+  for (const Machines& layout : kLayouts)
     for (int at = 0; at <= 2 * kBuckets; ++at)
       for (const bool fails : {false, true}) {
         CAPTURE(layout.size());
@@ -203,7 +203,7 @@ TEST_CASE("a rank that shuts down or fails at any point ends what waits for it i
 }
 
 TEST_CASE("ranks that wait for one another leave the plan of buckets between nodes") {
-  for (const Layout& layout : kLayouts) {
+  for (const Machines& layout : kLayouts) {
     CAPTURE(layout.size());
     auto settings = settings_of(layout);
     settings.emplace_back("HOROCLONE_LOG_LEVEL", "error");
@@ -225,6 +225,87 @@ TEST_CASE("ranks that wait for one another leave the plan of buckets between nod
         CHECK_OK(buckets.end(handle));
         CHECK_LOCKED(buckets.holds(i % kBuckets, static_cast<float>(layout.size())));
       }
+    }));
+  }
+}
+
+TEST_CASE("buckets that were declared differently leave nothing behind in those that are declared alike") {
+  for (const std::vector<std::string>& node : {std::vector<std::string>{"a", "b"}, {"a", "a"}, {"a", "a", "b", "b"}}) {
+    CAPTURE(node.size());
+    const int size = static_cast<int>(node.size());
+    CHECK_OK(World(size).on_nodes(node).each([&](Engine& engine, int rank) {
+      const auto memory = engine.allocate(4 * sizeof(float)).take();
+      BucketSet other;
+      for (int b = 0; b < (rank == 0 ? 1 : 2); ++b)
+        other.buckets.push_back({"bucket" + std::to_string(b), memory->data(), {4}, DType::kF32});
+      int id = -1;
+      const Status refused = engine.declare(0, other, &id);
+      CHECK_LOCKED(refused.code() == Code::kMismatch);
+      Buckets buckets(engine);
+      const int64_t before = counter(engine, "persistent");
+      int64_t handles[kBuckets];
+      for (int b = 0; b < kBuckets; ++b) {
+        buckets.fill(b, static_cast<float>(b + 1));
+        CHECK_OK(buckets.submit(b, &handles[b]));
+      }
+      for (int b = 0; b < kBuckets; ++b) {
+        CHECK_OK(buckets.end(handles[b]));
+        CHECK_LOCKED(buckets.holds(b, static_cast<float>(size * (b + 1))));
+      }
+      CHECK_LOCKED(counter(engine, "persistent") - before == kBuckets);
+    }));
+  }
+}
+
+TEST_CASE("who drops its buckets while one of them is under way holds up nobody who has the others") {
+  for (const Machines& layout : kLayouts) {
+    CAPTURE(layout.size());
+    std::barrier<> all(layout.size());
+    CHECK_OK(World(layout.size(), settings_of(layout)).on_nodes(layout.node).each([&](Engine& engine, int rank) {
+      Buckets buckets(engine);
+      buckets.fill(0, 1);
+      buckets.fill(1, 1);
+      int64_t handle = 0;
+      if (rank == 0) {
+        CHECK_OK(buckets.submit(1, &handle));
+        CHECK_OK(engine.undeclare(0, buckets.id()));
+      }
+      all.arrive_and_wait();
+      if (rank != 0) CHECK_OK(buckets.submit(1, &handle));
+      int64_t first = 0;
+      std::vector<float> mine(static_cast<size_t>(buckets.count(0)), 1);
+      if (rank == 0)
+        CHECK_OK(perform(engine, Op::kAllreduce, "bucket0", mine, &mine, {buckets.count(0)}));
+      else
+        CHECK_OK(buckets.submit(0, &first));
+      if (rank != 0) CHECK_OK(buckets.end(first));
+      CHECK_OK(buckets.end(handle));
+      CHECK_LOCKED(buckets.holds(1, static_cast<float>(layout.size())));
+      const auto sum = static_cast<float>(layout.size());
+      const bool first_is_right = rank == 0 ? mine[0] == sum : buckets.holds(0, sum);
+      CHECK_LOCKED(first_is_right);
+    }));
+  }
+}
+
+TEST_CASE("buckets that are declared while a rank has joined, or where a setting forbids it, are agreed on") {
+  for (const bool joins : {true, false}) {
+    CAPTURE(joins);
+    Settings settings;
+    if (!joins) settings.emplace_back("HOROCLONE_PERSISTENT_BUCKETS", "0");
+    CHECK_OK(World(3, settings).on_nodes({"a", "b", "c"}).each([&](Engine& engine, int rank) {
+      if (!joins || rank != 0) {
+        Buckets buckets(engine);
+        for (int b = 0; b < kBuckets; ++b) {
+          buckets.fill(b, 1);
+          int64_t handle = 0;
+          CHECK_OK(buckets.submit(b, &handle));
+          CHECK_OK(buckets.end(handle));
+          CHECK_LOCKED(buckets.holds(b, joins ? 2.0f : 3.0f));
+        }
+        CHECK_LOCKED(counter(engine, "persistent") == 0);
+      }
+      CHECK_OK(perform<float>(engine, Op::kJoin));
     }));
   }
 }
