@@ -2,6 +2,7 @@
 // waits then either gets its result or goes on without the plan.
 #include <algorithm>
 #include <atomic>
+#include <latch>
 #include <random>
 #include <thread>
 
@@ -17,15 +18,18 @@ constexpr int kBuckets = 4;
 struct Machines {
   std::vector<std::string> node;
   bool shared = true;
+  bool two_level = true;
   int size() const { return static_cast<int>(node.size()); }
 };
 const std::vector<Machines> kLayouts = {{{"a", "b"}},
                                         {{"a", "b", "c"}, false},
                                         {{"a", "a", "b", "b"}},
                                         {{"a", "b", "a"}},  // a rank that carries no stripe
-                                        {{"a", "a", "b", "b"}, false}};
+                                        {{"a", "a", "b", "b"}, false},
+                                        {{"a", "a", "b", "b"}, true, false}};
 
 Settings settings_of(const Machines& layout) {
+  if (!layout.two_level) return {{"HOROCLONE_HIERARCHICAL_ALLREDUCE", "0"}};
   if (layout.shared) return {};
   return {{"HOROCLONE_SHARED_MEMORY", "0"},
           {"HOROCLONE_SEGMENT_BYTES", "1024"},
@@ -177,10 +181,14 @@ TEST_CASE("a rank that shuts down or fails at any point ends what waits for it i
         CAPTURE(layout.size());
         CAPTURE(at);
         CAPTURE(fails);
+        std::latch all_ended(layout.size() - 1);
         // The shutdown of a rank that has failed says so.
         (void)World(layout.size(), settings_of(layout)).on_nodes(layout.node).each([&](Engine& engine, int rank) {
           Buckets buckets(engine, fails);
           const int last = layout.size() - 1;
+          // As long as a rank of this machine does not know of the failure, it writes into the memory of the others.
+          const std::unique_ptr<std::latch, void (*)(std::latch*)> keeps_memory(
+              rank == last ? nullptr : &all_ended, [](std::latch* latch) { latch->arrive_and_wait(); });
           for (int i = 0; i < 3 * kBuckets; ++i) {
             if (rank == last && i == at) {
               if (fails) engine.abort("a rank of the test gives up");
