@@ -36,6 +36,7 @@ MAY_DIFFER = {
     "ADASUM": ("ranks", "nodes"),
     "SIMD": ("auto", "scalar"),
     "SOCKET_BUFFER_BYTES": ("0", "65536"),
+    "PERSISTENT_BUCKETS": ("1", "0"),
     "AUTOTUNE": ("0", "1"),
 }
 # Where a rank is reached, how long it waits, what it tells, which files it loads; GPUs are compared when they are set up.
