@@ -154,9 +154,9 @@ HC_EXPORT hc_status* hc_start(hc_runtime* rt, const hc_request* request, const h
                               hc_handle* out);
 /* Declared buckets: an optimizer's gradients, the same names, shapes and order on every rank, in place (in == out),
  * memory fixed until hc_undeclare. Collective over the process set. Where all its ranks share memory and the buckets
- * lie in hc_blocks, their plan is persistent: a submitted bucket starts without any message. On GPUs: where all ranks
- * of the world share memory, the set has rank 0 in it, and NCCL has been used in it. `common` gives reduce, scales,
- * process set and device. */
+ * lie in hc_blocks, their plan is persistent: a submitted bucket starts without any message. Between machines, in
+ * the process set of all ranks, too, unless many of them are small. On GPUs: where all ranks of the world share memory,
+ * the set has rank 0 in it, and NCCL has been used in it. `common` gives reduce, scales, process set and device. */
 HC_EXPORT hc_status* hc_declare(hc_runtime* rt, const hc_request* common, const char* const* names,
                                 const hc_tensor* tensors, int32_t n, int32_t* id);
 /* stream: what fills a bucket on a GPU; host memory: NULL. priority: as in a request; persistent buckets have none. */

@@ -264,9 +264,8 @@ class VirtualLoader:
             )
         mine = self._virtual.mine
         if (step, rank, mine) != self._next:
-            plan: Any = self._plan.batches(
-                mine, rank, step
-            )  # more than lists of indices, as the data set's type says
+            # More than lists of indices, as the data set's type says.
+            plan: Any = self._plan.batches(mine, rank, step)
             # A generator of its own: a new iterator draws a number, which must not come out of the model's.
             loader = DataLoader(
                 self._dataset, batch_sampler=plan, generator=torch.Generator(), **self._options

@@ -153,15 +153,8 @@ class PersistentBetweenNodes final : public PersistentCollective {
       is_published_ = false;
       across_.reset();
       if (first_ == end_) return Status::ok();
-      StripeRange range;
-      range.data = buffers_[static_cast<size_t>(me_)] + first_ * item();
-      range.count = end_ - first_;
-      range.dtype = task_.dtype;
-      range.reduce = task_.reduce;
-      range.scale = Scale{1.0, task_.scale.post, task_.scale.divisor};
-      range.segment_bytes = task_.segment_bytes;
-      range.ring_from_bytes = task_.ring_from_bytes;
-      range.tag = task_.tag;
+      const StripeRange range =
+          stripe_range_of(task_, buffers_[static_cast<size_t>(me_)] + first_ * item(), end_ - first_);
       auto made = make_striped_allreduce(range, group, stripe_.positions);
       HC_TRY(made.status());
       across_ = made.take();

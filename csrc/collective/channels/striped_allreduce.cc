@@ -44,6 +44,19 @@ Status check(const StripeRange& range) {
 
 }  // namespace
 
+StripeRange stripe_range_of(const Task& task, std::byte* data, size_t count) {
+  StripeRange range;
+  range.data = data;
+  range.count = count;
+  range.dtype = task.dtype;
+  range.reduce = task.reduce;
+  range.scale = Scale{1.0, task.scale.post, task.scale.divisor};
+  range.segment_bytes = task.segment_bytes;
+  range.ring_from_bytes = task.ring_from_bytes;
+  range.tag = task.tag;
+  return range;
+}
+
 Stripe stripe_of(const Group& group) {
   std::vector<int> nodes;  // in order of appearance
   std::map<int, std::vector<int>> members;

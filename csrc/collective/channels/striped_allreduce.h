@@ -39,6 +39,9 @@ struct StripeRange {
   Tag tag;  // two stripes with the same tag over the same pair of ranks must not be live at once
 };
 
+// Of a task whose first stage has scaled by `pre`; the tag is the task's.
+StripeRange stripe_range_of(const Task& task, std::byte* data, size_t count);
+
 class StripedAllreduce final : public Collective {
  public:
   StripedAllreduce(Task task, const Group& stripe_group, Schedule schedule, std::vector<size_t> block_ends,

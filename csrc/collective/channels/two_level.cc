@@ -49,15 +49,8 @@ class TwoLevelAllreduce : public BlockedCollective {
       reduce(task_.dtype, task_.reduce, destinations, sources_, part.count, Scale{task_.scale.pre, 1.0, 1});
       at += part.count;
     });
-    StripeRange range;
-    range.data = buffer(rank_, block) + s.begin(rank_) * item();
-    range.count = s.end(rank_) - s.begin(rank_);
-    range.dtype = task_.dtype;
-    range.reduce = task_.reduce;
-    range.scale = Scale{1.0, task_.scale.post, task_.scale.divisor};
-    range.segment_bytes = task_.segment_bytes;
-    range.ring_from_bytes = task_.ring_from_bytes;
-    range.tag = task_.tag;
+    StripeRange range =
+        stripe_range_of(task_, buffer(rank_, block) + s.begin(rank_) * item(), s.end(rank_) - s.begin(rank_));
     // Blocks are under way together: each needs a stream of its own. Plain batches count up from 0 and stay below 2^31.
     range.tag.batch = 0x80000000u | (task_.tag.batch & 0x7fff) << 16 | static_cast<uint32_t>(block & 0xffff);
     auto made = make_striped_allreduce(range, group_, stripe_.positions);

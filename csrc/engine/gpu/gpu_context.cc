@@ -1,8 +1,8 @@
 #include "engine/gpu/gpu_context.h"
 
 #include <algorithm>
-#include "base/quoted.h"
 
+#include "base/quoted.h"
 #include "engine/gpu/device_side.h"
 #include "engine/intake/intake.h"
 

@@ -435,10 +435,8 @@ void ProcessSet::undeclare(int id) {
   if (!d) return;
   if (d->is_between_nodes) leave_buckets(id);  // the others still have theirs, and may wait for this rank's in the plan
   if (used || parts_.intake.is_pending(*intake_, id)) return;
-  if (d->is_between_nodes) {
-    if (!std::ranges::all_of(d->runs, [](const auto& run) { return !run.collective || run.collective->is_at_rest(); }))
-      return;
-  }
+  if (!std::ranges::all_of(d->runs, [](const auto& run) { return !run.collective || run.collective->is_at_rest(); }))
+    return;
   backend_->undeclare(*d->set);
   buckets_.remove(id);
   parts_.intake.undeclare(*intake_, id);
