@@ -164,13 +164,16 @@ struct Pool {
     for (const auto& [at, bytes] : unused) all += bytes;
     return all;
   }
-  void trim(size_t to) {
-    std::lock_guard lock(mu);
-    if (unused_bytes() <= to) return;
+  void trim() {
+    std::lock_guard lock(mu);  // another device's thread may be changing `keeps`
+    if (unused_bytes() <= keeps) return;
     for (const auto& [at, bytes] : unused) std::free(reinterpret_cast<void*>(at));
     unused.clear();
   }
-  ~Pool() { trim(0); }
+  ~Pool() {
+    keeps = 0;
+    trim();
+  }
 };
 
 struct Driver {
@@ -566,7 +569,7 @@ FAKE_API int cuStreamSynchronize(void* stream) {
   stream_of(stream)->push([ticket] { ticket->finish(); });
   ticket->wait();
   std::lock_guard lock(driver().mu);
-  for (const auto& [at, pool] : driver().pools) pool->trim(pool->keeps);
+  for (const auto& [at, pool] : driver().pools) pool->trim();
   return kSuccess;
 }
 FAKE_API int cuStreamWaitEvent(void* stream, void* event, unsigned) {
