@@ -224,6 +224,31 @@ def test_arguments_of_the_optimizer_are_checked() -> None:
 
 
 @ranks(2)
+def test_two_optimizers_do_not_sum_a_gradient_twice() -> None:
+    def gradient(optimizer: Any, step: int) -> torch.Tensor:
+        optimizer.zero_grad()
+        model(inputs(step)).square().mean().backward()
+        optimizer.step()
+        return model[0].weight.grad.clone()
+
+    for op in (hvd.Average, hvd.Sum):
+        model = layers(1)
+        first = wrapped(model, 0.0, op=op)
+        once = [gradient(first, step) for step in range(3)]
+        held = [first]  # by nobody but itself, once `first` is another one
+        held.append(held)
+        del held
+        first = wrapped(model, 0.0, op=op)
+        assert torch.allclose(gradient(first, 2), once[2])
+        second = wrapped(model, 0.0, op=op)
+        if op == hvd.Average:  # that of averages is the same
+            assert torch.allclose(gradient(second, 2), once[2])
+            continue
+        with pytest.raises(ValueError, match="would be reduced twice"):
+            gradient(second, 2)
+
+
+@ranks(2)
 def test_different_models_are_named_by_parameter_and_rank() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 4 + hvd.rank()))

@@ -9,6 +9,7 @@ Thread: whichever run backward and step (autograd runs CPU hooks on the caller's
 # mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -99,7 +100,15 @@ WEIGHED_SPARSE = (
     "the gradient of {name!r} is sparse, and optimizer.set_weight() weighs dense ones: make the optimizer with "
     "sparse_as_dense=True"
 )
+REDUCED_TWICE = (
+    "the gradient of {name!r} would be reduced twice: another hvd.DistributedOptimizer of this parameter is still "
+    "alive, and an op like hvd.Sum would count every rank several times. Drop that one first, with all that holds it "
+    "(del optimizer, scheduler), or give each parameter to one of them."
+)
 IN_SHARDS = "with shard_optimizer_state each rank has the result of its own share only until then"
+
+
+_living: weakref.WeakSet[Reducer] = weakref.WeakSet()
 
 
 class Reducer:
@@ -159,6 +168,7 @@ class Reducer:
         )
         # Guards the counts of one step (left, waiting, _awaited, outstanding) when several threads run backward.
         self._lock = threading.Lock()
+        _living.add(self)
 
     # --- registration ----------------------------------------------------------------------------------------------
 
@@ -284,6 +294,8 @@ class Reducer:
     def _begin(self) -> None:
         """First hook, or synchronize without one, since the last synchronize()."""
         runtime = native()
+        if not self._learned:
+            self._check_alone()
         if runtime is not self._runtime:
             self._forget_layout()
             self._runtime, self.waits = runtime, self.may_wait
@@ -310,6 +322,29 @@ class Reducer:
                 self._awaited += 1
                 if state.bucket is not None:
                     state.bucket.waiting += 1
+
+    def _check_alone(self) -> None:
+        """ValueError where another optimizer reduces one of these gradients too, and the result would not be right."""
+        name = self._reduced_twice()
+        if name is not None:
+            gc.collect()  # nobody may have it any more
+            name = self._reduced_twice()
+        if name is not None:
+            raise ValueError(REDUCED_TWICE.format(name=name))
+
+    def _reduced_twice(self) -> str | None:
+        own = self._terms
+        if (own.process_set.size() or 1) == 1:
+            return None
+        for other in list(_living):
+            theirs = other._terms
+            twice_is_once = own.op in (Average, Min, Max) and own.op == theirs.op
+            if other is self or (twice_is_once and own.process_set == theirs.process_set):
+                continue
+            for state in self.states:
+                if state.parameter in other._state_of:
+                    return state.name
+        return None
 
     def _is_stale(self) -> bool:
         """Whether buckets must be formed anew: a parameter was added, or has another dtype, shape or layout; or ranks
