@@ -273,6 +273,10 @@ def test_works_are_asynchronous_and_futures_complete() -> None:
             assert isinstance(error, hvd.Timeout) and "allreduce" in str(error), error
             dist.distributed_c10d._get_default_store().set("late", "now")
         assert work.wait() and y.tolist() == [2.0] * 3
+        for _ in range(8):  # long enough that a thread waits for the future
+            work = dist.all_reduce(torch.ones(1 << 20), async_op=True)
+            future = work.get_future()
+            assert work.wait() and future.done() and future.value()[0][-1] == 2.0
         for _ in range(20):
             for _ in range(100):
                 dist.all_reduce(torch.ones(2), async_op=True)

@@ -8,6 +8,7 @@ been enqueued: results arrive on a stream of the group, and wait() makes the cal
 # mypy: disable-error-code="misc, no-untyped-call, override, assignment"
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -250,6 +251,8 @@ class Work(dist.Work):
                 self._wait_within(limit_s if limit_s > 0 else self._limit_s, limit_s <= 0)
             else:
                 self.complete()
+        if self._future is not None:
+            self._settle_now(self._future)
         if self._error is not None:
             raise self._error
         stream_behind(self._behind)
@@ -360,6 +363,12 @@ class Work(dist.Work):
                 promise.set_result(self._outputs)
         else:
             promise.set_exception(self._error)  # type: ignore[arg-type]  # torch's annotation is wrong
+
+    def _settle_now(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
+        """As in torch's own backends, where a future is done when wait() returns."""
+        self._settle()
+        with contextlib.suppress(RuntimeError):  # the operation's error
+            future.wait()  # another thread is settling it
 
     def _is_done_within(self, limit_s: float | None) -> bool:
         """Waits for whoever completes it."""
