@@ -87,6 +87,8 @@ using DeleteFunction = void (*)(void*);
   X(void, GetInput, (TF_OpKernelContext*, int, TF_Tensor**, TF_Status*))                                            \
   X(void, SetOutput, (TF_OpKernelContext*, int, const TF_Tensor*, TF_Status*))                                      \
   X(void, OpKernelContext_Failure, (TF_OpKernelContext*, TF_Status*))                                               \
+  X(uint64_t, GetFrameId, (TF_OpKernelContext*))                                                                    \
+  X(int64_t, GetIterId, (TF_OpKernelContext*))                                                                      \
   X(TF_Tensor*, AllocateOutput,                                                                                     \
     (TF_OpKernelContext*, int index, int type, const int64_t* dims, int num_dims, size_t bytes, TF_Status*))        \
   X(TF_Tensor*, ForwardInputOrAllocateOutput,                                                                       \

@@ -18,6 +18,8 @@ namespace hc::tensorflow {
 
 namespace {
 
+// Names that one op in a loop has by turns. TensorFlow's loops have 10 iterations under way unless told otherwise.
+constexpr int64_t kIterationsAtOnce = 64;
 constexpr const char* kNotInitialized = "Horovod has not been initialized; use hvd.init().";
 
 // What the attributes of one node say.
@@ -62,7 +64,8 @@ struct Call {
   hc_runtime* runtime = nullptr;
   std::vector<Tensor> tensors;
   std::vector<int64_t> splits;  // empty: equal shares
-  // Of an op that is run eagerly: its name (empty: matched by order) and factors.
+  // Of an op that is run eagerly: its name (empty: matched by order) and factors. In a loop: the node's, and which
+  // iteration it is.
   std::string name;
   double prescale = 1, postscale = 1;
 
@@ -274,6 +277,9 @@ void compute(void* opaque, TF_OpKernelContext* ctx, TF_AsyncOpKernelDoneCallback
     api.OpKernelContext_Failure(ctx, outcome);
     return call->done();
   }
+  // Iterations of a loop may run side by side, and in another order on each rank.
+  if (call->name.empty() && !kernel.name.empty() && api.GetFrameId(ctx) != 0)
+    call->name = kernel.name + "#" + std::to_string(api.GetIterId(ctx) % kIterationsAtOnce);
   bool has_runtime = false;
   hc_status* status = submit(kernel, &call, &has_runtime);
   if (has_runtime && !status) return;

@@ -112,6 +112,14 @@ def test_conditions_loops_and_nested_functions() -> None:
         first, second, total = outer(tf.constant([1.0]), tf.constant(steps))
         assert (float(first[0]), float(second[0]), float(total[0])) == (2.0, 4.0, 2.0 * steps)
 
+    @tf.function
+    def side_by_side(rows: Any) -> Any:
+        return tf.map_fn(lambda row: hvd.allreduce(row, op=hvd.Sum), rows)
+
+    rows = tf.reshape(tf.range(40.0), (20, 2))  # more than run at once, so the ranks' order differs
+    for _ in range(2):
+        assert np.array_equal(side_by_side(rows * (hvd.rank() + 1)), rows * 3)
+
 
 @ranks(2)
 def test_names_decide_and_ignore_name_scope_shortens_them() -> None:
