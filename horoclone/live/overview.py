@@ -62,9 +62,9 @@ class Row:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Overview:
     """A job at the moment `now` (Unix seconds). step_s: of the median rank, slowest_step_s: of the slowest, both of the
-    last whole step. communication: mean of the ranks. slowest: who was waited for longest, or None. new_events: of
-    `events`, those that were not there at the look before. goodput: of an elastic job, as who is in it for longest has
-    seen it; else None."""
+    last whole step. communication: mean of the ranks. slowest: who holds the others up now, or else was waited for
+    longest; None: nobody. new_events: of `events`, those that were not there at the look before. goodput: of an elastic
+    job, as who is in it for longest has seen it; else None."""
 
     now: float
     rows: tuple[Row, ...]
@@ -113,8 +113,9 @@ class Observer:
         self._before.append(current)
         seen, self._events = set(self._events), tuple(events[-MAX_EVENTS:])
         active = [metrics for metrics in ranks if state_of(metrics) in ("running", "waiting", "stalled")]
-        steps = [metrics.step_seconds for metrics in active if metrics.step_seconds]
-        slowest = max(late, key=lambda rank: late[rank], default=None)
+        steps = [row.step_s for row in rows if row.step_s is not None]
+        # Of several culprits the one that has made the others wait for longest before.
+        slowest = max(culprits or late, key=lambda rank: late.get(rank, 0.0), default=None)
         return Overview(
             now=now,
             rows=rows,
@@ -234,7 +235,7 @@ def _row(metrics: RankMetrics, before: RankMetrics | None, late_s: float) -> Row
         generation=metrics.generation,
         step=metrics.step,
         steps_per_s=1 / metrics.step_seconds_smoothed if moves and metrics.step_seconds_smoothed else None,
-        step_s=metrics.step_seconds or None,
+        step_s=metrics.step_seconds or None if moves else None,
         communication=communication if moves else None,
         overlap=None if overlap is None or not moves else min(1.0, max(0.0, overlap)),
         bytes=metrics.bytes,

@@ -16,6 +16,7 @@ import horoclone
 from horoclone.live import job, late_ranks, rank_metrics
 from horoclone.live.overview import Observer
 from horoclone.live.phases import FIGURES, Phases, packed, unpacked
+from horoclone.live.top.table import headline
 from horoclone.runtime import phase_sampler
 from horoclone.runtime.phase_sampler import Classifier
 
@@ -113,8 +114,11 @@ def test_in_a_stall_the_culprit_is_marked_and_nobody_who_waits_for_it():
     assert late_ranks.culprits(ranks) == {}  # all of them wait: that is a deadlock, and told elsewhere
     ranks[3] = metrics_of(3, 4, **late, phases=phases_of("data", 20.0))
     assert late_ranks.culprits(ranks) == {3: "in data loading for 20 s at train.py:41 in load"}
-    rows = Observer(FixedJob(ranks)).look().rows
+    seen = Observer(FixedJob(ranks)).look()
+    rows = seen.rows
     assert [row.is_culprit for row in rows] == [False, False, False, True]
+    # Rank 1, for which they have waited longest so far, is not the one.
+    assert "held up by: rank 3" in headline(seen, "job 1", 200).plain
     assert rows[3].note.startswith("holds up the others: in data loading") and not rows[0].note
     ranks[3] = metrics_of(3, 4, **late, state="stalled", is_stopped=True, stalled_on="the process is stopped")
     assert "stopped" in late_ranks.culprits(ranks)[3]
@@ -132,6 +136,7 @@ def test_stale_figures_are_blank():
     still = metrics_of(1, 2, last_operation=type(old)("allreduce", "x", 4, 20.0))
     rows = Observer(FixedJob([metrics_of(0), still])).look().rows
     assert rows[0].steps_per_s and rows[1].steps_per_s is None and rows[1].communication is None
+    assert rows[0].step_s and rows[1].step_s is None
     late = {"waited": 2.0, "data": 4.5}
     job_of = [metrics_of(rank, 2, phases=phases_of(**(late if rank else {}))) for rank in range(2)]
     assert [one.rank for one in late_ranks.of_ranks(job_of)] == [1]

@@ -159,13 +159,14 @@ def headline(overview: Overview, title: str, width: int) -> Text:
     second = Text(f"{len(overview.rows)} ranks: ", no_wrap=True)
     for at, (state, style) in enumerate((s, _STYLES[s]) for s in _STYLES if s in counts):
         second.append(", " if at else "").append(f"{counts[state]} {state}", style)
+    slowest = "held up by" if any(row.is_culprit for row in overview.rows) else "waited for most"
     parts = [
         f"step {overview.step}",
         f"{seconds_text(overview.step_s)} a step",
         f"comm {share_text(overview.communication)}",
         f"{bytes_text(overview.bytes_per_s)}B/s" if overview.bytes_per_s is not None else "",
         f"goodput {share_text(overview.goodput.share)}" if overview.goodput else "",
-        f"waited for most: rank {overview.slowest}" if overview.slowest is not None else "",
+        f"{slowest}: rank {overview.slowest}" if overview.slowest is not None else "",
     ]
     second.append("; " + ", ".join(part for part in parts if part))
     second.truncate(width, overflow="ellipsis")
