@@ -402,6 +402,18 @@ def test_optimizers_of_one_form_are_told_apart_alike_on_every_rank() -> None:
         assert torch.allclose(models[i].weight.grad, torch.full((1, 2), 1.5 * 10**i))
 
 
+@ranks(2)
+def test_an_optimizer_has_begun_also_on_a_rank_without_a_first_batch() -> None:
+    """Else the ranks would take the next one of its form for different ones."""
+    for _ in range(3):
+        model = torch.nn.Linear(2, 1, bias=False)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+        if hvd.rank() == 0:
+            model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        assert model.weight.grad.tolist() == [[0.5, 0.5]]
+
+
 @ranks(2, init=False)
 def test_training_goes_on_after_shutdown_and_init() -> None:
     hvd.init()

@@ -84,7 +84,7 @@ def agree_on_parameters(
     mine = process_set.rank() or 0
     here[mine] = 1 + weighted
     while True:
-        own = turn.name(begins=complete is None) if turn else ""
+        own = turn.name(begins=False) if turn else ""
         optimizer = zlib.crc32(own.encode())
         asked = [digest, -digest, optimizer, -optimizer, int(complete is not None), int(local)]
         said = torch.tensor([*asked, *checks, *policy, *here])
@@ -96,6 +96,8 @@ def agree_on_parameters(
             break
         if complete is not None:
             return None
+    if turn:
+        turn.name()  # it begins on all ranks, also where some are in backward and others in the step
     if 1 in present and 2 in present:
         ranks = process_set.ranks or [0]
         raise Mismatch(WEIGHTS_DIFFER.format(some=ranks[present.index(2)], others=ranks[present.index(1)]))
