@@ -41,49 +41,51 @@ class Turn:
     """
 
     _made = itertools.count()
-    _waiting: ClassVar[dict[Hashable, set[int]]] = {}  # made in this life, and not begun
-    _begun: ClassVar[dict[Hashable, tuple[int, int]]] = {}  # how many have, and the checksum
+    _there: ClassVar[dict[Hashable, set[int]]] = {}  # made in this life
+    # Those that have begun, and the checksum; by kind and how many joins had ended.
+    _begun: ClassVar[dict[tuple[Hashable, int], tuple[set[int], int]]] = {}
     _life: ClassVar[Any] = None  # None: before the first one
 
     def __init__(self, kind: Hashable) -> None:
         """kind: what is equal for optimizers that could be taken for each other."""
         self._kind, self._number = kind, next(self._made)
         self._begun_in: Any = None
+        self._joins = 0
         self._name = ""
 
     def announce(self) -> None:
         """From now on later ones count it: the script has made it, and it is no copy."""
         self._see(current.runtime)
-        self._waiting.setdefault(self._kind, set()).add(self._number)
+        self._there.setdefault(self._kind, set()).add(self._number)
 
     def withdraw(self) -> None:
         """It was a copy."""
-        self._waiting.get(self._kind, set()).discard(self._number)
+        self._there.get(self._kind, set()).discard(self._number)
 
-    def name(self, begins: bool = True) -> str:
+    def name(self, begins: bool = True, joins: int = 0) -> str:
         """The end of a name: "" as long as optimizers begin in the order in which they were made. begins: False for
-        what it would be now."""
+        what it would be now. joins: given where all begin anew after hvd.join(), before which ranks may have lacked
+        the first batch."""
         life = current.runtime
         if member.number() > 1:
             return ""
-        if self._begun_in is life:
+        if self._begun_in is life and self._joins == joins:
             return self._name
         self._see(life)
-        waiting = self._waiting.get(self._kind, set())
-        begun, order = self._begun.get(self._kind, (0, 0))
+        begun, order = self._begun.get((self._kind, joins), (set[int](), 0))
+        waiting = self._there.get(self._kind, set()) - begun
         count = sum(number < self._number for number in waiting)
-        order = zlib.crc32(f"{begun}.{count}".encode(), order) if order or count else 0
-        name = f".order.{begun + 1}.{order:08x}" if order else ""
+        order = zlib.crc32(f"{len(begun)}.{count}".encode(), order) if order or count else 0
+        name = f".order.{len(begun) + 1}.{order:08x}" if order else ""
         if begins:
-            waiting.discard(self._number)
-            self._begun[self._kind] = begun + 1, order
-            self._name, self._begun_in = name, life
+            self._begun[self._kind, joins] = begun | {self._number}, order
+            self._name, self._begun_in, self._joins = name, life, joins
         return name
 
     @classmethod
     def _see(cls, life: Any) -> None:
         if life is not None and life is not cls._life:
             if cls._life is not None:
-                cls._waiting.clear()
+                cls._there.clear()
             cls._begun.clear()
             cls._life = life

@@ -103,3 +103,22 @@ def test_neutral_elements_of_min_and_max_are_beyond_every_value() -> None:
         nan = torch.tensor([math.nan], dtype=torch.bfloat16)
         assert all(hvd.allreduce(nan, op=op).isnan().all() for op in (hvd.Min, hvd.Max, hvd.Product, hvd.Sum))
     assert hvd.join() == 0
+
+
+@ranks(2)
+def test_an_optimizer_that_a_rank_never_began_is_not_counted_after_the_join() -> None:
+    models = [torch.nn.Linear(2, 1, bias=False) for _ in range(3)]
+
+    def step(i: int) -> None:
+        optimizers[i].zero_grad()
+        models[i](torch.full((1, 2), hvd.rank() + 1.0)).sum().backward()
+        optimizers[i].step()
+
+    optimizers = [hvd.DistributedOptimizer(torch.optim.SGD(m.parameters(), 0.1)) for m in models[:2]]
+    if hvd.rank() == 0:
+        step(0)
+    hvd.join()
+    optimizers.append(hvd.DistributedOptimizer(torch.optim.SGD(models[2].parameters(), 0.1)))
+    for i in (2, 0, 1, 2):
+        step(i)
+        assert models[i].weight.grad.tolist() == [[1.5, 1.5]]

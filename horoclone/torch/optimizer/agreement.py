@@ -18,6 +18,7 @@ from horoclone.gradient_names import Turn
 from horoclone.ops import Max
 from horoclone.process_sets import ProcessSet
 from horoclone.torch import operations
+from horoclone.torch.operations.barriers import joins
 from horoclone.torch.operations.tensors import DTYPE_OF, NUMBER_OF
 from horoclone.torch.optimizer.buckets import GradState, bits_of
 
@@ -84,7 +85,7 @@ def agree_on_parameters(
     mine = process_set.rank() or 0
     here[mine] = 1 + weighted
     while True:
-        own = turn.name(begins=False) if turn else ""
+        own = turn.name(begins=False, joins=joins()) if turn else ""
         optimizer = zlib.crc32(own.encode())
         asked = [digest, -digest, optimizer, -optimizer, int(complete is not None), int(local)]
         said = torch.tensor([*asked, *checks, *policy, *here])
@@ -97,7 +98,9 @@ def agree_on_parameters(
         if complete is not None:
             return None
     if turn:
-        turn.name()  # it begins on all ranks, also where some are in backward and others in the step
+        turn.name(
+            joins=joins()
+        )  # it begins on all ranks, also where some are in backward and others in the step
     if 1 in present and 2 in present:
         ranks = process_set.ranks or [0]
         raise Mismatch(WEIGHTS_DIFFER.format(some=ranks[present.index(2)], others=ranks[present.index(1)]))
