@@ -341,6 +341,8 @@ class Reducer:
             twice_is_once = own.op in (Average, Min, Max) and own.op == theirs.op
             if other is self or (twice_is_once and own.process_set == theirs.process_set):
                 continue
+            if theirs.process_set.included() is False:  # it does nothing here
+                continue
             for state in self.states:
                 if state.parameter in other._state_of:
                     return state.name
