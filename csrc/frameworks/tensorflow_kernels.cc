@@ -279,7 +279,8 @@ void compute(void* opaque, TF_OpKernelContext* ctx, TF_AsyncOpKernelDoneCallback
   }
   // Iterations of a loop may run side by side, and in another order on each rank.
   if (call->name.empty() && !kernel.name.empty() && api.GetFrameId(ctx) != 0)
-    call->name = kernel.name + "#" + std::to_string(api.GetIterId(ctx) % kIterationsAtOnce);
+    call->name = kernel.name + " (iteration " + std::to_string(api.GetIterId(ctx) % kIterationsAtOnce) + ", modulo " +
+                 std::to_string(kIterationsAtOnce) + ")";
   bool has_runtime = false;
   hc_status* status = submit(kernel, &call, &has_runtime);
   if (has_runtime && !status) return;

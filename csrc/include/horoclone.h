@@ -87,7 +87,8 @@ typedef struct hc_request {
   int32_t device; /* hc_device: where all tensors of the request lie (join: where identity elements for them may lie) */
   int32_t device_index; /* as CUDA numbers devices in this process; the same in every request */
   int32_t will_wait;    /* not 0: the caller waits for it at once, do not wake the engine thread */
-  const char* name;     /* NULL = unnamed: matched by order among the unnamed of this op and process set */
+  const char* name;     /* NULL = unnamed: matched by order among the unnamed of this op and process set. " (iteration "
+                           and what follows: of a loop, whose iterations count as one name where steps are counted */
   double prescale, postscale;
   const int64_t* splits; /* alltoall, scatter's root: rows for each rank of the set; NULL = equal */
   int32_t split_count;

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from world import later, operations, ranks
 
+import horoclone
 from horoclone import runtime
 
 tf = later("tensorflow")
@@ -119,6 +120,16 @@ def test_conditions_loops_and_nested_functions() -> None:
     rows = tf.reshape(tf.range(40.0), (20, 2))  # more than run at once, so the ranks' order differs
     for _ in range(2):
         assert np.array_equal(side_by_side(rows * (hvd.rank() + 1)), rows * 3)
+
+    @tf.function
+    def trains(x: Any) -> Any:
+        for _ in tf.range(130):
+            x = hvd.allreduce(x, op=hvd.Average)
+        return x
+
+    before = horoclone.metrics()["step"]["number"]
+    trains(tf.constant([1.0]))
+    assert horoclone.metrics()["step"]["number"] - before >= 100  # each iteration is one
 
 
 @ranks(2)

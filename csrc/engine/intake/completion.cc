@@ -22,7 +22,7 @@ void Completion::finish(Operation* op, Status status) {
     op->traces.ended = now;
     rank_metrics_.ended({op->signature().op, status.is_ok() ? bytes : 0, rank_metrics_.at(op->submitted),
                          op->traces.started.load(std::memory_order_relaxed), now, op->request.name,
-                         op->name_record ? &op->name_record->seen_in_step : nullptr});
+                         op->name_record ? op->name_record->seen() : nullptr});
     if (rank_metrics_.is_stalled()) rank_metrics_.go_on();  // Loop says so again if something else still waits
     if (rank_metrics_.is_beat_due(now)) intake_.beat();
   }

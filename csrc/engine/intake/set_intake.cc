@@ -5,8 +5,9 @@
 namespace hc {
 
 namespace {
-constexpr size_t kNamesKept = 8192;  // records of names that are not pending, per operation kind
-constexpr size_t kNewKept = 16;      // a step with fewer names is told from the next at its second time
+constexpr size_t kNamesKept = 8192;                      // records of names that are not pending, per operation kind
+constexpr std::string_view kIteration = " (iteration ";  // as horoclone.h has it
+constexpr size_t kNewKept = 16;  // a step with fewer names is told from the next at its second time
 
 bool is_idle(const NameRecord& record) {
   return record.declared == 0 && record.pending.load(std::memory_order_acquire) == nullptr;
@@ -37,6 +38,8 @@ NameRecord& SetIntake::record_of(Op op, std::string_view name) {
     std::erase_if(names, [](const auto& entry) { return is_idle(entry.second); });
   }
   const auto made = names.try_emplace(std::string(name)).first;
+  if (const size_t end = name.rfind(kIteration); end != std::string_view::npos)
+    made->second.seen_of_loop = &loops_[std::string(name.substr(0, end))];
   uint64_t hash = hash_of_text(name);
   mix(&hash, static_cast<uint64_t>(op));
   if (came_.again(hash))

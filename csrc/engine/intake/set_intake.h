@@ -82,6 +82,8 @@ class SetIntake {
   void forget_what_came_once() HC_REQUIRES(submit_lock);
 
   std::array<Names, kOpCount> names_ HC_GUARDED_BY(submit_lock);  // the records' contents: see NameRecord
+  // NameRecord::seen_of_loop, by the name without the iteration; there are as many as operations in loops.
+  std::unordered_map<std::string, uint64_t> loops_ HC_GUARDED_BY(submit_lock);
   RecentHashes came_ HC_GUARDED_BY(submit_lock);
   // Of records made lately. The pointers last as long as the records do.
   std::vector<std::pair<Names*, const Names::value_type*>> new_ HC_GUARDED_BY(submit_lock);

@@ -31,9 +31,12 @@ struct Repeat {
 // The pending operation with this name, in one process set. A node of an unordered_map, so its address is stable.
 struct NameRecord {
   std::atomic<Operation*> pending{nullptr};
-  uint64_t uses = 0;          // submit lock
-  int declared = 0;           // submit lock: buckets that hold this record, which then is kept
-  uint64_t seen_in_step = 0;  // the thread that makes progress: see RankMetrics::repeats
+  uint64_t uses = 0;  // submit lock
+  int declared = 0;   // submit lock: buckets that hold this record, which then is kept
+  // The thread that makes progress: see RankMetrics::repeats.
+  uint64_t seen_in_step = 0;
+  uint64_t* seen_of_loop = nullptr;  // of an operation in a loop: for all iterations; null: it is in none
+  uint64_t* seen() { return seen_of_loop ? seen_of_loop : &seen_in_step; }
   // The thread that makes progress: the newest last.
   std::vector<std::unique_ptr<Repeat>> repeats;
 };

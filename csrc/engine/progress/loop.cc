@@ -65,7 +65,7 @@ void Loop::take_submitted() {
     const uint64_t submitted = rank_metrics.at(op->submitted);
     op->traces.is_counted = true;
     rank_metrics.began(submitted);
-    if (op->name_record && rank_metrics.repeats(&op->name_record->seen_in_step, op->bucket.set >= 0, submitted) &&
+    if (op->name_record && rank_metrics.repeats(op->name_record->seen(), op->bucket.set >= 0, submitted) &&
         parts_.timeline.on())
       parts_.timeline.step(rank_metrics.steps(), op->submitted);
     if (!is_message(op->signature().op)) {

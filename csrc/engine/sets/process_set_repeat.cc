@@ -64,7 +64,7 @@ bool ProcessSet::may_repeat() const {
                                                               uint64_t ticks) {
   RankMetrics& rank_metrics = parts_.context.rank_metrics;
   const uint64_t from = rank_metrics.at(submitted), now = rank_metrics.at(ticks);
-  uint64_t* seen = name.empty() ? nullptr : &record->seen_in_step;
+  uint64_t* seen = name.empty() ? nullptr : record->seen();
   rank_metrics.ran({op, bytes, from, moment_of_arrival(submitted, arrival), now, name, seen}, record);
   if (rank_metrics.is_beat_due(now)) parts_.intake.beat();
 }
@@ -121,7 +121,7 @@ bool ProcessSet::repeat(const Submission& s, ProgressLock& progress_lock, int sp
   op->traces.is_counted = true;
   RankMetrics& rank_metrics = parts_.context.rank_metrics;
   rank_metrics.began(rank_metrics.at(submitted));
-  if (op->name_record) rank_metrics.repeats(&record->seen_in_step, false, rank_metrics.at(submitted));
+  if (op->name_record) rank_metrics.repeats(record->seen(), false, rank_metrics.at(submitted));
   *handle = op->handle;
   pending_.add(op);
   if (progress == Progress::kPending)
