@@ -306,7 +306,7 @@ class Collectives(Operations[Array]):
             make=lambda native, handle: native.result(handle).join_rank,
         )  # fmt: skip
         last: int = synchronize(handle)
-        steps.restart()
+        steps.joined()
         return last
 
     def barrier(self, process_set: ProcessSet = global_process_set) -> None:

@@ -9,6 +9,7 @@ import weakref
 from typing import Any
 
 counted: weakref.WeakSet[Any] = weakref.WeakSet()  # restart() of each is called
+_joins = 0  # that have ended in this process
 held = range(0)  # steps in which weights may differ: they are broadcast after them
 
 
@@ -18,3 +19,15 @@ def restart() -> None:
     held = range(0)
     for one in list(counted):
         one.restart()
+
+
+def joins() -> int:
+    """How often every rank has joined: after it, ranks are back that knew nothing of what the others agreed on."""
+    return _joins
+
+
+def joined() -> None:
+    """On all ranks, at the end of a join."""
+    global _joins
+    _joins += 1
+    restart()

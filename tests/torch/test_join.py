@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from world import ranks
 
+import horoclone
 import horoclone.torch as hvd
 
 DTYPES = [
@@ -105,20 +107,34 @@ def test_neutral_elements_of_min_and_max_are_beyond_every_value() -> None:
     assert hvd.join() == 0
 
 
-@ranks(2)
-def test_an_optimizer_that_a_rank_never_began_is_not_counted_after_the_join() -> None:
+def _begins_anew(op: int, join: Callable[[], int]) -> None:
+    torch.manual_seed(0)
     models = [torch.nn.Linear(2, 1, bias=False) for _ in range(3)]
+    optimizers: list[Any] = []
+
+    def make(i: int) -> None:
+        optimizers.append(hvd.DistributedOptimizer(torch.optim.SGD(models[i].parameters(), 0.1), op=op))
 
     def step(i: int) -> None:
         optimizers[i].zero_grad()
         models[i](torch.full((1, 2), hvd.rank() + 1.0)).sum().backward()
         optimizers[i].step()
 
-    optimizers = [hvd.DistributedOptimizer(torch.optim.SGD(m.parameters(), 0.1)) for m in models[:2]]
+    make(0)
+    make(1)
     if hvd.rank() == 0:
         step(0)
-    hvd.join()
-    optimizers.append(hvd.DistributedOptimizer(torch.optim.SGD(models[2].parameters(), 0.1)))
+    join()
+    make(2)
     for i in (2, 0, 1, 2):
+        hvd.broadcast_(models[i].weight.data, 0)
         step(i)
-        assert models[i].weight.grad.tolist() == [[1.5, 1.5]]
+        assert op == hvd.Adasum or models[i].weight.grad.tolist() == [[1.5, 1.5]]
+        rows = hvd.allgather(models[i].weight.detach())
+        assert torch.equal(rows[0], rows[1])
+
+
+@ranks(2)
+def test_an_optimizer_that_a_rank_never_began_is_not_counted_after_the_join() -> None:
+    for op, join in ((hvd.Average, hvd.join), (hvd.Average, horoclone.join), (hvd.Adasum, hvd.join)):
+        _begins_anew(op, join)

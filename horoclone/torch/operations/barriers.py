@@ -11,13 +11,6 @@ from horoclone.torch.operations import requests
 from horoclone.torch.operations.gpu import place_to_join
 from horoclone.torch.operations.handles import submit, synchronize
 
-_joins = 0  # that have ended in this process
-
-
-def joins() -> int:
-    """How often every rank has joined: after it, ranks are back that knew nothing of what the others agreed on."""
-    return _joins
-
 
 def join(device: int = -1) -> int:
     """Says that this rank has no more data, and waits until every rank has said so. Returns the rank that joined last.
@@ -28,9 +21,7 @@ def join(device: int = -1) -> int:
     check("join", device=device)
     place = place_to_join(device)
     last = synchronize(submit(JOIN, None, 0, make=lambda rt, h: rt.result(h).join_rank, place=place))
-    global _joins
-    _joins += 1
-    steps.restart()
+    steps.joined()
     return last
 
 

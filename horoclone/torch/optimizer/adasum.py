@@ -22,6 +22,7 @@ from horoclone.gradient_names import Turn
 from horoclone.ops import Adasum, Max
 from horoclone.process_sets import ProcessSet
 from horoclone.runtime import native, size
+from horoclone.runtime.steps import joins
 from horoclone.torch import operations
 from horoclone.torch.operations.gpu import HOST, memory_beside, place_of
 from horoclone.torch.operations.grouped import grouped_allreduce_async_
@@ -42,6 +43,7 @@ class Deltas:
         self._compression = compression
         self._set = process_set
         self._runtime: Any = None
+        self._joins = 0  # that had happened when the ranks agreed
         self._known: list[torch.Tensor] = []  # in the order of param_groups
         self._named: Sequence[tuple[str, torch.Tensor]] = []
         self._layout = 0  # number of the agreed layout, in the names of the operations
@@ -74,11 +76,12 @@ class Deltas:
             a is not b for a, b in zip(parameters, self._known, strict=True)
         )
         self._named = named
-        if changed or native() is not self._runtime:
-            if self._known and native() is self._runtime:
+        is_new = native() is not self._runtime or self._joins != joins()  # to ranks that may be there now
+        if changed or is_new:
+            if self._known and not is_new:
                 self._tell_change()
             self._lay_out(named)
-            self._known, self._runtime = parameters, native()
+            self._known, self._runtime, self._joins = parameters, native(), joins()
         if parameters:
             torch._foreach_copy_([self._starts[p] for p in parameters], parameters)
             self._comparison.fill(self._places)

@@ -17,8 +17,8 @@ from horoclone.errors import Mismatch
 from horoclone.gradient_names import Turn
 from horoclone.ops import Max
 from horoclone.process_sets import ProcessSet
+from horoclone.runtime.steps import joins
 from horoclone.torch import operations
-from horoclone.torch.operations.barriers import joins
 from horoclone.torch.operations.tensors import DTYPE_OF, NUMBER_OF
 from horoclone.torch.optimizer.buckets import GradState, bits_of
 
@@ -97,10 +97,8 @@ def agree_on_parameters(
             break
         if complete is not None:
             return None
-    if turn:
-        turn.name(
-            joins=joins()
-        )  # it begins on all ranks, also where some are in backward and others in the step
+    if turn:  # it begins on all ranks, also where some are in backward and others in the step
+        turn.name(joins=joins())
     if 1 in present and 2 in present:
         ranks = process_set.ranks or [0]
         raise Mismatch(WEIGHTS_DIFFER.format(some=ranks[present.index(2)], others=ranks[present.index(1)]))

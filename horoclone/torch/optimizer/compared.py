@@ -19,8 +19,8 @@ from horoclone.comparison import DRIFTED, MENDED, OFF, Difference, Policy
 from horoclone.objects import broadcast_object
 from horoclone.ops import Sum
 from horoclone.process_sets import ProcessSet
+from horoclone.runtime.steps import joins
 from horoclone.torch import operations
-from horoclone.torch.operations.barriers import joins
 from horoclone.torch.optimizer.buckets import Bucket, GradState, flat_of, is_dense
 
 FORGOTTEN = (

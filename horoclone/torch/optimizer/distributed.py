@@ -80,6 +80,7 @@ class DistributedMixin(WrappedOptimizer):
     def _synchronize(self, whole: bool = True) -> None:
         """whole: False where sharded gradients need not be whole, because this rank's step reads its shard only."""
         reducer = self._reducer
+        reducer.check_in_charge()
         if self._included and not reducer.reduced:
             if self._sharding is not None:  # buckets that are formed now are cut for the ranks there are now
                 reducer.shards = self._sharding.parts
@@ -230,6 +231,7 @@ class DistributedMixin(WrappedOptimizer):
         )
 
     def _step_now(self, closure: Any, /, *args: Any, **kwargs: Any) -> Any:
+        self._reducer.check_in_charge()
         if closure is not None:
             if args:
                 args = (self._reducing(closure), *args[1:])

@@ -24,10 +24,10 @@ from horoclone.gradient_names import Turn
 from horoclone.ops import ALLGATHER, REDUCESCATTER, Average, Max, Min, Product, Sum
 from horoclone.process_sets import global_process_set, id_of
 from horoclone.runtime import is_initialized, native
+from horoclone.runtime.steps import joins
 from horoclone.torch import operations
 from horoclone.torch.compression import Compression
 from horoclone.torch.operations import requests, spans
-from horoclone.torch.operations.barriers import joins
 from horoclone.torch.operations.gpu import HOST, follow, is_capturing, offer_memory, place_of
 from horoclone.torch.operations.tensors import from_result, uncompiled
 from horoclone.torch.operations.weighted import divide, weigh, wire_of
@@ -100,10 +100,10 @@ WEIGHED_SPARSE = (
     "the gradient of {name!r} is sparse, and optimizer.set_weight() weighs dense ones: make the optimizer with "
     "sparse_as_dense=True"
 )
-REDUCED_TWICE = (
-    "the gradient of {name!r} would be reduced twice: another hvd.DistributedOptimizer of this parameter is still "
-    "alive, and an op like hvd.Sum would count every rank several times. Drop that one first, with all that holds it "
-    "(del optimizer, scheduler), or give each parameter to one of them."
+SUPERSEDED = (
+    "a newer hvd.DistributedOptimizer has taken over {name!r}, so that backward() no longer reduces gradients for this "
+    "one: each parameter has one that reduces. Use the newer one, or drop it with all that holds it (del optimizer, "
+    "scheduler), or give each parameter to one of them."
 )
 IN_SHARDS = "with shard_optimizer_state each rank has the result of its own share only until then"
 
@@ -168,6 +168,10 @@ class Reducer:
         )
         # Guards the counts of one step (left, waiting, _awaited, outstanding) when several threads run backward.
         self._lock = threading.Lock()
+        # Others that have one of its parameters: an older one would reduce the same gradient at the same time.
+        self._newer: weakref.WeakSet[Reducer] = weakref.WeakSet()
+        self._older: weakref.WeakSet[Reducer] = weakref.WeakSet()
+        self._to_collect = False  # a newer one may be garbage by now
         _living.add(self)
 
     # --- registration ----------------------------------------------------------------------------------------------
@@ -179,6 +183,7 @@ class Reducer:
         self.states.append(state)
         self._state_of[parameter] = state
         self._learned = False
+        self._take_over(parameter)
         self._watch(parameter)
 
     def add_local(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -193,10 +198,45 @@ class Reducer:
                 self.states.remove(state)
                 self._forget_layout()
             elif parameter not in self.local and parameter.requires_grad:
+                self._take_over(parameter)
                 self._watch(parameter)
             if parameter not in self.local and parameter.requires_grad:
                 self._watch_local(parameter)
             self.local[parameter] = None
+
+    def _take_over(self, parameter: torch.Tensor) -> None:
+        """From older ones, as long as this one lives."""
+        if self._terms.process_set.included() is False:
+            return
+        for other in list(_living):
+            if other is not self and other not in self._newer and other.knows(parameter):
+                other._newer.add(self)
+                other._to_collect = True
+                self._older.add(other)
+
+    def step_back(self) -> None:
+        """Older ones go on before it: it is a copy."""
+        for other in list(self._older):
+            other._newer.discard(self)
+            self._newer.add(other)
+        self._older.clear()
+
+    def _is_superseded(self) -> bool:
+        """Whether a newer optimizer reduces what this one would."""
+        if not self._newer or (self._terms.process_set.size() or 1) == 1:
+            return False
+        if self._to_collect:  # once for each newer one
+            self._to_collect = False
+            gc.collect()
+        return len(self._newer) > 0
+
+    def check_in_charge(self) -> None:
+        """ValueError where another optimizer reduces these gradients."""
+        if self._is_superseded():
+            newer = next(iter(self._newer))
+            mine = [*self.states, *(GradState(parameter, "a local parameter") for parameter in self.local)]
+            name = next((state.name for state in mine if newer.knows(state.parameter)), "a parameter")
+            raise ValueError(SUPERSEDED.format(name=name))
 
     def _watch(self, parameter: torch.Tensor) -> None:
         # A dropped optimizer must not go on reducing its old model's gradients.
@@ -259,6 +299,8 @@ class Reducer:
 
     @uncompiled
     def _fired(self, parameter: torch.Tensor) -> None:
+        if self._newer and self._is_superseded():
+            return
         with self._lock:
             if not self.outstanding:
                 self._begin()
@@ -294,8 +336,6 @@ class Reducer:
     def _begin(self) -> None:
         """First hook, or synchronize without one, since the last synchronize()."""
         runtime = native()
-        if not self._learned:
-            self._check_alone()
         if runtime is not self._runtime:
             self._forget_layout()
             self._runtime, self.waits = runtime, self.may_wait
@@ -322,31 +362,6 @@ class Reducer:
                 self._awaited += 1
                 if state.bucket is not None:
                     state.bucket.waiting += 1
-
-    def _check_alone(self) -> None:
-        """ValueError where another optimizer reduces one of these gradients too, and the result would not be right."""
-        name = self._reduced_twice()
-        if name is not None:
-            gc.collect()  # nobody may have it any more
-            name = self._reduced_twice()
-        if name is not None:
-            raise ValueError(REDUCED_TWICE.format(name=name))
-
-    def _reduced_twice(self) -> str | None:
-        own = self._terms
-        if (own.process_set.size() or 1) == 1:
-            return None
-        for other in list(_living):
-            theirs = other._terms
-            twice_is_once = own.op in (Average, Min, Max) and own.op == theirs.op
-            if other is self or (twice_is_once and own.process_set == theirs.process_set):
-                continue
-            if theirs.process_set.included() is False:  # it does nothing here
-                continue
-            for state in self.states:
-                if state.parameter in other._state_of:
-                    return state.name
-        return None
 
     def _is_stale(self) -> bool:
         """Whether buckets must be formed anew: a parameter was added, or has another dtype, shape or layout; or ranks

@@ -106,6 +106,8 @@ def _copied(
     else:
         copy = wrap(optimizer, NotStarted, names, options["backward_passes_per_step"], make, options)
     copy._turn.withdraw()
+    if "_reducer" in copy.__dict__:
+        copy._reducer.step_back()
     return copy
 
 
