@@ -241,11 +241,15 @@ def test_two_optimizers_do_not_sum_a_gradient_twice() -> None:
         first = wrapped(model, 0.0, op=op)
         assert torch.allclose(gradient(first, 2), once[2])
         second = wrapped(model, 0.0, op=op)
-        if op == hvd.Average:  # that of averages is the same
-            assert torch.allclose(gradient(second, 2), once[2])
-            continue
-        with pytest.raises(ValueError, match="would be reduced twice"):
-            gradient(second, 2)
+        copied = copy.copy(second)
+        assert all(torch.allclose(gradient(second, step), once[step]) for step in range(3))
+        for other in (first, copied):
+            with pytest.raises(
+                ValueError, match=r"newer hvd\.DistributedOptimizer has taken over '0\.weight'"
+            ):
+                other.step()
+        del second, copied, other
+        assert all(torch.allclose(gradient(first, step), once[step]) for step in range(3))
 
 
 @ranks(2)
