@@ -136,7 +136,8 @@ def test_a_flipped_bit_is_found_at_the_next_check() -> None:
 @pytest.mark.long(60)
 @ranks(2, 3, 4, limit_s=600)
 def test_hundreds_of_flipped_bits_are_found_at_the_next_check() -> None:
-    """Any bit of any value on any rank, 100 times in each kind of value, by name and rank, in programs and outside."""
+    """Any bit of any value on any rank, in programs and outside, 100 times in each kind of value: by name, and by rank
+    where there is a majority."""
     choice = random.Random(hvd.size())
     for program in (False, True):
         with told("warn") as lines:

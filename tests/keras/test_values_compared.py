@@ -84,8 +84,8 @@ def finds_flipped_bits() -> None:
 
 
 def finds_many_flipped_bits(rounds: int) -> None:
-    """Any bit of any value on any rank, 100 times in each kind of value, by name and rank. JAX does not repair, and
-    warns once until ranks have joined."""
+    """Any bit of any value on any rank, 100 times in each kind of value: by name, and by rank where there is a majority.
+    JAX does not repair, and warns once until ranks have joined."""
     import horoclone
     import horoclone.keras as hvd
     from horoclone.keras.compared import slots_of
