@@ -42,8 +42,8 @@ class Turn:
 
     _made = itertools.count()
     _there: ClassVar[dict[Hashable, set[int]]] = {}  # made in this life
-    # Those that have begun, and the checksum; by kind and how many joins had ended.
-    _begun: ClassVar[dict[tuple[Hashable, int], tuple[set[int], int]]] = {}
+    # After how many joins, those that have begun since, and the checksum.
+    _begun: ClassVar[dict[Hashable, tuple[int, set[int], int]]] = {}
     _life: ClassVar[Any] = None  # None: before the first one
 
     def __init__(self, kind: Hashable) -> None:
@@ -72,13 +72,15 @@ class Turn:
         if self._begun_in is life and self._joins == joins:
             return self._name
         self._see(life)
-        begun, order = self._begun.get((self._kind, joins), (set[int](), 0))
+        since, begun, order = self._begun.get(self._kind, (joins, set[int](), 0))
+        if since != joins:
+            begun, order = set(), 0
         waiting = self._there.get(self._kind, set()) - begun
         count = sum(number < self._number for number in waiting)
         order = zlib.crc32(f"{len(begun)}.{count}".encode(), order) if order or count else 0
         name = f".order.{len(begun) + 1}.{order:08x}" if order else ""
         if begins:
-            self._begun[self._kind, joins] = begun | {self._number}, order
+            self._begun[self._kind] = joins, begun | {self._number}, order
             self._name, self._begun_in, self._joins = name, life, joins
         return name
 

@@ -73,6 +73,7 @@ class DistributedMixin(WrappedOptimizer):
                 )
             self._barrier.finish()
             return
+        self._reducer.check_in_charge()
         self._reducer.tell_overflow_again()
         self._synchronize()
         self._announced = True
@@ -80,7 +81,6 @@ class DistributedMixin(WrappedOptimizer):
     def _synchronize(self, whole: bool = True) -> None:
         """whole: False where sharded gradients need not be whole, because this rank's step reads its shard only."""
         reducer = self._reducer
-        reducer.check_in_charge()
         if self._included and not reducer.reduced:
             if self._sharding is not None:  # buckets that are formed now are cut for the ranks there are now
                 reducer.shards = self._sharding.parts

@@ -101,7 +101,7 @@ WEIGHED_SPARSE = (
     "sparse_as_dense=True"
 )
 SUPERSEDED = (
-    "a newer hvd.DistributedOptimizer has taken over {name!r}, so that backward() no longer reduces gradients for this "
+    "a newer hvd.DistributedOptimizer has taken over {what}, so that backward() no longer reduces gradients for this "
     "one: each parameter has one that reduces. Use the newer one, or drop it with all that holds it (del optimizer, "
     "scheduler), or give each parameter to one of them."
 )
@@ -234,9 +234,8 @@ class Reducer:
         """ValueError where another optimizer reduces these gradients."""
         if self._is_superseded():
             newer = next(iter(self._newer))
-            mine = [*self.states, *(GradState(parameter, "a local parameter") for parameter in self.local)]
-            name = next((state.name for state in mine if newer.knows(state.parameter)), "a parameter")
-            raise ValueError(SUPERSEDED.format(name=name))
+            shared = (repr(state.name) for state in self.states if newer.knows(state.parameter))
+            raise ValueError(SUPERSEDED.format(what=next(shared, "its local parameters")))
 
     def _watch(self, parameter: torch.Tensor) -> None:
         # A dropped optimizer must not go on reducing its old model's gradients.
@@ -299,7 +298,7 @@ class Reducer:
 
     @uncompiled
     def _fired(self, parameter: torch.Tensor) -> None:
-        if self._newer and self._is_superseded():
+        if self._is_superseded():
             return
         with self._lock:
             if not self.outstanding:
