@@ -51,10 +51,13 @@ class VariablesState(ObjectState):
 
     def restore(self) -> None:
         """Goes back to the newest copy."""
+        self._restore_values(self._saved_values)
+        super().restore()
+
+    def _restore_values(self, saved: list[Any]) -> None:
         variables = self._variables()
         # A variable that did not exist at the commit keeps its value; the optimizer's come with its first step.
-        self._write(variables[: len(self._saved_values)], self._saved_values[: len(variables)])
-        super().restore()
+        self._write(variables[: len(saved)], saved[: len(variables)])
 
     def sync(self) -> None:
         """Gives every rank what the rank with the newest commit has now, and saves it. A collective of all ranks.

@@ -66,22 +66,51 @@ class JaxState(VariablesState):
         return [np.asarray(leaf) for leaf in without_keys(list(variables))]
 
     def _write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
-        new = [_like(leaf, value) for leaf, value in zip(variables, values, strict=True)]
-        new += self._variables()[len(new) :]  # leaves that are newer than the copy stay
-        for name in self._trees:
-            leaves, form = jax.tree_util.tree_flatten(getattr(self, name))
-            setattr(self, name, jax.tree_util.tree_unflatten(form, new[: len(leaves)]))
-            del new[: len(leaves)]
+        self._set_trees(self._kinds(), values)
+
+    def _values_of(self, variables: Sequence[Any]) -> list[Any]:
+        return _Leaves(super()._values_of(variables), self._kinds())
+
+    def _restore_values(self, saved: list[Any]) -> None:
+        self._set_trees(saved.kinds if isinstance(saved, _Leaves) else self._kinds(), saved)
+
+    def _kinds(self) -> list[Any]:
+        return [jax.tree_util.tree_map(_kind_of, getattr(self, name)) for name in self._trees]
+
+    def _set_trees(self, kinds: list[Any], values: Sequence[Any]) -> None:
+        """kinds: trees of this form, with what each leaf is."""
+        leaves, form = jax.tree_util.tree_flatten(kinds)
+        new = [_made(kind, value) for kind, value in zip(leaves, values, strict=True)]
+        for name, tree in zip(self._trees, jax.tree_util.tree_unflatten(form, new), strict=True):
+            setattr(self, name, tree)
+
+
+class _Leaves(list[Any]):
+    """A copy's values with the trees that they are of: later ones may have another form (layers that were added,
+    another optimizer). What another rank gets are the values alone, and its trees have their form."""
+
+    def __init__(self, values: list[Any], kinds: list[Any]) -> None:
+        super().__init__(values)
+        self.kinds = kinds
+
+    def __reduce__(self) -> Any:
+        return list, (list(self),)
 
 
 def _has_arrays(value: Any) -> bool:
     return any(isinstance(leaf, jax.Array) for leaf in jax.tree_util.tree_leaves(value))
 
 
-def _like(leaf: Any, value: Any) -> Any:
-    """The value as what the leaf is: an array of JAX, one of NumPy, or a number."""
-    if is_key(leaf):
-        return with_keys(leaf, jax.numpy.array(value))
-    if isinstance(leaf, jax.Array):
+def _kind_of(leaf: Any) -> Any:
+    """What another value has to become to stand in the leaf's place: a key and a number stand for their like."""
+    if is_key(leaf) or isinstance(leaf, (bool, int, float, complex)):
+        return leaf
+    return jax.Array if isinstance(leaf, jax.Array) else np.ndarray
+
+
+def _made(kind: Any, value: Any) -> Any:
+    if is_key(kind):
+        return with_keys(kind, jax.numpy.array(value))
+    if kind is jax.Array:
         return jax.numpy.array(value)  # a copy: the buffer of the saved array must not become JAX's
-    return value.item() if isinstance(leaf, (bool, int, float, complex)) else np.array(value)
+    return np.array(value) if kind is np.ndarray else value.item()

@@ -32,6 +32,21 @@ def test_pytrees_keys_and_attributes_are_restored_and_synchronised() -> None:
     assert float(state.params["w"][0, 0]) == 0.0 and state.epoch == 0
 
 
+@ranks(1)
+def test_a_commit_brings_its_trees_back_in_their_form() -> None:
+    """Leaves were once matched by their places, so that values came into other leaves of trees that had changed."""
+    state = hvd.elastic.JaxState(params={"a": jnp.ones(2), "c": jnp.full(2, 3.0)}, count=(jnp.int32(7), 1))
+    state.commit()
+    state.params = {"b": jnp.full(2, 2.0), **state.params}
+    state.restore()
+    assert {name: float(leaf[0]) for name, leaf in state.params.items()} == {"a": 1.0, "c": 3.0}
+    assert jax.tree_util.tree_map(int, state.count) == (7, 1)
+    state.params, state.count = {"c": jnp.zeros(2)}, [jnp.zeros(2)]
+    state.restore()
+    assert {name: float(leaf[0]) for name, leaf in state.params.items()} == {"a": 1.0, "c": 3.0}
+    assert type(state.count) is tuple and jax.tree_util.tree_map(int, state.count) == (7, 1)
+
+
 @ranks(2)
 def test_ranks_with_other_trees_all_hear_of_it() -> None:
     state = hvd.elastic.JaxState(params=jnp.zeros(3 + hvd.rank()))
