@@ -40,8 +40,6 @@ class TopKCompressor(GradientCompressor):
         count = max(1, round(self.ratio * total.numel()))
         indices = torch.topk(total.abs(), count, sorted=False).indices
         chosen = total[indices]
-        if self.error_feedback:
-            bucket.state["residual"] = total.index_fill_(0, indices, 0.0)
         message = torch.stack([indices.int(), chosen.view(torch.int32)])
         everybody = yield bucket.allgather(message, "largest")
         summed = torch.zeros_like(values)
@@ -49,6 +47,10 @@ class TopKCompressor(GradientCompressor):
             summed[theirs[0].long()] += (
                 theirs[1].view(torch.float32) / bucket.divisor
             )  # no index twice in a row
+        if self.error_feedback:
+            # After an overflow, which arrives on every rank, it starts afresh: what was not sent may not be finite.
+            rest = total.index_fill_(0, indices, 0.0)
+            bucket.state["residual"] = torch.where(summed.isfinite().all(), rest, torch.zeros_like(rest))
         flat.copy_(summed)
 
     def residuals(self, bucket: GradientBucket) -> dict[str, torch.Tensor]:
