@@ -23,6 +23,7 @@ from horoclone.owned import Owned
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+_Form = tuple[list[Any], Any]  # what each leaf is, and the structure
 
 __all__ = [
     "ElasticSampler", "Generation", "JaxState", "ObjectState", "Owned", "RandomStates", "Recovery", "State",
@@ -66,32 +67,32 @@ class JaxState(VariablesState):
         return [np.asarray(leaf) for leaf in without_keys(list(variables))]
 
     def _write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
-        self._set_trees(self._kinds(), values)
+        self._set_trees(self._form(), values)
 
     def _values_of(self, variables: Sequence[Any]) -> list[Any]:
-        return _Leaves(super()._values_of(variables), self._kinds())
+        return _Leaves(super()._values_of(variables), self._form())
 
     def _restore_values(self, saved: list[Any]) -> None:
-        self._set_trees(saved.kinds if isinstance(saved, _Leaves) else self._kinds(), saved)
+        self._set_trees(saved.form if isinstance(saved, _Leaves) else self._form(), saved)
 
-    def _kinds(self) -> list[Any]:
-        return [jax.tree_util.tree_map(_kind_of, getattr(self, name)) for name in self._trees]
+    def _form(self) -> _Form:
+        leaves, form = jax.tree_util.tree_flatten([getattr(self, name) for name in self._trees])
+        return [_kind_of(leaf) for leaf in leaves], form
 
-    def _set_trees(self, kinds: list[Any], values: Sequence[Any]) -> None:
-        """kinds: trees of this form, with what each leaf is."""
-        leaves, form = jax.tree_util.tree_flatten(kinds)
-        new = [_made(kind, value) for kind, value in zip(leaves, values, strict=True)]
-        for name, tree in zip(self._trees, jax.tree_util.tree_unflatten(form, new), strict=True):
+    def _set_trees(self, form: _Form, values: Sequence[Any]) -> None:
+        kinds, structure = form
+        new = [_made(kind, value) for kind, value in zip(kinds, values, strict=True)]
+        for name, tree in zip(self._trees, jax.tree_util.tree_unflatten(structure, new), strict=True):
             setattr(self, name, tree)
 
 
 class _Leaves(list[Any]):
-    """A copy's values with the trees that they are of: later ones may have another form (layers that were added,
-    another optimizer). What another rank gets are the values alone, and its trees have their form."""
+    """A copy's values with the form of the trees that they are of: later ones may have another one (layers that were
+    added, another optimizer). What another rank gets are the values alone, and its trees have their form."""
 
-    def __init__(self, values: list[Any], kinds: list[Any]) -> None:
+    def __init__(self, values: list[Any], form: _Form) -> None:
         super().__init__(values)
-        self.kinds = kinds
+        self.form = form
 
     def __reduce__(self) -> Any:
         return list, (list(self),)
