@@ -249,6 +249,13 @@ class Job:
                 )
             step, total, size = begun, found, self._sizes[number]
 
+    def work_at(self, number: int) -> tuple[int, int]:
+        """Steps in the state with which this generation begins, and how often ranks took part in them."""
+        before = [one for one in self.all_numbers() if one <= number]
+        steps = [max(self._starts[one])[0] for one in before]
+        parts = zip(before, steps, steps[1:], strict=False)
+        return steps[-1], sum((end - begin) * self._sizes[one] for one, begin, end in parts)
+
     def steps(self) -> int:
         """That were done, and are in the state of the last generation."""
         return max(step for step, _ in self._starts[max(self._starts)])

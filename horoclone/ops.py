@@ -6,6 +6,7 @@ The list of dtypes is csrc/include/horoclone_dtypes.h, which tells how to add on
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import NewType
 
 from horoclone.arguments import is_integer, wrong_type
@@ -88,6 +89,11 @@ MOVED = (
 FIRST_MOVED = len(DTYPES)
 MOVABLE = {**DTYPES, **{name: number for number, name in enumerate(MOVED, FIRST_MOVED)}}
 """Of all that broadcast, allgather, alltoall, gather, scatter and messages take."""
+
+
+def counts_dtype(counts: Sequence[int]) -> str:
+    """Of the rows that an alltoall has received from each rank: int32, as in Horovod, where they fit into it."""
+    return "int32" if max(counts, default=0) < 1 << 31 else "int64"
 
 
 def peer_number(rank: int | None, what: str) -> int:

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <span>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -177,7 +178,13 @@ bool Call::take_result(hc_handle handle, int i, Outcome* outcome) {
   }
   api.DeleteTensor(output);
   if (!outcome->ok() || spec->op != HC_ALLTOALL) return outcome->ok();
-  const std::vector<int32_t> received(result.rows_from, result.rows_from + result.rows_from_count);
+  const std::span<const int64_t> rows(result.rows_from, static_cast<size_t>(result.rows_from_count));
+  const std::vector<int32_t> received(rows.begin(), rows.end());
+  if (!std::equal(rows.begin(), rows.end(), received.begin())) {
+    outcome->set(kTfInvalidArgument,
+                 "alltoall: a rank sent more rows than received_splits (int32) can say; send fewer");
+    return false;
+  }
   return give_numbers(1, received.data(), static_cast<int64_t>(received.size()), outcome);
 }
 

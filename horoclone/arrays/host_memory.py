@@ -163,5 +163,5 @@ def arrived(native: Runtime, handle: int) -> Array:
     return received(native.result(handle))
 
 
-def counts(rows_from: list[int]) -> NDArray[np.int32]:
-    return np.array(rows_from, np.int32)
+def counts(rows_from: list[int]) -> NDArray[np.integer]:
+    return np.array(rows_from, ops.counts_dtype(rows_from))

@@ -310,7 +310,8 @@ def alltoall(
             )
         check("alltoall", splits=splits)
         rows, received = arrays.alltoall(array, splits, name, process_set)
-        return jnp.asarray(rows), jnp.asarray(received)
+        # More rows than an int32 says stay NumPy's: JAX would make an int32 of them.
+        return jnp.asarray(rows), received if received.dtype.itemsize == 8 else jnp.asarray(received)
     leaves = jax.tree_util.tree_leaves(array)
     if len(leaves) != 1:
         raise wrong_type("alltoall", "array", array, f"one array, not a tree of {len(leaves)}")

@@ -244,6 +244,7 @@ def test_nobody_is_lost_who_lives(worker_pool, opened, tmp_path):
         end.touch()
         for one in busy:
             one.kill()
-            one.wait(10)
+        for one in busy:
+            one.wait(60)
     assert team.wait(120) == [0] * 8, team.outputs()
     print(f"{team.said(0, 'steps')[0]}, {stops} stops in {SOAK_S:g} s")

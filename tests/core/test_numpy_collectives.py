@@ -252,6 +252,9 @@ def test_alltoall_with_and_without_splits():
             hvd.alltoall(rows, wrong)
     with pytest.raises(ValueError, match=r"(?i)split"):
         hvd.alltoall(rows, [1] * (size + 1))
+    many = (1 << 31) + 5  # more rows than an int32 says, and no memory
+    _, counts = hvd.alltoall(np.empty((many, 0), np.float32), [many] + [0] * (size - 1))
+    assert counts.tolist() == ([many] * size if rank == 0 else [0] * size)
     assert hvd.alltoall(np.arange(size)).shape == (size,)
 
 

@@ -203,6 +203,9 @@ def test_unequal_rows_outside_of_jit() -> None:
     me, n = hvd.rank(), hvd.size()
     out = hvd.allgather(jnp.full((me, 2), me))
     assert out.shape == (sum(range(n)), 2) and out[:, 0].tolist() == [r for r in range(n) for _ in range(r)]
+    many = (1 << 31) + 5  # more rows than an int32 says, and no memory
+    _, received = hvd.alltoall(jnp.zeros((many, 0)), splits=[many] + [0] * (n - 1))
+    assert received.tolist() == [many if me == 0 else 0] * n
     rows, received = hvd.alltoall(jnp.arange(n + 1), splits=[2] + [1] * (n - 1))
     assert received.tolist() == [2 if me == 0 else 1] * n and received.dtype == jnp.int32
     assert rows.tolist() == ([0, 1] * n if me == 0 else [me + 1] * n)

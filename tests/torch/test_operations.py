@@ -148,6 +148,9 @@ def test_alltoall_with_and_without_splits() -> None:
         out, received = hvd.alltoall(parts[me], splits=splits)
         assert torch.equal(out, expected)
         assert received.tolist() == [sent[r][me] for r in range(n)] and received.dtype == torch.int32
+    many = (1 << 31) + 5  # more rows than an int32 says, and no memory
+    _, received = hvd.alltoall(torch.empty(many, 0), splits=[many] + [0] * (n - 1))
+    assert received.tolist() == ([many] * n if me == 0 else [0] * n)
     out, received = hvd.synchronize(hvd.alltoall_async(parts[me], sent[me], name="a2a"))
     assert torch.equal(out, expected) and received.tolist() == [sent[r][me] for r in range(n)]
 

@@ -16,7 +16,13 @@ from horoclone.handles import Maker
 from horoclone.requests import HOST as HOST
 from horoclone.requests import Place as Place
 from horoclone.runtime import logs
-from horoclone.torch.operations.tensors import address_of, dtype_of, from_result, received
+from horoclone.torch.operations.tensors import (
+    address_of,
+    dtype_of,
+    from_result,
+    received,
+    received_counts,
+)
 
 if TYPE_CHECKING:
     from horoclone._core import DeviceBlock, Runtime
@@ -206,7 +212,7 @@ def rows_here(tensor: torch.Tensor) -> Maker:
     def make(runtime: Runtime, handle: int) -> Any:
         result = runtime.result(handle)
         rows = from_result(result, row, kind)
-        return (rows, torch.tensor(result.rows_from, dtype=torch.int32)) if result.rows_from else rows
+        return (rows, received_counts(result.rows_from)) if result.rows_from else rows
 
     return make
 
@@ -220,7 +226,7 @@ def rows_like(tensor: torch.Tensor, place: Place, splits: Any = None) -> Maker:
         rows, result = rows_of(runtime, handle, 0, form, place), runtime.result(handle)
         if not result.rows_from:
             return rows
-        counts = torch.tensor(result.rows_from, dtype=torch.int32)
+        counts = received_counts(result.rows_from)
         there = isinstance(splits, torch.Tensor) and place_of(splits) is not HOST
         return rows, to_gpu(counts, splits) if there else counts
 

@@ -27,7 +27,14 @@ from horoclone.torch.operations.gpu import (
     rows_of,
 )
 from horoclone.torch.operations.spans import profiler, waiting
-from horoclone.torch.operations.tensors import ON_GPU, from_result, is_compiling, number_of, refuse_scalar
+from horoclone.torch.operations.tensors import (
+    ON_GPU,
+    from_result,
+    is_compiling,
+    number_of,
+    received_counts,
+    refuse_scalar,
+)
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
@@ -195,4 +202,4 @@ def run(
     rows = from_result(result, source.shape[1:], source.dtype)
     if op != ALLTOALL:
         return rows
-    return rows, None if splits is None else torch.tensor(result.rows_from, dtype=torch.int32)
+    return rows, None if splits is None else received_counts(result.rows_from)

@@ -175,6 +175,11 @@ def from_result(result: Result, row: tuple[int, ...], dtype: torch.dtype) -> tor
     return flat.view(result.first_dimension, *row) if row else flat
 
 
+def received_counts(rows_from: Sequence[int]) -> torch.Tensor:
+    """How many rows of an alltoall came from each rank."""
+    return torch.tensor(rows_from, dtype=getattr(torch, ops.counts_dtype(rows_from)))
+
+
 def dtype_of(result: Result) -> torch.dtype:
     """The dtype of a tensor that another rank sent."""
     dtype = DTYPE_OF.get(result.dtype)
