@@ -87,7 +87,8 @@ class Repeats:
         been shown; and at which line the whole text ends."""
         first, place = self._first.get(tuple(traceback), (rank, end))
         if first != rank:
-            return [traceback[-1] + b"  (the traceback is rank %d's)" % first], place
+            said = next((line for line in reversed(traceback) if line[:1].strip()), traceback[-1])
+            return [said + b"  (the traceback is rank %d's)" % first], place
         if self.wanted and len(self._first) < _TRACEBACKS:
             self._first[tuple(traceback)] = rank, end
         return traceback, end
@@ -193,6 +194,7 @@ class RankStream:
         self._live = False
         self._progress_shown_s = 0.0
         self._held: list[bytes] | None = None  # the beginning of a traceback
+        self._goes_on = False  # its error's line ends in a colon: the text has further lines, until there is a pause
         self._held_since = 0.0
         self.tail: collections.deque[bytes] = collections.deque(maxlen=_TAIL_LINES)
         self.hide_interrupts = False  # the user pressed Ctrl-C: tracebacks that only say so are noise
@@ -250,13 +252,16 @@ class RankStream:
         if self._held is None:
             if line != _TRACEBACK:
                 return [line]
-            self._held, self._held_since = [line], time.monotonic()
+            self._held, self._held_since, self._goes_on = [line], time.monotonic(), False
             return []
         self._held.append(line)
-        if line[:1] in (b" ", b"\t", b"") or line.startswith(
+        if self._goes_on or line[:1] in (b" ", b"\t", b"") or line.startswith(
             (b"Traceback ", b"During handling ", b"The above ")
         ):
             return self._released(ahead) if len(self._held) > _TRACEBACK_LINES else []
+        if line.endswith(b":"):
+            self._goes_on, self._held_since = True, time.monotonic()
+            return []
         if self.hide_interrupts and line.startswith(b"KeyboardInterrupt"):
             self._held = None
             return []
@@ -264,6 +269,7 @@ class RankStream:
 
     def _released(self, ahead: int, whole: bool = False) -> list[bytes]:
         held, self._held = self._held or [], None
+        whole = whole or self._goes_on
         return self._screen.traceback(self._rank, self._stream, held, ahead, whole) if held else []
 
     def show_partial(self, now: float) -> float | None:

@@ -73,6 +73,8 @@ def traceback_in(stderr: Sequence[str]) -> list[str]:
     end = starts[-1] + 1
     while end < len(stderr) and (stderr[end][:1] in (" ", "\t") or not stderr[end]):
         end += 1
+    if end < len(stderr) and stderr[end].endswith(":"):  # the text goes on, in lines of its own
+        end = len(stderr)
     return list(stderr[starts[first] : end + 1])
 
 
@@ -177,6 +179,7 @@ def _evidence(end: RankEnd, whose: str) -> list[str]:
     rest, traceback = _last_words(end), _traceback(end)
     if traceback and traceback[-1].strip() == _error(end):
         traceback.pop()
+    rest = [line for line in rest if line not in traceback]
     tensors = [line for line in rest if _OPEN_TENSORS.search(line)]
     rest = [line for line in rest if line not in tensors]
     return [

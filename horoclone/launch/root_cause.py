@@ -19,8 +19,16 @@ _NAMED = re.compile(
 
 
 def exception_line(lines: Sequence[str]) -> str | None:
-    """`ValueError: bad batch 17` of a traceback."""
-    return next((line.strip() for line in reversed(lines) if _EXCEPTION.match(line)), None)
+    """`ValueError: bad batch 17` of a traceback. Where the text goes on after a colon, as TensorFlow's `Graph execution
+    error:` does, what it says is in its last line that is not indented."""
+    at = next((i for i in range(len(lines) - 1, -1, -1) if _EXCEPTION.match(lines[i])), None)
+    if at is None:
+        return None
+    line = lines[at].strip()
+    if not line.endswith(":"):
+        return line
+    rest = [one.strip() for one in lines[at + 1 :] if one[:1].strip()]
+    return f"{line} {rest[-1]}" if rest else line
 
 
 def exception_name(line: str | None) -> str:

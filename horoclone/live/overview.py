@@ -17,6 +17,7 @@ from horoclone.live.job import Event
 from horoclone.live.rank_metrics import BUCKETS, Goodput, Operation, RankMetrics
 
 WINDOW_S = 5.0  # for which a rate is given
+LATE_SHARE = 0.1  # of that time: a rank for which others wait longer, and twice as long as for the rest, stands out
 MAX_EVENTS = 200
 # In the order of how much they matter to who looks. A rank that has failed is "lost", whatever its metrics say.
 STATES = ("lost", "stalled", "starting", "waiting", "running", "ended")
@@ -35,8 +36,9 @@ class Row:
 
     communication: share of time in which operations were under way, 0 to 1, and overlap: of that, the share for which
     no thread waited; of the last whole step, or where there are no steps of the last seconds. late_s: how long others
-    have waited for it since init(), as the one saw it who waited longest. why, advice: of a rank that is late, where
-    the ranks measure that. is_culprit: it holds others up; the note says what it does.
+    have waited for it since init(), as the one saw it who waited longest; late_share: of the last seconds, of a rank
+    that stands out by it, else 0. why, advice: of a rank that is late, where the ranks measure that. is_culprit: it
+    holds others up; the note says what it does.
     """
 
     rank: int
@@ -57,6 +59,7 @@ class Row:
     why: str = ""
     advice: str = ""
     is_culprit: bool = False
+    late_share: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,9 +104,11 @@ class Observer:
         late = late_seconds(ranks)
         why = {one.rank: one for one in late_ranks.of_ranks(ranks)}
         culprits = late_ranks.culprits(ranks)
+        before = self._before[0] if self._before else {}
+        shares = _late_shares(late, late_seconds(before.values()), now - _time_of(before), len(current))
         rows = tuple(
             _with_cause(
-                _row(metrics, self._earlier(key, metrics), late.get(metrics.rank, 0.0)),
+                _row(metrics, self._earlier(key, metrics), late.get(metrics.rank, 0.0), shares),
                 why.get(metrics.rank),
                 culprits.get(metrics.rank),
                 len(ranks) - 1,
@@ -213,7 +218,25 @@ def upper_bounds_s() -> tuple[float | None, ...]:
     return (*(2**at / 1e6 for at in range(BUCKETS - 1)), None)
 
 
-def _row(metrics: RankMetrics, before: RankMetrics | None, late_s: float) -> Row:
+def _late_shares(
+    late: Mapping[int, float], before: Mapping[int, float], elapsed_s: float, ranks: int
+) -> dict[int, float]:
+    """rank -> for which share of the last seconds others have waited for it; only those that stand out."""
+    if elapsed_s <= 0:
+        return {}
+    shares = {rank: min(1.0, max(0.0, (late[rank] - before.get(rank, 0.0)) / elapsed_s)) for rank in late}
+    found = {}
+    for rank, share in shares.items():
+        others = [shares[other] for other in shares if other != rank]
+        others += [0.0] * (ranks - 1 - len(others))
+        if share >= max(LATE_SHARE, 2 * statistics.median(others or [0.0])):
+            found[rank] = share
+    return found
+
+
+def _row(
+    metrics: RankMetrics, before: RankMetrics | None, late_s: float, late_shares: Mapping[int, float]
+) -> Row:
     state = state_of(metrics)
     # what it does now may be told
     moves = state in ("running", "waiting") and not late_ranks.is_stale(metrics)
@@ -241,6 +264,7 @@ def _row(metrics: RankMetrics, before: RankMetrics | None, late_s: float) -> Row
         bytes=metrics.bytes,
         bytes_per_s=rate if moves else None,
         late_s=late_s,
+        late_share=late_shares.get(metrics.rank, 0.0) if moves else 0.0,
         operation=_last(metrics),
     )
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from world import load
 
+from horoclone.launch import output, report
+
 on = load(Path(__file__).resolve().parents[1] / "live" / "terminal.py", "terminal")
 RUN = [sys.executable, "-m", "horoclone.launch"]
 PYTHON = sys.executable
@@ -106,6 +108,38 @@ def test_a_traceback_of_all_ranks_is_shown_once(launch, tmp_path):
         assert "in deep" in (tmp_path / f"rank.{rank}" / "stderr").read_text(), "the files have all"
     whole = launch([*RUN, "-np", "4", "--horovod-format", *program], env=env, check=False)
     assert whole.stderr[: whole.stderr.index("horoclonerun: ")].count("in deep") >= 5
+
+
+OF_TENSORFLOW = """Traceback (most recent call last):
+  File "train.py", line 6, in <module>
+    model.fit(x, y)
+errors_impl.FailedPreconditionError: Graph execution error:
+
+Detected at node DistributedSGD.0 defined at (most recent call last):
+  File "train.py", line 6, in <module>
+
+allreduce 'DistributedSGD.0': rank 1 announced float32[9], rank 0 announced float32[8].
+\t [[{{node DistributedSGD.0}}]]
+"""
+
+
+def test_a_text_of_several_lines_is_shown_once_and_its_cause_is_the_verdict(capfd):
+    screen = output.Screen(output.Style())
+    streams = [output.RankStream(rank, output.STDERR, screen, None) for rank in range(2)]
+    for stream in streams:
+        for line in OF_TENSORFLOW.splitlines(keepends=True):
+            stream.feed(line.encode())
+        stream.finish()
+    shown = capfd.readouterr().err
+    cause = "allreduce 'DistributedSGD.0': rank 1 announced float32[9], rank 0 announced float32[8]."
+    assert shown.count("Detected at node") == 1 and f"[1] {cause}  (the traceback is rank 0's)" in shown
+    assert screen.in_sight() == {0, 1}
+    lines = tuple(OF_TENSORFLOW.splitlines())
+    ends = [report.RankEnd(rank, "h", 1, 1, 1.0, False, None, False, lines) for rank in range(2)]
+    told, _ = report.failure_report(ends, None, 2)
+    assert told.splitlines()[-1].endswith(f"FailedPreconditionError: Graph execution error: {cause}; exit code 1")
+    assert told.count("Detected at node") == 1, told
+    assert "Detected at node" not in report.failure_report(ends, None, 2, screen.in_sight())[0]
 
 
 NOISE = """

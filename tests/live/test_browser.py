@@ -44,6 +44,25 @@ CONTRASTS = """(() => {
 })()"""
 
 
+COLOUR = (
+    "(() => { const i = document.createElement('i'); i.style.color = 'var(--%s)'; document.body.append(i);"
+    " const found = getComputedStyle(i).color; i.remove(); return found; })()"
+)
+
+
+def tile(rank: int) -> str:
+    return f"document.querySelector('#grid button[data-rank=\"{rank}\"]')"
+
+
+def picture(page: Any, folder: Path, name: str) -> None:
+    """What the page shows now, and in the documents where that is asked for."""
+    path = folder / f"{name}.png"
+    page.screenshot(path)
+    assert path.stat().st_size > 10_000
+    if FIGURES:
+        shutil.copy(path, ROOT / f"docs/figures/{name}.png")
+
+
 def shows(operation: str, count: int) -> str:
     return f"{OPERATIONS}.some((one) => one[0] === '{operation}' && one[1] === {count})"
 
@@ -52,7 +71,7 @@ def shows(operation: str, count: int) -> str:
 def job(start_watched: Any) -> Any:
     # The picture in the documents has a host of no particular name.
     named = ("unshare", "--uts", "sh", "-c", 'hostname node-a; exec "$@"', "sh") if FIGURES else ()
-    made = start_watched(SIZE, before=named)
+    made = start_watched(SIZE, flags=("--why",), before=named)
     made.wait_until_calm(120)
     return made
 
@@ -152,28 +171,43 @@ def test_charts_grow_and_narrow_windows_do_not_scroll_sideways(job: Any, page: A
         "charts.every((one) => one.plot.data[0].length >= 8 && one.plot.data[1].some((v) => v > 0))"
     )
     assert "median rank:" in page.ask("document.getElementById('chart-step').getAttribute('aria-label')")
-    picture = tmp_path / "dashboard.png"
-    page.screenshot(picture)
-    assert picture.stat().st_size > 20_000
-    if FIGURES:
-        shutil.copy(picture, ROOT / "docs/figures/dashboard.png")
+    page.wait_until(f"{tile(1)}.textContent.startsWith('1late')", 20)
+    page.wait_until("document.getElementById('reasons').textContent.includes('rank 1 late: ')")
+    assert page.ask(f"getComputedStyle({tile(1)}).backgroundColor") == page.ask(COLOUR % "late")
+    assert page.ask("document.querySelectorAll('#grid button.late').length") == 1
+    assert "train.py:" in page.ask("document.getElementById('reasons').textContent")
+    picture(page, tmp_path, "dashboard")
     for width in (360, 768, 1280):
         page.set_size(width, 1000)
         page.listen(0.2)
         assert page.ask("document.documentElement.scrollWidth <= innerWidth"), width
 
 
-def test_a_killed_rank_turns_red_within_two_seconds_and_the_end_is_told(job: Any, page: Any) -> None:
-    red = page.ask("(() => { const i = document.createElement('i'); i.style.color = 'var(--lost)'; document.body.append(i);"
-                   " const found = getComputedStyle(i).color; i.remove(); return found; })()")  # fmt: skip
-    tile = "document.querySelector('#grid button[data-rank=\"3\"]')"
-    assert page.ask(f"getComputedStyle({tile}).backgroundColor") != red
+def test_in_a_stall_the_rank_that_holds_the_others_up_stands_out(job: Any, page: Any, tmp_path: Path) -> None:
+    job.begin("stall")
+    page.wait_until(f"{tile(2)}.textContent === '2holds up'", 60)
+    page.wait_until("document.querySelectorAll('#grid button.late').length === 1")
+    said = page.ask("document.getElementById('reasons').textContent")
+    assert "rank 2 holds up the others: in " in said and "train.py:" in said
+    assert page.ask("document.getElementById('sum-slowest').textContent") == "rank 2"
+    page.set_size(390, 844)
+    page.listen(0.5)
+    picture(page, tmp_path, "dashboard_stall_phone")
+    (job.folder / "go.stall").unlink()
+    page.wait_until(f"!{tile(2)}.textContent.includes('holds up')", 30)
+
+
+def test_a_killed_rank_turns_red_within_two_seconds_and_the_end_is_told(
+    job: Any, page: Any, tmp_path: Path
+) -> None:
+    red = page.ask(COLOUR % "lost")
+    assert page.ask(f"getComputedStyle({tile(3)}).backgroundColor") != red
     pid = page.ask(
         "Number([...document.querySelectorAll('#table tbody tr')].find((r) => r.dataset.rank === '3').cells[2].title)"
     )
     os.kill(pid, signal.SIGKILL)
     killed_s = time.monotonic()
-    page.wait_until(f"getComputedStyle({tile}).backgroundColor === '{red}'", 5)
+    page.wait_until(f"getComputedStyle({tile(3)}).backgroundColor === '{red}'", 5)
     took_s = time.monotonic() - killed_s
     print(f"red after {took_s:.2f} s")
     assert took_s < 2
@@ -185,6 +219,8 @@ def test_a_killed_rank_turns_red_within_two_seconds_and_the_end_is_told(job: Any
         30,
     )
     assert page.ask("document.getElementById('connection').dataset.state") == "failed"
+    assert "rank 3 is lost: SIGKILL" in page.ask("document.getElementById('reasons').textContent")
+    picture(page, tmp_path, "dashboard_lost_phone")
     assert job.started.finish(30).returncode == 137
     page.listen(0.5)
     assert page.problems == []

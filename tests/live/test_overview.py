@@ -76,6 +76,29 @@ def test_who_was_waited_for_is_told_once_though_several_saw_it() -> None:
     assert seen.slowest == 1 and [row.late_s for row in seen.rows] == [0.0, 3.0]
 
 
+@pytest.mark.parametrize(
+    ("seconds", "standing_out"),
+    [
+        ({1: 1.5}, {1: 0.75}),
+        ({1: 0.1}, {}),  # too little
+        ({0: 0.8, 1: 0.9, 2: 0.8, 3: 0.7}, {}),  # all are late by turns
+        ({0: 0.3, 1: 1.0}, {0: 0.15, 1: 0.5}),
+    ],
+)
+def test_a_rank_stands_out_by_how_long_others_have_waited_for_it_in_the_last_seconds(
+    seconds: dict[int, float], standing_out: dict[int, float]
+) -> None:
+    observer = Observer(FixedJob([]))
+
+    def look(now: float, later: dict[int, float]) -> dict[int, float]:
+        late = tuple(Late(rank, 1, 9.0 + later.get(rank, 0.0)) for rank in range(4))
+        seen = observer.digest([metrics_of(rank, now=now, late=late) for rank in range(4)], [])
+        return {row.rank: row.late_share for row in seen.rows if row.late_share}
+
+    assert look(NOW, {}) == {}, "what was long ago says nothing of now"
+    assert look(NOW + 2, seconds) == pytest.approx(standing_out)
+
+
 def test_sums_over_ranks_and_bounds_of_buckets() -> None:
     one = Operation(2, 10, 0.5, 1.0, histogram(at3=2))
     both = total([{"allreduce": one}, {"allreduce": one, "barrier": one}])

@@ -35,9 +35,19 @@ function match(parent, items, create, update) {
 
 // --- ranks
 
+// Others wait for it: it holds them up now, or has for a good part of the last seconds.
+function isLate(one) { return one.is_culprit || one.late_share > 0 || Boolean(one.why); }
+
+function reason(one) {
+  if (one.is_culprit) return one.note;
+  if (one.why) return `late: ${one.why}: ${one.advice}`;
+  return `late: the others waited for it in ${format.share(one.late_share)} of the last seconds (horoclonerun --why measures why)`;
+}
+
 function describe(one) {
   const parts = [`rank ${one.rank} on ${one.host}`, one.state];
   if (one.note) parts.push(one.note);
+  if (isLate(one)) parts.push(reason(one));
   if (one.operation) parts.push(`last operation ${one.operation}`);
   return parts.join(", ");
 }
@@ -51,7 +61,9 @@ function drawRanks() {
     button.dataset.rank = one.rank;
     button.dataset.state = one.state;
     put(button.firstChild, String(one.rank));
-    put(button.lastChild, one.state);
+    button.classList.toggle("late", isLate(one));
+    put(button.lastChild, one.is_culprit ? "holds up" : !isLate(one) ? one.state
+      : one.late_share ? `late ${format.share(one.late_share)}` : "late");
     button.setAttribute("aria-pressed", String(chosen === one.rank));
     const words = describe(one);
     if (button.title !== words) { button.title = words; button.setAttribute("aria-label", words); }
@@ -60,6 +72,8 @@ function drawRanks() {
   for (const one of now.ranks) counts[one.state] = (counts[one.state] || 0) + 1;
   put(byId("legend"), STATES.filter((state) => counts[state])
     .map((state) => `${counts[state]} ${state}`).join(", "));
+  match(byId("reasons"), now.ranks.filter((one) => isLate(one) || one.state === "lost"), () => make("li"),
+    (item, one) => put(item, `rank ${one.rank} ${isLate(one) ? reason(one) : `is lost: ${one.note}`}`));
 }
 
 function choose(rank) {
