@@ -4,7 +4,7 @@
     python examples/ray_digits.py --address auto     # on the cluster that this machine belongs to
     python examples/ray_digits.py --elastic          # goes on when a worker, or its node, is lost
 
-Needs Ray: pip install 'horoclone[ray]'.
+Needs Ray: pip install '.[ray]' in the sources' folder.
 """
 
 import argparse

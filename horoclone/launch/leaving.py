@@ -102,6 +102,8 @@ def leave(arguments: argparse.Namespace) -> int:
     if not workers and arguments.pid is not None:
         say(f"process {arguments.pid} is no worker of an elastic job of this user", PROGRAM)
         return 2
+    if not workers:
+        say("no worker of an elastic job of this user is on this host", PROGRAM)
     asked = [one for one in workers if one.catches]
     for worker in workers:
         if worker not in asked:

@@ -194,7 +194,9 @@ class RankStream:
         self._live = False
         self._progress_shown_s = 0.0
         self._held: list[bytes] | None = None  # the beginning of a traceback
-        self._goes_on = False  # its error's line ends in a colon: the text has further lines, until there is a pause
+        self._goes_on = (
+            False  # its error's line ends in a colon: the text has further lines, until there is a pause
+        )
         self._held_since = 0.0
         self.tail: collections.deque[bytes] = collections.deque(maxlen=_TAIL_LINES)
         self.hide_interrupts = False  # the user pressed Ctrl-C: tracebacks that only say so are noise
@@ -255,8 +257,10 @@ class RankStream:
             self._held, self._held_since, self._goes_on = [line], time.monotonic(), False
             return []
         self._held.append(line)
-        if self._goes_on or line[:1] in (b" ", b"\t", b"") or line.startswith(
-            (b"Traceback ", b"During handling ", b"The above ")
+        if (
+            self._goes_on
+            or line[:1] in (b" ", b"\t", b"")
+            or line.startswith((b"Traceback ", b"During handling ", b"The above "))
         ):
             return self._released(ahead) if len(self._held) > _TRACEBACK_LINES else []
         if line.endswith(b":"):

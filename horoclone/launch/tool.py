@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter complains once more at its end
         return 141
     except OSError as error:  # a file that was named
-        say(f"{words[0]}: {error.filename or ''}: {error.strerror or error}", PROGRAM)
+        say(f"{error.filename or ''}: {error.strerror or error}", f"{PROGRAM} {words[0]}")
         return 2
     except KeyboardInterrupt:
         return 130
@@ -83,7 +83,10 @@ def build_parser() -> Parser:
                     description=leaving.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     leaving.add_arguments(leave)
     doctor = command("doctor", _doctor, "examine this host: what a job would find, what is wrong, what to do")
-    doctor.add_argument("--json", action="store_true", help="the findings for machines")
+    doctor.add_argument("--json", action="store_true", help="the findings for machines, all of them")
+    doctor.add_argument(
+        "--all", action="store_true", help="also what is of no use here, and which algorithms run"
+    )
     debug = command(
         "debug", _debug, "compare the ranks' flight records; exit code 1 when the ranks' calls differ"
     )
@@ -149,7 +152,7 @@ def _top(arguments: argparse.Namespace) -> int:
 def _doctor(arguments: argparse.Namespace) -> int:
     from horoclone.launch import doctor
 
-    return doctor.main(arguments.json)
+    return doctor.main(arguments.json, arguments.all)
 
 
 def _debug(arguments: argparse.Namespace) -> int:

@@ -17,7 +17,9 @@ from horoclone.live.job import Event
 from horoclone.live.rank_metrics import BUCKETS, Goodput, Operation, RankMetrics
 
 WINDOW_S = 5.0  # for which a rate is given
-LATE_SHARE = 0.1  # of that time: a rank for which others wait longer, and twice as long as for the rest, stands out
+LATE_SHARE = (
+    0.1  # of that time: a rank for which others wait longer, and twice as long as for the rest, stands out
+)
 MAX_EVENTS = 200
 # In the order of how much they matter to who looks. A rank that has failed is "lost", whatever its metrics say.
 STATES = ("lost", "stalled", "starting", "waiting", "running", "ended")

@@ -137,7 +137,9 @@ def test_a_text_of_several_lines_is_shown_once_and_its_cause_is_the_verdict(capf
     lines = tuple(OF_TENSORFLOW.splitlines())
     ends = [report.RankEnd(rank, "h", 1, 1, 1.0, False, None, False, lines) for rank in range(2)]
     told, _ = report.failure_report(ends, None, 2)
-    assert told.splitlines()[-1].endswith(f"FailedPreconditionError: Graph execution error: {cause}; exit code 1")
+    assert told.splitlines()[-1].endswith(
+        f"FailedPreconditionError: Graph execution error: {cause}; exit code 1"
+    )
     assert told.count("Detected at node") == 1, told
     assert "Detected at node" not in report.failure_report(ends, None, 2, screen.in_sight())[0]
 

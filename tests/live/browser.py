@@ -41,7 +41,7 @@ class Page:
         for domain in ("Runtime", "Log", "Page", "Network"):
             self.call(f"{domain}.enable")
 
-    def call(self, method: str, timeout_s: float = 20, **parameters: Any) -> dict[str, Any]:
+    def call(self, method: str, timeout_s: float = 60, **parameters: Any) -> dict[str, Any]:
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         if self._session:
@@ -93,7 +93,7 @@ class Page:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    def wait_until(self, expression: str, timeout_s: float = 10) -> float:
+    def wait_until(self, expression: str, timeout_s: float = 60) -> float:
         """Seconds until the expression was true."""
         began = time.monotonic()
         while not self.ask(expression):
