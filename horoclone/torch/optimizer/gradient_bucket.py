@@ -42,6 +42,15 @@ class OptimizerBucket(GradientBucket):
         self.divisor = self.size if op == Average else 1
         self.on_gpu = place_of(flat) is not HOST
         self._name, self._op, self._set = name, op, process_set
+        outside = torch.ones(flat.numel(), dtype=torch.bool, device=flat.device)
+        for view in self.views_of(outside):
+            view.fill_(False)
+        self._gaps = outside.nonzero().flatten()
+
+    def clear_gaps(self) -> None:
+        """A compressor may have written to them: of a block in which some gradient is not finite all is NaN, and what
+        stays there would be sent again in each later step."""
+        self.flat.index_fill_(0, self._gaps, 0)
 
     def memory(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return memory_beside(self.flat, shape, dtype) if self.on_gpu else torch.empty(shape, dtype=dtype)
@@ -96,6 +105,7 @@ def run_compressors(buckets: Sequence[Bucket], errors: list[Exception]) -> None:
                 bucket.handle = bucket.work.send(output)
             except StopIteration:
                 bucket.work = None
+                bucket.exposed.clear_gaps()
             except (HorovodInternalError, ValueError) as error:
                 errors.append(error)
                 bucket.work = None
