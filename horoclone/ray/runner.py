@@ -16,6 +16,7 @@ from horoclone.bootstrap.wire import routable_addresses
 from horoclone.launch.environment import rank_variables
 from horoclone.launch.hosts import Placement
 from horoclone.launch.numbers import whole
+from horoclone.membership.service import MembershipService
 from horoclone.ray import secrets
 from horoclone.ray.adapter import Adapter, BaseParams
 from horoclone.ray.calls import Calls
@@ -24,6 +25,7 @@ from horoclone.ray.in_cluster import InCluster
 from horoclone.ray.log_queue import Callback, LogQueue
 from horoclone.ray.strategy import BaseStrategy, ColocatedStrategy, PGStrategy
 from horoclone.ray.utils import detect_nics, map_blocking, nics_to_env_var
+from horoclone.ray.worker import Where
 from horoclone.runner.common.util import timeout
 
 _T = TypeVar("_T")
@@ -106,13 +108,26 @@ class Coordinator:
             for local_rank, rank in enumerate(ranks)
         }
 
-    def establish_rendezvous(self, one_host: bool = False) -> dict[str, str]:
-        """Opens it; the variables that are the same for all ranks. one_host: nobody on another machine will come."""
+    def placements(self, places: Sequence[Where]) -> list[Placement]:
+        """Registers the workers of a job, by rank."""
+        for rank, place in enumerate(places):
+            self.register(place.hostname, place.node_id, rank)
+        found = []
+        for rank, numbers in sorted(self.finalize_registration().items()):
+            own = {name.removeprefix("HOROVOD_").lower(): value for name, value in numbers.items()}
+            found.append(Placement(rank=rank, size=len(places), host=places[rank].hostname, **own))
+        return found
+
+    def establish_rendezvous(
+        self, one_host: bool = False, service: MembershipService | None = None
+    ) -> dict[str, str]:
+        """Opens it; the variables that are the same for all ranks. one_host: nobody on another machine will come.
+        service: of an elastic job."""
         nics = detect_nics(self.settings)
         found = ["127.0.0.1"] if one_host and not nics else routable_addresses(",".join(nics))
         addresses = [one for one in found if not one.startswith("127.")] or found
         job = random.token_hex(8)
-        self.rendezvous = Server(self.secret, job, max(1, self.world_size), addresses)
+        self.rendezvous = Server(self.secret, job, max(1, self.world_size), addresses, service)
         host, _, port = self.rendezvous.addresses[0].rpartition(":")
         self.global_rendezv_port = int(port)
         return {
@@ -216,19 +231,15 @@ class StaticAdapter(Adapter):
         """Tells every worker its place, the rendezvous, and the secret."""
         coordinator = self.coordinator = Coordinator(self.settings)
         places = strategy.places
-        for rank, place in enumerate(places):
-            coordinator.register(place.hostname, place.node_id, rank)
-        numbers = coordinator.finalize_registration()
+        placements = coordinator.placements(places)
         here = ray.util.get_node_ip_address()
         shared = coordinator.establish_rendezvous(all(place.address == here for place in places))
         calls = {}
-        for rank, worker in enumerate(self.workers):
-            own = {name.removeprefix("HOROVOD_").lower(): value for name, value in numbers[rank].items()}
-            placement = Placement(rank=rank, size=len(places), host=places[rank].hostname, **own)
+        for placement, worker in zip(placements, self.workers, strict=True):
             variables = rank_variables(placement, shared["HOROCLONE_RENDEZVOUS"], shared["HOROCLONE_JOB"])
             variables = {"PYTHONUNBUFFERED": "1", **variables, **shared, **extra}
-            calls[worker.update_env_vars.remote(variables)] = rank
-            calls[worker.take_secret.remote(coordinator.secret)] = rank
+            calls[worker.update_env_vars.remote(variables)] = placement.rank
+            calls[worker.take_secret.remote(coordinator.secret)] = placement.rank
         strategy.answers(calls)
         assert coordinator.rendezvous is not None
         self._calls = Calls(places, coordinator.rendezvous)

@@ -27,6 +27,19 @@ class Where(NamedTuple):
         return f"{self.address} (node {self.node_id[:8]}, pid {self.pid})"
 
 
+def here() -> Where:
+    """Of this process, in a worker or driver of Ray."""
+    node_id = str(ray.get_runtime_context().get_node_id())
+    return Where(node_id, ray.util.get_node_ip_address(), socket.gethostname(), os.getpid())
+
+
+def leave() -> None:
+    """Ends the runtime of this process, so that the others need not find out that it is gone."""
+    lifecycle = sys.modules.get("horoclone.runtime.lifecycle")
+    if lifecycle is not None:
+        lifecycle.shutdown()
+
+
 class BaseHorovodWorker:
     """Runs functions that call hvd.init(). Made an actor by ray.remote().
 
@@ -49,8 +62,8 @@ class BaseHorovodWorker:
         return str(ray.get_runtime_context().get_node_id())
 
     def where(self) -> Where:
-        """Returns hostname, node id and GPUs at once."""
-        return Where(self.node_id(), ray.util.get_node_ip_address(), self.hostname(), os.getpid())
+        """Returns node, address, hostname and pid at once."""
+        return here()
 
     def get_gpu_ids(self) -> list[Any]:
         """Returns the GPUs that Ray has given to this worker."""
@@ -101,9 +114,7 @@ class BaseHorovodWorker:
 
     def leave(self) -> None:
         """Ends the runtime, so that the others need not find out that this process is gone."""
-        lifecycle = sys.modules.get("horoclone.runtime.lifecycle")
-        if lifecycle is not None:
-            lifecycle.shutdown()
+        leave()
 
     def set_queue(self, queue: Any) -> None:
         """Sets the queue into which ray_logger.log() puts what it is given."""

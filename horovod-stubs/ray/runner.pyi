@@ -10,6 +10,7 @@ from horoclone.ray.runner import (
     InCluster as InCluster,
     LEAVE_S as LEAVE_S,
     LogQueue as LogQueue,
+    MembershipService as MembershipService,
     MiniSettings as MiniSettings,
     PGStrategy as PGStrategy,
     Placement as Placement,
@@ -17,5 +18,6 @@ from horoclone.ray.runner import (
     Server as Server,
     StaticAdapter as StaticAdapter,
     StaticParams as StaticParams,
+    Where as Where,
     without_executable as without_executable,
 )

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import os
+import signal
+import tempfile
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 from cluster import wait_until
 from horovod.ray import RayExecutor
+
+
+@ray.remote(num_cpus=0)
+class Heard:
+    """Collects what workers say."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+
+    def say(self, value: Any) -> None:
+        self.values.append(value)
+
+    def all(self) -> list[Any]:
+        return sorted(self.values)
 
 
 def train_on(strategy: str, folder: str) -> list[Any]:
     """Two workers of a TorchTrainer, on one node or on two, which say what they have summed up."""
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
-
-    @ray.remote(num_cpus=0)
-    class Heard:
-        def __init__(self) -> None:
-            self.values: list[Any] = []
-
-        def say(self, value: Any) -> None:
-            self.values.append(value)
-
-        def all(self) -> list[Any]:
-            return sorted(self.values)
 
     heard = Heard.remote()
 
@@ -61,6 +68,110 @@ def train_on(strategy: str, folder: str) -> list[Any]:
     values = ray.get(heard.all.remote())
     ray.kill(heard)
     return list(values)
+
+
+def train_with_a_loss(folder: str) -> dict[str, Any]:
+    """Rank 1 of two is killed once: with HorocloneConfig() Ray Train starts both anew from the checkpoint."""
+    from ray.train import (
+        Checkpoint,
+        FailureConfig,
+        RunConfig,
+        ScalingConfig,
+        get_checkpoint,
+        get_context,
+        report,
+    )
+    from ray.train.torch import TorchTrainer, prepare_model
+
+    from horoclone.ray.train import HorocloneConfig
+
+    heard = Heard.remote()
+
+    def loop(config: dict[str, Any]) -> None:
+        import torch
+        import torch.distributed as dist
+
+        import horoclone.torch as hvd
+
+        hvd.init()
+        place = get_context().get_world_rank(), get_context().get_local_rank(), get_context().get_world_size()
+        assert place == (hvd.rank(), hvd.local_rank(), hvd.size()) and dist.get_rank() == hvd.rank()
+        model = prepare_model(torch.nn.Linear(3, 1))
+        step, checkpoint = 0, get_checkpoint()
+        if checkpoint is not None:
+            with checkpoint.as_directory() as there:
+                step = int((Path(there) / "step").read_text())
+        ray.get(heard.say.remote(["starts", hvd.rank(), step, type(model).__name__, dist.get_backend()]))
+        while step < 3:
+            model(torch.full((4, 3), hvd.rank() + 1.0)).sum().backward()
+            if step == 1 and checkpoint is None and hvd.rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                total = hvd.allreduce(torch.tensor(hvd.rank() + 1.0), op=hvd.Sum, name="total").item()
+            except hvd.PeerLost as error:
+                ray.get(heard.say.remote(["loses", error.rank]))
+                raise
+            step += 1
+            with tempfile.TemporaryDirectory() as here:
+                (Path(here) / "step").write_text(str(step))
+                report({"total": total}, checkpoint=Checkpoint.from_directory(here))
+
+    run = RunConfig(storage_path=folder, name="loss", failure_config=FailureConfig(max_failures=1))
+    result = TorchTrainer(
+        loop,
+        torch_config=HorocloneConfig(),
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=run,
+    ).fit()
+    found = {"said": ray.get(heard.all.remote()), "total": result.metrics["total"]}
+    ray.kill(heard)
+    return found
+
+
+def train_with_survivors(folder: str) -> dict[str, Any]:
+    """One of three is killed: with HorocloneConfig(elastic=True) Ray Train replaces it, and the others stay."""
+    from ray.train import FailureConfig, RunConfig, ScalingConfig, get_context, report
+    from ray.train.torch import TorchTrainer
+
+    from horoclone.ray.train import HorocloneConfig
+
+    heard = Heard.remote()
+
+    def loop(config: dict[str, Any]) -> None:
+        import horoclone as hvd
+
+        hvd.init()
+        state = hvd.elastic.ObjectState(step=0)
+        ray.get(heard.say.remote(["starts", get_context().get_world_rank(), os.getpid()]))
+        mark = Path(config["folder"], "killed")
+
+        @hvd.elastic.run
+        def go(state: Any) -> None:
+            while state.step < 6:
+                total = float(hvd.allreduce(np.float64(1), op=hvd.Sum, name="total"))
+                if state.step == 3 and get_context().get_world_rank() == 0 and not mark.exists():
+                    mark.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                state.step += 1
+                state.commit()
+                report({"total": total, "step": state.step})
+
+        go(state)
+        ray.get(heard.say.remote(["ends", get_context().get_world_rank(), os.getpid()]))
+
+    run = RunConfig(storage_path=folder, name="survivors", failure_config=FailureConfig(max_failures=1))
+    result = TorchTrainer(
+        loop,
+        train_loop_config={"folder": folder},
+        torch_config=HorocloneConfig(elastic=True),
+        scaling_config=ScalingConfig(num_workers=3),
+        run_config=run,
+    ).fit()
+    pids: dict[str, list[list[int]]] = {"starts": [], "ends": []}
+    for what, rank, pid in ray.get(heard.all.remote()):
+        pids[what].append([rank, pid])
+    ray.kill(heard)
+    return {**pids, "metrics": [result.metrics["total"], result.metrics["step"]]}
 
 
 def tune_sizes(folder: str) -> list[Any]:

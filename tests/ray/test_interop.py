@@ -26,6 +26,27 @@ def test_workers_of_ray_train_find_their_places(strategy: str, ray_cluster: Any,
     ]
 
 
+def test_ray_train_starts_all_workers_anew_on_horoclone_when_one_is_killed(
+    ray_cluster: Any, tmp_path: Path
+) -> None:
+    found = ray_cluster("train_with_a_loss", folder=str(tmp_path))
+    model = "DistributedDataParallel", "horoclone"
+    assert found["said"] == [
+        ["loses", 1],
+        *(["starts", rank, step, *model] for rank in (0, 1) for step in (0, 1)),
+    ]
+    assert found["total"] == 3
+
+
+def test_ray_train_replaces_a_killed_worker_and_the_others_stay(ray_cluster: Any, tmp_path: Path) -> None:
+    found = ray_cluster("train_with_survivors", folder=str(tmp_path))
+    starts, ends = found["starts"], found["ends"]
+    assert [rank for rank, _ in starts] == [0, 0, 1, 2] and [rank for rank, _ in ends] == [0, 1, 2]
+    assert ends[1:] == starts[2:], "survivors do not stay in their processes"
+    assert ends[0] in starts[:2]
+    assert found["metrics"] == [3, 6]
+
+
 def test_trials_of_ray_tune_run_side_by_side_with_different_sizes(ray_cluster: Any, tmp_path: Path) -> None:
     assert ray_cluster("tune_sizes", folder=str(tmp_path)) == [[1, 1.0, 1], [2, 3.0, 1]]
 

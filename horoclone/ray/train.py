@@ -1,0 +1,233 @@
+"""Ray Train's own TorchTrainer on horoclone: TorchTrainer(..., torch_config=HorocloneConfig()).
+
+Ray Train starts, watches and ends the workers. Its controller, an actor, calls the backends below: they open the
+rendezvous there and tell each worker its place. Imports torch and `ray.train`; no other module of this package does.
+Thread: the controller's; what the workers call is said.
+"""
+
+# mypy: disable-error-code="misc"
+from __future__ import annotations
+
+import importlib
+import os
+import secrets as random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.train.backend import Backend
+from ray.train.torch import TorchConfig
+
+from horoclone import errors
+from horoclone.launch.environment import member_variables, rank_variables
+from horoclone.launch.hosts import Placement
+from horoclone.launch.numbers import seconds, whole
+from horoclone.membership.records import ID_BYTES, Limits
+from horoclone.membership.service import MembershipService
+from horoclone.ray import secrets
+from horoclone.ray.runner import LEAVE_S, Coordinator, MiniSettings
+from horoclone.ray.worker import here, leave
+
+_TorchBackend: Any = TorchConfig().backend_cls
+_TorchContext: Any = TorchConfig().train_func_context
+
+
+@dataclass
+class HorocloneConfig(TorchConfig):
+    """For TorchTrainer(torch_config=): hvd.init() and torch.distributed of the workers run on horoclone.
+
+    backend: of the process group that Ray Train makes; "horoclone", or another of torch's. elastic: Ray Train replaces
+    a lost worker only, and the others go on in their processes by hvd.elastic.run; there is no process group then.
+    min_workers: with how many they go on until the new one is there; None: all, they wait for it for elastic_timeout
+    seconds. Unsupported for elastic with a Ray that always restarts all workers.
+    """
+
+    backend: str | None = "horoclone"
+    elastic: bool = False
+    min_workers: int | None = None
+    elastic_timeout: float = 600
+
+    def __post_init__(self) -> None:
+        whole("Ray", "`min_workers`", self.min_workers)
+        seconds("Ray", "`elastic_timeout`", self.elastic_timeout)
+        if self.min_workers is not None and not self.elastic:
+            raise ValueError("`min_workers` is for HorocloneConfig(elastic=True)")
+        if self.elastic and not hasattr(Backend, "has_replica_groups"):
+            raise errors.Unsupported(
+                f"Ray {ray.__version__} restarts every worker when one is lost: HorocloneConfig(elastic=True) needs a "
+                "newer one; 2.60 is tested"
+            )
+
+    @property
+    def backend_cls(self) -> type[Any]:
+        """What Ray Train calls."""
+        return ElasticBackend if self.elastic else FixedBackend
+
+    @property
+    def train_func_context(self) -> type[Any]:
+        """Around the training function, in a worker."""
+        return TrainingContext
+
+
+class TrainingContext(_TorchContext):
+    """Ray Train takes every SystemExit for a failure; that of a worker which the others do not need is none."""
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+        if isinstance(error, SystemExit):
+            if error.code in (None, 0):
+                return True
+            raise RuntimeError(f"the training function ended with SystemExit({error.code!r})") from error
+        return bool(super().__exit__(kind, error, trace))
+
+
+def _introduce(variables: Mapping[str, str], secret: bytes) -> None:
+    """In a worker: what hvd.init() and init_process_group() read."""
+    os.environ.update(variables)
+    secrets.keep(secret)
+
+
+def _register() -> None:
+    """In a worker: the backend is known to torch."""
+    importlib.import_module("horoclone.torch")
+
+
+class _Rendezvous(_TorchBackend):
+    """Ray Train has one instance in a process, and sends it from the driver to the controller before on_start()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._coordinator: Coordinator | None = None
+        self._shared: dict[str, str] = {}  # variables of all workers
+
+    def _open(self, worker_group: Any, service: MembershipService | None = None) -> list[Placement]:
+        """For the workers of a new group; their places by rank."""
+        self._close()
+        coordinator = self._coordinator = Coordinator(MiniSettings())
+        # As Ray Train counts local ranks: workers of one address are on one host.
+        found = worker_group.execute(here)
+        places = [place._replace(node_id=place.address, hostname=place.address) for place in found]
+        placements = coordinator.placements(places)
+        one_host = all(place.address == here().address for place in places)
+        self._shared = coordinator.establish_rendezvous(one_host, service)
+        return placements
+
+    def _tell(self, worker_group: Any, variables: Sequence[Mapping[str, str]]) -> None:
+        """variables: of each worker of the group, beside the common ones."""
+        assert self._coordinator is not None
+        secret = self._coordinator.secret
+        ray.get([
+            worker_group.execute_single_async(number, _introduce, {**own, **self._shared}, secret)
+            for number, own in enumerate(variables)
+        ])  # fmt: skip
+
+    def _of_rank(self, placement: Placement) -> dict[str, str]:
+        return rank_variables(placement, self._shared["HOROCLONE_RENDEZVOUS"], self._shared["HOROCLONE_JOB"])
+
+    def _close(self) -> None:
+        coordinator, self._coordinator = self._coordinator, None
+        if coordinator is not None:
+            coordinator.close()
+
+
+def _let_leave(worker_group: Any) -> None:
+    """Those that live end their runtimes. Ray Train kills them all after that."""
+    leaving = worker_group.execute_async(leave)
+    ray.wait(leaving, num_returns=len(leaving), timeout=LEAVE_S)
+
+
+class FixedBackend(_Rendezvous):
+    """Of a group that Ray Train starts and ends as a whole."""
+
+    def on_start(self, worker_group: Any, backend_config: HorocloneConfig) -> None:
+        """The workers have started."""
+        placements = self._open(worker_group)
+        self._tell(worker_group, [self._of_rank(placement) for placement in placements])
+        worker_group.execute(_register)
+        super().on_start(worker_group, backend_config)
+
+    def on_shutdown(self, worker_group: Any, backend_config: HorocloneConfig) -> None:
+        """The workers are about to be ended."""
+        try:
+            _let_leave(worker_group)
+            super().on_shutdown(worker_group, backend_config)
+        finally:
+            self._close()
+
+
+class ElasticBackend(_Rendezvous):
+    """Of a group in which Ray Train replaces single workers, each of which it calls a replica group. The members that
+    are left go on by hvd.elastic.run, as in every elastic job; who is in says the coordinator in our server."""
+
+    has_replica_groups = True
+    share_cuda_visible_devices = False  # a worker that comes later is told its own only
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._service: MembershipService | None = None
+        self._group: Any = None
+        self._placements: list[Placement] = []  # by Ray Train's world rank
+        self._members: dict[int, bytes] = {}  # by the same rank
+
+    def on_start(self, worker_group: Any, backend_config: HorocloneConfig) -> None:
+        """All workers have started, or one in place of a lost one."""
+        if hasattr(worker_group, "get_replica_groups"):
+            size = len(worker_group)
+            least = min(backend_config.min_workers or size, size)
+            limits = Limits(size, least, size, backend_config.elastic_timeout)
+            self._service = MembershipService(limits, random.token_bytes)
+            self._placements = self._open(worker_group, self._service)
+            self._group, self._members = worker_group, {}
+            ranks = list(range(size))
+        else:
+            ranks = _ranks_of(worker_group)
+            for rank, place in zip(ranks, worker_group.execute(here), strict=True):
+                self._placements[rank] = self._placements[rank]._replace(host=place.address)
+        timeout_s = backend_config.elastic_timeout
+        self._tell(worker_group, [self._announce(rank, timeout_s) for rank in ranks])
+
+    def on_shutdown(self, worker_group: Any, backend_config: HorocloneConfig) -> None:
+        """All workers are about to be ended, or one, which has failed."""
+        if hasattr(worker_group, "get_replica_groups"):
+            _let_leave(worker_group)
+            self._close()
+            return
+        assert self._service is not None
+        with self._service.mutex:
+            for rank in _ranks_of(worker_group):
+                member = self._members.pop(rank, None)  # None: it was lost before it was announced
+                if member is not None:
+                    text = "it has failed, and Ray Train replaces it"
+                    self._service.coordinator.dead(member, text, time.monotonic())
+        self._wake()
+
+    def _announce(self, rank: int, timeout_s: float) -> dict[str, str]:
+        """The variables of a worker for which the others wait from now on."""
+        assert self._service is not None
+        placement, name, now = self._placements[rank], random.token_bytes(ID_BYTES), time.monotonic()
+        is_near = placement.host == here().address
+        with self._service.mutex:
+            coordinator = self._service.coordinator
+            coordinator.start(name, placement.host, placement.local_rank, now, is_near, rank)
+            if _has_anybody_finished(self._group):
+                coordinator.finish(now)
+        self._members[rank] = name
+        self._wake()
+        own = self._of_rank(placement)
+        return {**own, **member_variables(own["HOROCLONE_RENDEZVOUS"], name, timeout_s)}
+
+    def _wake(self) -> None:
+        if self._coordinator is not None and self._coordinator.rendezvous is not None:
+            self._coordinator.rendezvous.wake()
+
+
+def _ranks_of(replica_group: Any) -> list[int]:
+    return [worker.distributed_context.world_rank for worker in replica_group.get_workers()]
+
+
+def _has_anybody_finished(worker_group: Any) -> bool:
+    """Then the job is done: who has not begun need not any more."""
+    status = worker_group.get_latest_poll_status()
+    statuses = [] if status is None else status.worker_statuses.values()
+    return any(not one.running and one.error is None for one in statuses)
