@@ -9,7 +9,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 from cluster import wait_until
 from horovod.ray import RayExecutor
@@ -138,17 +137,19 @@ def train_with_survivors(folder: str) -> dict[str, Any]:
     heard = Heard.remote()
 
     def loop(config: dict[str, Any]) -> None:
-        import horoclone as hvd
+        import torch
+
+        import horoclone.torch as hvd
 
         hvd.init()
-        state = hvd.elastic.ObjectState(step=0)
+        state = hvd.elastic.TorchState(step=0)
         ray.get(heard.say.remote(["starts", get_context().get_world_rank(), os.getpid()]))
         mark = Path(config["folder"], "killed")
 
         @hvd.elastic.run
         def go(state: Any) -> None:
             while state.step < 6:
-                total = float(hvd.allreduce(np.float64(1), op=hvd.Sum, name="total"))
+                total = hvd.allreduce(torch.ones(1), op=hvd.Sum, name="total").item()
                 if state.step == 3 and get_context().get_world_rank() == 0 and not mark.exists():
                     mark.touch()
                     os.kill(os.getpid(), signal.SIGKILL)
