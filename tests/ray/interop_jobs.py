@@ -93,6 +93,7 @@ def train_with_a_loss(folder: str) -> dict[str, Any]:
         import horoclone.torch as hvd
 
         hvd.init()
+        mark = Path(config["folder"], "killed")
         place = get_context().get_world_rank(), get_context().get_local_rank(), get_context().get_world_size()
         assert place == (hvd.rank(), hvd.local_rank(), hvd.size()) and dist.get_rank() == hvd.rank()
         model = prepare_model(torch.nn.Linear(3, 1))
@@ -100,10 +101,11 @@ def train_with_a_loss(folder: str) -> dict[str, Any]:
         if checkpoint is not None:
             with checkpoint.as_directory() as there:
                 step = int((Path(there) / "step").read_text())
-        ray.get(heard.say.remote(["starts", hvd.rank(), step, type(model).__name__, dist.get_backend()]))
+        ray.get(heard.say.remote(["starts", hvd.rank(), type(model).__name__, dist.get_backend()]))
         while step < 3:
             model(torch.full((4, 3), hvd.rank() + 1.0)).sum().backward()
-            if step == 1 and checkpoint is None and hvd.rank() == 1:
+            if step == 1 and hvd.rank() == 1 and not mark.exists():
+                mark.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
             try:
                 total = hvd.allreduce(torch.tensor(hvd.rank() + 1.0), op=hvd.Sum, name="total").item()
@@ -118,6 +120,7 @@ def train_with_a_loss(folder: str) -> dict[str, Any]:
     run = RunConfig(storage_path=folder, name="loss", failure_config=FailureConfig(max_failures=1))
     result = TorchTrainer(
         loop,
+        train_loop_config={"folder": folder},
         torch_config=HorocloneConfig(),
         scaling_config=ScalingConfig(num_workers=2),
         run_config=run,
