@@ -175,7 +175,7 @@ def train_with_survivors(folder: str) -> dict[str, Any]:
     for what, rank, pid in ray.get(heard.all.remote()):
         pids[what].append([rank, pid])
     ray.kill(heard)
-    return {**pids, "metrics": [result.metrics["total"], result.metrics["step"]]}
+    return {**pids, "error": result.error}
 
 
 def tune_sizes(folder: str) -> list[Any]:

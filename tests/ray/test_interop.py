@@ -44,7 +44,7 @@ def test_ray_train_replaces_a_killed_worker_and_the_others_stay(ray_cluster: Any
     assert [rank for rank, _ in starts] == [0, 0, 1, 2] and [rank for rank, _ in ends] == [0, 1, 2]
     assert ends[1:] == starts[2:], "survivors do not stay in their processes"
     assert ends[0] in starts[:2]
-    assert found["metrics"] == [3, 6]
+    assert found["error"] is None
 
 
 def test_trials_of_ray_tune_run_side_by_side_with_different_sizes(ray_cluster: Any, tmp_path: Path) -> None:
