@@ -66,7 +66,7 @@ plan.torch: replay torch torch.compression torch.optimizer
 process_sets: errors ops runtime
 ps: arguments bootstrap errors failpoints runtime
 ps.torch: arguments
-ray: bootstrap errors launch ps runner
+ray: bootstrap errors launch membership ps runner
 replay:
 requests: arguments ops
 runner: bootstrap common launch

@@ -60,6 +60,7 @@ PYTHON = {
     "ray/parameter_servers.py where": THERE,
     "ray/strategy.py _wait_for": THERE,
     "ray/strategy.py answers": THERE,
+    "ray/train.py _tell": ACTOR,
     "ray/strategy.py create_placement_group": THERE,
     "ray/utils.py map_blocking": "the caller's own references",
     "runtime/member.py _announce": IDLE,
