@@ -42,6 +42,9 @@ class HorocloneConfig(TorchConfig):
     a lost worker only, and the others go on in their processes by hvd.elastic.run; there is no process group then.
     min_workers: with how many they go on until the new one is there; None: all, they wait for it for elastic_timeout
     seconds. Unsupported for elastic with a Ray that always restarts all workers.
+
+    elastic is experimental: where a worker is lost when others have finished already, its replacement may wait for ever
+    (end the job then), or the loss of what it had still to do may pass as a success.
     """
 
     backend: str | None = "horoclone"
