@@ -193,8 +193,10 @@ class ElasticBackend(_Rendezvous):
     def on_shutdown(self, worker_group: Any, backend_config: HorocloneConfig) -> None:
         """All workers are about to be ended, or one, which has failed."""
         if hasattr(worker_group, "get_replica_groups"):
-            _let_leave(worker_group)
-            self._close()
+            try:
+                _let_leave(worker_group)
+            finally:
+                self._close()
             return
         assert self._service is not None
         with self._service.mutex:

@@ -50,7 +50,7 @@ class TopKCompressor(GradientCompressor):
         if self.error_feedback:
             # After an overflow, which arrives on every rank, it starts afresh: what was not sent may not be finite.
             rest = total.index_fill_(0, indices, 0.0)
-            bucket.state["residual"] = torch.where(summed.isfinite().all(), rest, torch.zeros_like(rest))
+            bucket.state["residual"] = torch.where(summed.isfinite().all(), rest, 0.0)
         flat.copy_(summed)
 
     def residuals(self, bucket: GradientBucket) -> dict[str, torch.Tensor]:
