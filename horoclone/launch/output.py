@@ -6,6 +6,7 @@ Bytes go through unchanged, except that the screen gets U+FFFD for what is not U
 from __future__ import annotations
 
 import collections
+import itertools
 import os
 import re
 import select
@@ -13,11 +14,13 @@ import time
 from collections.abc import Callable
 from typing import BinaryIO, Literal
 
+from horoclone.launch.root_cause import TRACEBACK, goes_on
+
 STDOUT, STDERR = 1, 2
 _STREAM_NAMES = {STDOUT: "stdout", STDERR: "stderr"}
 
 _TAIL_LINES = 400  # kept for the failure report
-_TRACEBACK = b"Traceback (most recent call last):"
+_TRACEBACK = TRACEBACK.encode()
 _IN_SIGHT_LINES = 60  # a report does not repeat what stands so far above it
 _TRACEBACKS = 1000  # remembered, so that others' like them are shown as one line
 _TRACEBACK_LINES = 2000  # of one that is held back until its last line has come
@@ -194,9 +197,7 @@ class RankStream:
         self._live = False
         self._progress_shown_s = 0.0
         self._held: list[bytes] | None = None  # the beginning of a traceback
-        self._goes_on = (
-            False  # its error's line ends in a colon: the text has further lines, until there is a pause
-        )
+        self._text_at = 0  # where in it the text of an error goes on whose line ends in a colon; 0: nowhere
         self._held_since = 0.0
         self.tail: collections.deque[bytes] = collections.deque(maxlen=_TAIL_LINES)
         self.hide_interrupts = False  # the user pressed Ctrl-C: tracebacks that only say so are noise
@@ -254,17 +255,22 @@ class RankStream:
         if self._held is None:
             if line != _TRACEBACK:
                 return [line]
-            self._held, self._held_since, self._goes_on = [line], time.monotonic(), False
+            self._held, self._held_since, self._text_at = [line], time.monotonic(), 0
             return []
+        if self._text_at:
+            text = (one.decode(errors="replace") for one in itertools.islice(self._held, self._text_at, None))
+            if not goes_on(text, line.decode(errors="replace")):
+                before = self._released(ahead)
+                return before + self._visible(line, ahead + len(before))
         self._held.append(line)
         if (
-            self._goes_on
+            self._text_at
             or line[:1] in (b" ", b"\t", b"")
             or line.startswith((b"Traceback ", b"During handling ", b"The above "))
         ):
             return self._released(ahead) if len(self._held) > _TRACEBACK_LINES else []
         if line.endswith(b":"):
-            self._goes_on, self._held_since = True, time.monotonic()
+            self._text_at, self._held_since = len(self._held), time.monotonic()
             return []
         if self.hide_interrupts and line.startswith(b"KeyboardInterrupt"):
             self._held = None
@@ -273,7 +279,7 @@ class RankStream:
 
     def _released(self, ahead: int, whole: bool = False) -> list[bytes]:
         held, self._held = self._held or [], None
-        whole = whole or self._goes_on
+        whole = whole or bool(self._text_at)
         return self._screen.traceback(self._rank, self._stream, held, ahead, whole) if held else []
 
     def show_partial(self, now: float) -> float | None:

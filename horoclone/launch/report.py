@@ -7,7 +7,14 @@ import signal
 from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
-from horoclone.launch.root_cause import exception_line, exception_name, root_cause_ranks, text_of_exception
+from horoclone.launch.root_cause import (
+    TRACEBACK,
+    exception_line,
+    exception_name,
+    goes_on,
+    root_cause_ranks,
+    text_of_exception,
+)
 from horoclone.launch.usage import ranks_text
 
 STDERR_LINES = 20
@@ -15,7 +22,7 @@ HOROVODS_FAILURE = (
     "Horovod detected that one or more processes exited with non-zero status, thus causing the job to be terminated. "
     "The first process to do so was:\nProcess name: {}\nExit code: {}"
 )
-_TRACEBACK = "Traceback (most recent call last):"
+_HARMLESS = ("Exception ignored ", "Error in atexit.")  # the line above a traceback that ended nothing
 _CONSEQUENCES = ("PeerLost", "Aborted")
 _OPEN_TENSORS = re.compile(r"open tensors|in flight|pending tensors", re.IGNORECASE)
 
@@ -63,8 +70,12 @@ def exit_code(code: int) -> int:
 
 
 def traceback_in(stderr: Sequence[str]) -> list[str]:
-    """The last traceback among the lines, with the chain that led to it; empty when there is none."""
-    starts = [index for index, line in enumerate(stderr) if line.strip() == _TRACEBACK]
+    """The last traceback among the lines that can have ended the process, with the chain that led to it; empty when
+    there is none. A thread's is one only where there is no other."""
+    headers = [index for index, line in enumerate(stderr) if line.strip() == TRACEBACK]
+    above = {index: stderr[index - 1] if index else "" for index in headers}
+    starts = [index for index in headers if not above[index].startswith(_HARMLESS)]
+    starts = [index for index in starts if not above[index].startswith("Exception in thread ")] or starts
     if not starts:
         return []
     first = len(starts) - 1
@@ -73,9 +84,12 @@ def traceback_in(stderr: Sequence[str]) -> list[str]:
     end = starts[-1] + 1
     while end < len(stderr) and (stderr[end][:1] in (" ", "\t") or not stderr[end]):
         end += 1
-    if end < len(stderr) and stderr[end].endswith(":"):  # the text goes on, in lines of its own
-        end = len(stderr)
-    return list(stderr[starts[first] : end + 1])
+    end += 1
+    if stderr[end - 1 : end] and stderr[end - 1].endswith(":"):  # the text goes on, in lines of its own
+        text = end
+        while end < len(stderr) and goes_on(stderr[text:end], stderr[end]):
+            end += 1
+    return list(stderr[starts[first] : end])
 
 
 def _is_chained(lines: Sequence[str]) -> bool:

@@ -7,9 +7,16 @@ The words come from csrc/agreement/mismatch.cc (who announced what), csrc/engine
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+TRACEBACK = "Traceback (most recent call last):"
 
 _EXCEPTION = re.compile(r"^((?:\w+\.)*[A-Za-z_]\w*)(?::\s|$)")
+_ANOTHER = re.compile(  # how Python, its warnings and the usual loggers begin a text of their own
+    r"Traceback \(most recent |During handling of |The above exception |Exception (?:ignored|in thread) "
+    r"|Error in (?:atexit|sys)\.|.*:\d+: \w*Warning: |\W?(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\b"
+    r"|\W?\d{4}-\d\d-\d\d[ T]|(?:\[rank\d+\]:)?\W?[IWEF]\d{4} \d\d:"
+)
 _QUOTED = re.compile(r"'[^'\n]*'")  # names of tensors are the user's words
 _STALLED = re.compile(r"\(\d+ s\): missing ranks? ([\d,-]+)(?:; ready ranks? ([\d,-]+))?")
 _NAMED = re.compile(
@@ -18,17 +25,35 @@ _NAMED = re.compile(
 )
 
 
+def goes_on(text: Iterable[str], line: str) -> bool:
+    """Whether a line still belongs to an error whose first line ends in a colon, as torch's `Error(s) in loading
+    state_dict for Net:` and TensorFlow's `Graph execution error:` do. text: what stands between the two. An indented
+    text ends before a line that is not; any ends where a warning, a logger or another traceback begins."""
+    if not line.strip() or line[0].isspace():
+        return True
+    indented = next((one[0].isspace() for one in text if one.strip()), False)
+    return not indented and _ANOTHER.match(line) is None
+
+
+def _error_at(lines: Sequence[str]) -> int | None:
+    """Where the exception stands: the first line below the last traceback's frames, whatever its text adds to it."""
+    header = next((i for i in reversed(range(len(lines))) if lines[i].rstrip().endswith(TRACEBACK)), -1)
+    found = [i for i, line in enumerate(lines) if _EXCEPTION.match(line)]
+    return next((i for i in found if i > header >= 0), found[-1] if found else None)
+
+
 def exception_line(lines: Sequence[str]) -> str | None:
-    """`ValueError: bad batch 17` of a traceback. Where the text goes on after a colon, as TensorFlow's `Graph execution
-    error:` does, what it says is in its last line that is not indented."""
-    at = next((i for i in range(len(lines) - 1, -1, -1) if _EXCEPTION.match(lines[i])), None)
+    """`ValueError: bad batch 17` of a traceback. Where the text goes on after a colon, what it says is in its last
+    line, of those that are not indented if there are such."""
+    at = _error_at(lines)
     if at is None:
         return None
     line = lines[at].strip()
     if not line.endswith(":"):
         return line
-    rest = [one.strip() for one in lines[at + 1 :] if one[:1].strip()]
-    return f"{line} {rest[-1]}" if rest else line
+    rest = [one for one in lines[at + 1 :] if one.strip()]
+    said = [one for one in rest if not one[0].isspace()] or rest
+    return f"{line} {said[-1].strip()}" if said else line
 
 
 def exception_name(line: str | None) -> str:
@@ -39,8 +64,8 @@ def exception_name(line: str | None) -> str:
 
 def text_of_exception(lines: Sequence[str]) -> str:
     """The last exception of a traceback, with the further lines of its text."""
-    starts = [index for index, line in enumerate(lines) if _EXCEPTION.match(line)]
-    return "\n".join(lines[starts[-1] :]) if starts else ""
+    at = _error_at(lines)
+    return "" if at is None else "\n".join(lines[at:])
 
 
 def root_cause_ranks(text: str) -> list[int]:

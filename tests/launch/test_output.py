@@ -144,6 +144,73 @@ def test_a_text_of_several_lines_is_shown_once_and_its_cause_is_the_verdict(capf
     assert "Detected at node" not in report.failure_report(ends, None, 2, screen.in_sight())[0]
 
 
+OF_TORCH = """Traceback (most recent call last):
+  File "train.py", line 9, in <module>
+RuntimeError: Error(s) in loading state_dict for Net:
+\tsize mismatch for weight: copying a param with shape torch.Size([4]).
+"""
+AT_EXIT = {
+    "warning": "/lib/resource_tracker.py:279: UserWarning: There appear to be 2 leaked objects\n  warnings.warn(\n",
+    "ignored": "Exception ignored in: <function Pool.__del__ at 0x7f>\nTraceback (most recent call last):\n"
+    '  File "pool.py", line 268, in __del__\nResourceWarning: unclosed pool\n',
+    "thread": "Exception in thread Thread-1:\nTraceback (most recent call last):\n  File x\nConnectionError: gone\n",
+    "logging": "WARNING:absl: not saved\n",
+    "glog": "[rank0]:[W1130 06:57:39.123 ProcessGroupNCCL.cpp:1496] Warning: destroy_process_group() was not called\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("traceback", "cause"),
+    [
+        (OF_TORCH, "for Net: size mismatch for weight: copying a param with shape torch.Size([4])."),
+        (
+            OF_TENSORFLOW,
+            "error: allreduce 'DistributedSGD.0': rank 1 announced float32[9], rank 0 announced float32[8].",
+        ),
+        (
+            OF_TORCH.partition("RuntimeError")[0] + "pydantic.ValidationError: 1 error\n",
+            "ValidationError: 1 error",
+        ),
+    ],
+    ids=["torch", "tensorflow", "one line"],
+)
+@pytest.mark.parametrize("last", AT_EXIT)
+def test_what_is_printed_at_exit_is_not_the_cause(capfd, traceback, cause, last):
+    ends = [report.RankEnd(0, "h", 1, 1, 1.0, False, None, False, (traceback + AT_EXIT[last]).splitlines())]
+    assert report.failure_report(ends, None, 1)[0].endswith(f"{cause}; exit code 1")
+    screen = output.Screen(output.Style())
+    for rank in range(2):
+        stream = output.RankStream(rank, output.STDERR, screen, None)
+        stream.feed((traceback + AT_EXIT[last]).encode())
+        stream.finish()
+    shown = capfd.readouterr().err
+    error = [line for line in traceback.splitlines() if line[:1].strip()][-1]
+    assert f"[1] {error}  (the traceback is rank 0's)\n" in shown
+    assert shown.count("[1] " + AT_EXIT[last].splitlines()[0]) == 1
+
+
+def test_further_lines_of_an_exception_are_not_another_one():
+    text = (
+        OF_TORCH.partition("RuntimeError")[0] + "pydantic.ValidationError: 1 validation error for Job\nname\n"
+    )
+    ends = [report.RankEnd(0, "h", 1, 1, 1.0, False, text, False, ())]
+    assert (
+        "exit code 1: pydantic.ValidationError: 1 validation error for Job;"
+        in report.failure_report(ends, None, 1)[0]
+    )
+    lines = [*OF_TORCH.splitlines(), "closing: done"]
+    assert report.traceback_in(lines) == lines[:-1], "an indented text ends before a line that is not"
+
+
+def test_an_interrupt_after_an_error_of_several_lines_is_hidden(capfd):
+    stream = output.RankStream(0, output.STDERR, output.Screen(output.Style()), None)
+    stream.hide_interrupts = True
+    interrupt = 'Traceback (most recent call last):\n  File "train.py", line 9\nKeyboardInterrupt\n'
+    stream.feed((OF_TORCH + interrupt).encode())
+    stream.finish()
+    assert capfd.readouterr().err == "".join(f"[0] {line}\n" for line in OF_TORCH.splitlines())
+
+
 NOISE = """
 import atexit
 folder, whose = sys.argv[1:]
