@@ -149,7 +149,7 @@ class HorocloneInt8(Horoclone):
         from horoclone.torch.optimizer.gradient_bucket import OptimizerBucket
 
         compressor = hvd.Compression.int8(error_feedback=False)
-        bucket = OptimizerBucket(tensor, {}, 0, name, hvd.Sum, global_process_set)
+        bucket = OptimizerBucket(tensor, {name: tensor}, 0, name, hvd.Sum, global_process_set)
 
         def run() -> None:
             work = compressor.reduce(bucket)

@@ -43,14 +43,16 @@ class TopKCompressor(GradientCompressor):
         message = torch.stack([indices.int(), chosen.view(torch.int32)])
         everybody = yield bucket.allgather(message, "largest")
         summed = torch.zeros_like(values)
-        for theirs in everybody.view(bucket.size, 2, count):
-            summed[theirs[0].long()] += (
-                theirs[1].view(torch.float32) / bucket.divisor
-            )  # no index twice in a row
+        everybody = everybody.view(bucket.size, 2, count)
+        sums = everybody[:, 1].view(torch.float32)  # in the memory of what came
+        for theirs, own in zip(everybody[:, 0], sums, strict=True):
+            where = theirs.long()
+            own.div_(bucket.divisor).add_(summed[where])
+            summed[where] = own  # no index twice in a row
         if self.error_feedback:
             # After an overflow, which arrives on every rank, it starts afresh: what was not sent may not be finite.
             rest = total.index_fill_(0, indices, 0.0)
-            bucket.state["residual"] = torch.where(summed.isfinite().all(), rest, 0.0)
+            bucket.state["residual"] = torch.where(sums.isfinite().all(), rest, 0.0)
         flat.copy_(summed)
 
     def residuals(self, bucket: GradientBucket) -> dict[str, torch.Tensor]:
