@@ -189,22 +189,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def show_sizes(arguments: argparse.Namespace) -> int:
     """Runs the command and returns the exit code."""
+    file = None if arguments.json in (None, "-") else Path(arguments.json)
+    made = file if file is not None and not file.exists() else None
     try:
         if arguments.plot:
             _check_plot(Path(arguments.plot))
-        if arguments.json not in (None, "-"):
-            Path(arguments.json).open("a").close()  # that it can be written, before the work
+        if file is not None:
+            file.open("a").close()  # that it can be written, before the work
         result = run(arguments)
+        made = None
     except (ValueError, KeyError, ImportError) as error:
         print(f"horoclone simulate: {error}", file=sys.stderr)
         return 2
+    finally:
+        if made is not None:
+            made.unlink(missing_ok=True)
     text = json.dumps(result, indent=1)
     if arguments.json == "-":
         print(text)
     else:
         show(result)
-        if arguments.json:
-            Path(arguments.json).write_text(text + "\n")
+        if file is not None:
+            file.write_text(text + "\n")
     if arguments.plot:
         draw(result, Path(arguments.plot))
     return 0

@@ -270,9 +270,10 @@ def main(as_json: bool, everything: bool = False) -> int:
         if finding.advice:
             lines.append(f"{indent}-> {finding.advice}")
         for line in lines:
-            print(
+            room = max(columns, width + 40)
+            print(  # paths stay whole, so that they can be copied
                 textwrap.fill(
-                    line, max(columns, width + 40), subsequent_indent=indent, break_on_hyphens=False
+                    line, room, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
                 )
             )
     bad = [finding.topic for finding in findings if finding.status == BAD]

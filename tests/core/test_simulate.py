@@ -59,7 +59,9 @@ def test_layers_come_from_a_file_of_plan_and_wrong_ones_are_refused(capsys, tmp_
     for wrong in ('{"ways": []}', "[[1, -2]]", "[[0, 1]]", "[]", "no"):
         file.write_text(wrong)
         assert tool.main(["simulate", "--ranks", "8", "--layers", str(file)]) == 2, wrong
-    assert tool.main(["simulate", "--ranks", "8", "--layers", "resnet99"]) == 2
+    result = tmp_path / "result.json"
+    assert tool.main(["simulate", "--ranks", "8", "--layers", "resnet99", "--json", str(result)]) == 2
+    assert not result.exists()
     assert "resnet99: neither resnet50" in capsys.readouterr().err
 
 

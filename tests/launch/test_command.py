@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from horoclone.launch import cli, tool
+from horoclone.launch import cli, doctor, tool
 
 RUN = [sys.executable, "-m", "horoclone.launch"]
 PYTHON = sys.executable
@@ -501,6 +501,15 @@ def test_the_doctor_says_why_no_gpu_is_visible_and_ends_with_a_verdict(called, m
     assert not re.search(r"^\w+ +(CUDA|NCCL|GPU kernels|memlock|algorithms|measured)\b", done.stdout, re.M)
     assert done.stdout.splitlines()[-1].startswith("jobs c" if done.returncode == 0 else "jobs would fail: ")
     assert "{" not in done.stdout
+
+
+def test_a_path_is_not_cut_where_the_terminal_is_narrow(capsys, monkeypatch):
+    path = "/" + "long" * 30 + "/libmpi.so"
+    monkeypatch.setattr(doctor, "examine", lambda: [doctor.Finding("mpi", doctor.OK, f"found at {path}")])
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    doctor.main(as_json=False)
+    assert path in capsys.readouterr().out
 
 
 def test_a_shell_is_given_the_flags(launch, tmp_path):
