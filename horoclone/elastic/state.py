@@ -410,7 +410,11 @@ class ObjectState(Owning, State):
         for kind, mine in self._on_disk().items():
             theirs = found.get(kind, ())
             if set(mine) != set(theirs):
-                raise ValueError(f"the save has the {kind} {sorted(theirs)}, and this state {sorted(mine)}")
+                raise ValueError(
+                    f"the save has the {kind} {sorted(theirs)}, and this state {sorted(mine)}: only in the save are "
+                    f"{sorted(set(theirs) - set(mine))}, only in this state {sorted(set(mine) - set(theirs))}. "
+                    "Make the state as it was when it was saved, or begin with an empty directory."
+                )
         self._take_from_disk(found)
         self.restore()
 

@@ -67,7 +67,7 @@ class VariablesState(ObjectState):
         steps.restart()
         variables, root = self._variables(), root_of_sync()
         values = self._values_of(variables)
-        check_alike([(str(value.dtype), value.shape) for value in values], root, "variables")
+        check_alike(self._forms_of(values), root, "variables")
         handles = [
             arrays.broadcast_async_(value.reshape(-1).view(np.uint8), root, f"hvd.elastic.variable.{place}")
             for place, value in enumerate(values)
@@ -78,6 +78,13 @@ class VariablesState(ObjectState):
         if runtime.rank() != root:
             self._write(variables, values)
         super().sync()
+
+    def _names_of(self, values: Sequence[Any]) -> list[str]:
+        """What each of a copy's values is called in a save, alike on all ranks: its place, where there is no more."""
+        return [str(place) for place in range(len(values))]
+
+    def _forms_of(self, values: Sequence[Any]) -> list[Any]:
+        return [(str(one.dtype), one.shape) for one in map(np.asarray, values)]
 
     def _values_of(self, variables: Sequence[Any]) -> list[Any]:
         return [np.array(value, order="C") for value in self._read(variables)]
@@ -90,16 +97,17 @@ class VariablesState(ObjectState):
         super()._save()
 
     def _on_disk(self) -> dict[str, Any]:
-        values = {str(place): value for place, value in enumerate(self._saved_values)}
-        return {**super()._on_disk(), "variables": values}
+        values = zip(self._names_of(self._saved_values), self._saved_values, strict=True)
+        return {**super()._on_disk(), "variables": dict(values)}
 
     def _take_from_disk(self, found: dict[str, Any]) -> None:
         super()._take_from_disk(found)
-        values = [found["variables"][str(place)] for place in range(len(found["variables"]))]
-        for place, (mine, theirs) in enumerate(zip(self._saved_values, values, strict=True)):
+        names = self._names_of(self._saved_values)
+        values = [found["variables"][name] for name in names]
+        for name, mine, theirs in zip(names, self._saved_values, values, strict=True):
             if mine.dtype != theirs.dtype or mine.shape != theirs.shape:
                 raise ValueError(
-                    f"variable {place} is {theirs.dtype}{list(theirs.shape)} in the save and "
+                    f"variable {name} is {theirs.dtype}{list(theirs.shape)} in the save and "
                     f"{mine.dtype}{list(mine.shape)} in this state"
                 )
         self._saved_values = values
@@ -109,11 +117,8 @@ class VariablesState(ObjectState):
 
     def _accepts(self, content: Any) -> bool:
         plain, values = content
-        forms = [
-            [(str(one.dtype), one.shape) for one in some]
-            for some in (values, map(np.asarray, self._read(self._variables())))
-        ]
-        return super()._accepts(plain) and forms[0] == forms[1]
+        own = self._read(self._variables())
+        return super()._accepts(plain) and self._forms_of(values) == self._forms_of(own)
 
     def _set_content(self, content: Any) -> None:
         plain, self._saved_values = content

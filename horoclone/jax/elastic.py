@@ -23,7 +23,7 @@ from horoclone.owned import Owned
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_Form = tuple[list[Any], Any]  # what each leaf is, and the structure
+_Form = tuple[list[str], list[Any], Any]  # the leaves' names, what each is, and the structure
 
 __all__ = [
     "ElasticSampler", "Generation", "JaxState", "ObjectState", "Owned", "RandomStates", "Recovery", "State",
@@ -63,8 +63,8 @@ class JaxState(VariablesState):
         """The leaves; _write needs only their places."""
         return [leaf for name in self._trees for leaf in jax.tree_util.tree_leaves(getattr(self, name))]
 
-    def _read(self, variables: Sequence[Any]) -> list[Any]:
-        return [np.asarray(leaf) for leaf in without_keys(list(variables))]
+    def _read(self, variables: Sequence[Any]) -> _Leaves:
+        return _Leaves([np.asarray(leaf) for leaf in without_keys(list(variables))], self._form())
 
     def _write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
         self._set_trees(self._form(), values)
@@ -72,30 +72,62 @@ class JaxState(VariablesState):
     def _values_of(self, variables: Sequence[Any]) -> list[Any]:
         return _Leaves(super()._values_of(variables), self._form())
 
-    def _restore_values(self, saved: list[Any]) -> None:
-        self._set_trees(saved.form if isinstance(saved, _Leaves) else self._form(), saved)
+    def _restore_values(self, saved: Any) -> None:
+        self._set_trees(saved.form, saved)
+
+    def _names_of(self, values: Any) -> list[str]:
+        names: list[str] = values.names
+        return names
+
+    def _forms_of(self, values: Sequence[Any]) -> list[Any]:
+        return list(zip(self._names_of(values), super()._forms_of(values), strict=True))
+
+    def _from_disk(self, found: dict[str, Any]) -> None:
+        values, names = found.get("variables", {}), self._names_of(self._saved_values)
+        if set(values) == {str(place) for place in range(len(names))}:  # as saves once were
+            found = {**found, "variables": {name: values[str(place)] for place, name in enumerate(names)}}
+        super()._from_disk(found)
+
+    def _take_from_disk(self, found: dict[str, Any]) -> None:
+        mine: Any = self._saved_values
+        super()._take_from_disk(found)
+        self._saved_values = _Leaves(self._saved_values, mine.form)
+
+    def _set_content(self, content: Any) -> None:
+        plain, values = content
+        super()._set_content((plain, _Leaves(values, self._form()) if type(values) is _Named else values))
 
     def _form(self) -> _Form:
-        leaves, form = jax.tree_util.tree_flatten([getattr(self, name) for name in self._trees])
-        return [_kind_of(leaf) for leaf in leaves], form
+        pairs, form = jax.tree_util.tree_flatten_with_path([getattr(self, name) for name in self._trees])
+        names = [self._trees[path[0].idx] + jax.tree_util.keystr(path[1:]) for path, _ in pairs]
+        return names, [_kind_of(leaf) for _, leaf in pairs], form
 
     def _set_trees(self, form: _Form, values: Sequence[Any]) -> None:
-        kinds, structure = form
+        _, kinds, structure = form
         new = [_made(kind, value) for kind, value in zip(kinds, values, strict=True)]
         for name, tree in zip(self._trees, jax.tree_util.tree_unflatten(structure, new), strict=True):
             setattr(self, name, tree)
 
 
-class _Leaves(list[Any]):
-    """A copy's values with the form of the trees that they are of: later ones may have another one (layers that were
-    added, another optimizer). What another rank gets are the values alone, and its trees have their form."""
+class _Named(list[Any]):
+    """A copy's values as another rank gets them, with the leaves' names: its own trees, which must have leaves of the
+    same names, have their form."""
 
-    def __init__(self, values: list[Any], form: _Form) -> None:
+    def __init__(self, values: Sequence[Any], names: list[str]) -> None:
         super().__init__(values)
-        self.form = form
+        self.names = names
 
     def __reduce__(self) -> Any:
-        return list, (list(self),)
+        return _Named, (list(self), self.names)
+
+
+class _Leaves(_Named):
+    """A copy's values with the form of the trees that they are of: later ones may have another one (layers that were
+    added, another optimizer)."""
+
+    def __init__(self, values: Sequence[Any], form: _Form) -> None:
+        super().__init__(values, form[0])
+        self.form = form
 
 
 def _has_arrays(value: Any) -> bool:

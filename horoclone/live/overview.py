@@ -106,11 +106,11 @@ class Observer:
         late = late_seconds(ranks)
         why = {one.rank: one for one in late_ranks.of_ranks(ranks)}
         culprits = late_ranks.culprits(ranks)
-        before = self._before[0] if self._before else {}
-        shares = _late_shares(late, late_seconds(before.values()), now - _time_of(before), len(current))
+        earlier = {key: self._earlier(key, metrics) for key, metrics in current.items()}
+        shares = _late_shares([(one, earlier[key]) for key, one in current.items()])
         rows = tuple(
             _with_cause(
-                _row(metrics, self._earlier(key, metrics), late.get(metrics.rank, 0.0), shares),
+                _row(metrics, earlier[key], late.get(metrics.rank, 0.0), shares),
                 why.get(metrics.rank),
                 culprits.get(metrics.rank),
                 len(ranks) - 1,
@@ -220,17 +220,21 @@ def upper_bounds_s() -> tuple[float | None, ...]:
     return (*(2**at / 1e6 for at in range(BUCKETS - 1)), None)
 
 
-def _late_shares(
-    late: Mapping[int, float], before: Mapping[int, float], elapsed_s: float, ranks: int
-) -> dict[int, float]:
-    """rank -> for which share of the last seconds others have waited for it; only those that stand out."""
-    if elapsed_s <= 0:
-        return {}
-    shares = {rank: min(1.0, max(0.0, (late[rank] - before.get(rank, 0.0)) / elapsed_s)) for rank in late}
+def _late_shares(ranks: Sequence[tuple[RankMetrics, RankMetrics | None]]) -> dict[int, float]:
+    """rank -> for which share of the last seconds others have waited for it, as that rank says which has the most; only
+    those that stand out. ranks: each with its metrics of some seconds ago: of one that has none, nobody knows what of
+    its waiting is of these seconds."""
+    shares: dict[int, float] = {}
+    for metrics, earlier in ranks:
+        if earlier is not None:
+            before = {one.rank: one.seconds for one in earlier.late}
+            for one in metrics.late:
+                share = (one.seconds - before.get(one.rank, 0.0)) / (metrics.now - earlier.now)
+                shares[one.rank] = min(1.0, max(share, shares.get(one.rank, 0.0)))
     found = {}
     for rank, share in shares.items():
         others = [shares[other] for other in shares if other != rank]
-        others += [0.0] * (ranks - 1 - len(others))
+        others += [0.0] * (len(ranks) - 1 - len(others))
         if share >= max(LATE_SHARE, 2 * statistics.median(others or [0.0])):
             found[rank] = share
     return found

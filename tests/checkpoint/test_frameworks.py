@@ -123,8 +123,21 @@ def test_an_elastic_state_of_jax_goes_to_the_disk_and_comes_back(tmp_path: Path)
     )
     assert (jax.random.key_data(state.params["key"]) == jax.random.key_data(jax.random.key(3))).all()
     other = JaxState(params={"w": jax.numpy.ones((2, 2)), "key": jax.random.key(1)}, epoch=1)
-    with pytest.raises(ValueError, match=r"variable 1 is bfloat16\[2, 3\] in the save and float32\[2, 2\]"):
+    with pytest.raises(
+        ValueError, match=r"variable params\['w'\] is bfloat16\[2, 3\] in the save and float32"
+    ):
         other._from_disk(load(tmp_path))
+    other.params = {"w": jax.numpy.full((2, 3), 7, jax.numpy.bfloat16), "k": jax.random.key(7)}
+    other.save()
+    with pytest.raises(ValueError, match=r"only in the save are .*'key'.*only in this state .*'k'"):
+        other._from_disk(load(tmp_path))
+    state.params = {**state.params, "more": jax.numpy.ones(2)}
+    state.restore()
+    assert set(state.params) == {"w", "key"}, "with the form of what was saved"
+    found = load(tmp_path)
+    found["variables"] = {str(place): one for place, one in enumerate(found["variables"].values())}
+    state._from_disk(found)
+    assert (state.params["w"] == 3).all(), "as saves once were"
 
 
 def test_arrays_of_jax(tmp_path: Path) -> None:

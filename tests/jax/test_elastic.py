@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 from world import later, ranks
@@ -52,6 +54,22 @@ def test_ranks_with_other_trees_all_hear_of_it() -> None:
     state = hvd.elastic.JaxState(params=jnp.zeros(3 + hvd.rank()))
     with pytest.raises(ValueError, match=r"the variables of ranks \[1\] differ from those of rank 0"):
         state.sync()
+    state.params = {"bias": jnp.zeros(3)} if hvd.rank() else {"scale": jnp.ones(3)}
+    with pytest.raises(ValueError, match=r"params\['bias'\].* here and .*params\['scale'\].* there"):
+        state.sync()
+
+
+@ranks(1)
+def test_a_commit_from_another_rank_needs_leaves_of_the_same_names() -> None:
+    state = hvd.elastic.JaxState(params={"a": jnp.ones(2)}, epoch=0)
+    came = pickle.loads(pickle.dumps(state._content()))
+    assert state._accepts(came)
+    state._set_content(came)
+    state.params = {"b": jnp.zeros(2), "c": jnp.zeros(3)}
+    state.restore()
+    assert list(state.params) == ["a"] and float(state.params["a"][0]) == 1.0
+    state.params = {"b": jnp.zeros(2)}
+    assert not state._accepts(came), "its values would come into another leaf"
 
 
 @ranks(2)

@@ -99,6 +99,15 @@ def test_a_rank_stands_out_by_how_long_others_have_waited_for_it_in_the_last_sec
     assert look(NOW + 2, seconds) == pytest.approx(standing_out)
 
 
+def test_what_a_rank_that_just_came_into_sight_has_waited_is_not_of_the_last_seconds() -> None:
+    observer = Observer(FixedJob([]))
+    late = (Late(1, 9, 9.0),)
+    for now in (NOW, NOW + 2):  # rank 0 is not seen in the first look
+        ranks = [metrics_of(rank, now=now, late=late if rank == 0 else ()) for rank in range(now == NOW, 3)]
+        seen = observer.digest(ranks, [])
+        assert not any(row.late_share for row in seen.rows), seen.rows
+
+
 def test_sums_over_ranks_and_bounds_of_buckets() -> None:
     one = Operation(2, 10, 0.5, 1.0, histogram(at3=2))
     both = total([{"allreduce": one}, {"allreduce": one, "barrier": one}])

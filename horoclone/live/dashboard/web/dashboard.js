@@ -46,7 +46,7 @@ function reason(one) {
 
 function describe(one) {
   const parts = [`rank ${one.rank} on ${one.host}`, one.state];
-  if (one.note) parts.push(one.note);
+  if (one.note && !one.is_culprit) parts.push(one.note); // else the reason
   if (isLate(one)) parts.push(reason(one));
   if (one.operation) parts.push(`last operation ${one.operation}`);
   return parts.join(", ");
