@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from collections.abc import Sequence
 from typing import Any
 
-from horoclone.errors import Unsupported
+from horoclone.errors import HostsUpdatedInterrupt, Unsupported
 from horoclone.keras.aggregation import Aggregation
 from horoclone.keras.compared import Watch
 from horoclone.keras.copies import Copied, names_of, notice_marks, word_of
@@ -162,6 +163,12 @@ class DistributedMixin(Copied):
     def register_local_var(self, var: Any) -> None:
         """Takes a variable whose gradient stays this rank's own."""
         self._horoclone.reduction.local_variables.append(var)
+
+    def finalize_variable_values(self, var_list: Any) -> None:
+        """As the wrapped class, which gives the model the moving averages of use_ema when fit() ends. On JAX fit() does
+        so when an exception ends it, too: after an interrupt training goes on from the weights themselves."""
+        if not isinstance(sys.exc_info()[1], HostsUpdatedInterrupt):
+            super().finalize_variable_values(var_list)  # type: ignore[misc]
 
     # --- state --------------------------------------------------------------------------------------------------------
 

@@ -157,6 +157,32 @@ def fits_again_after_a_failure(order: str) -> None:
     assert committed[6:] == [(1, 3), (2, 0), (2, 1), (2, 2), (2, 3), (3, 0)], committed
 
 
+def keeps_averages_out_of_the_weights() -> None:
+    """After an interrupt the averages of use_ema were trained on where fit() had put them into the weights."""
+    import horoclone.keras as hvd
+    from horoclone.keras.flavor import keras
+
+    model = a_model()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, use_ema=True))
+    model.compile(optimizer=optimizer, loss="mse", jit_compile=False)
+    state = hvd.elastic.KerasState(model)
+    seen: list[Any] = []
+
+    class Interrupts(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 1:
+                state.save()
+                seen.extend(state._saved_values[: len(model.weights)])
+                raise hvd.HostsUpdatedInterrupt
+
+    with pytest.raises(hvd.HostsUpdatedInterrupt):
+        model.fit(X, X.sum(1), batch_size=4, epochs=1, verbose=0, callbacks=[Interrupts()])
+    assert alike(values_of(model), seen)
+    model.fit(X, X.sum(1), batch_size=4, epochs=1, verbose=0)
+    averages = [np.array(one) for one in optimizer._model_variables_moving_average]
+    assert alike(values_of(model), averages), "as Keras has it, when fit() ends"
+
+
 def commits_seldom() -> None:
     import horoclone.keras as hvd
 
@@ -194,3 +220,7 @@ def test_the_order_of_the_callbacks_does_not_matter(on: On) -> None:
 
 def test_commits_can_be_seldom(on: On) -> None:
     on("torch", commits_seldom)
+
+
+def test_an_interrupt_leaves_the_weights_as_they_are(on: On) -> None:
+    on("jax", keeps_averages_out_of_the_weights, size=1)
