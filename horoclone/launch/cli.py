@@ -241,6 +241,7 @@ def _wants_views(arguments: argparse.Namespace) -> bool:
 
 def _run_watched(job: Job, arguments: argparse.Namespace, program: str, ranks_stay: bool) -> JobResult:
     """With the views that were asked for beside it, from before its first rank starts until it has ended."""
+    from horoclone.launch import report
     from horoclone.launch.views import Views
 
     views = Views(arguments, program)
@@ -248,7 +249,9 @@ def _run_watched(job: Job, arguments: argparse.Namespace, program: str, ranks_st
         views.begin()
         result = job.run()
         codes = {end.rank: end.code for end in result.ends}
-        views.end(result.exit_code, result.text, codes if ranks_stay else {})
+        cause = report.culprit(result.ends)
+        stopped = [end.rank for end in result.ends if end is not cause and report.is_consequence(end)]
+        views.end(result.exit_code, result.text, codes if ranks_stay else {}, stopped)
         return result
     finally:
         views.close()

@@ -334,7 +334,9 @@ class Job:
         now = time.monotonic()
         member.code, member.ended_s, member.memory_kills = code, now, memory_kills
         member.by_us = self._termination.signalled_s is not None
-        self._metrics.ended(rank, code, member.by_us)
+        told = self._server.failures() if self._server is not None and code != 0 else []
+        first = next((failure for failure in told if failure.rank == rank), None)
+        self._metrics.ended(rank, code, member.by_us, first is not None and first.consequence)
         self._after_exit(member, now)
         if self._request.verbose:
             say(f"rank {member.placement.rank} {report.end_of_process(code)}")

@@ -101,14 +101,14 @@ class JobMetrics:
             process = ProcessIdentity(pid, start_of(pid), own_namespace())
             self._segment.write(*rank_metrics.identity_at(self._at[key], process))
 
-    def ended(self, key: int, code: int, by_us: bool) -> None:
-        """code: as subprocess has it. by_us: the launcher has ended it."""
+    def ended(self, key: int, code: int, by_us: bool, is_consequence: bool = False) -> None:
+        """code: as subprocess has it. by_us: the launcher has ended it. is_consequence: its error was about another."""
         if self._segment is not None and key in self._at:
             self._ended.add(key)
             at, _ = rank_metrics.notes(0, 0, None)
             self._segment.write(
                 self._at[key] + at + rank_metrics.TIMES_BYTES,
-                rank_metrics.notes(0, 0, code)[1][rank_metrics.TIMES_BYTES :],
+                rank_metrics.notes(0, 0, code, by_us or is_consequence)[1][rank_metrics.TIMES_BYTES :],
             )
         if code != 0 and not by_us:
             self.happened("loss", f"rank {self._ranks.get(key, key)} {report.end_of_process(code)}", key)

@@ -10,7 +10,7 @@ import errno
 import importlib.util
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from horoclone import optional
@@ -129,11 +129,13 @@ class Views:
             self._dashboard.start()
             say(f"dashboard: http://{_reachable(address)}:{port}/{self._dashboard.token}/", self._program)
 
-    def end(self, exit_code: int, text: str | None, codes: Mapping[int, int]) -> None:
-        """The job is over: browsers are told how. text: the launcher's report. codes: exit
-        codes by rank, where the numbers of ranks did not change."""
+    def end(
+        self, exit_code: int, text: str | None, codes: Mapping[int, int], stopped: Collection[int]
+    ) -> None:
+        """The job is over: browsers are told how. text: the launcher's report. codes: exit codes by rank, where the
+        numbers of ranks did not change. stopped: those that ended since another had."""
         if self._content is not None:
-            self._content.end(exit_code, _in_a_line(exit_code, text), codes)
+            self._content.end(exit_code, _in_a_line(exit_code, text), codes, stopped)
         self.close()
 
     def close(self) -> None:

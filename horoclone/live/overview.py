@@ -244,6 +244,8 @@ def _row(
     metrics: RankMetrics, before: RankMetrics | None, late_s: float, late_shares: Mapping[int, float]
 ) -> Row:
     state = state_of(metrics)
+    if state == "lost" and metrics.is_consequence:
+        state = "ended"
     # what it does now may be told
     moves = state in ("running", "waiting") and not late_ranks.is_stale(metrics)
     elapsed_s = metrics.now - before.now if before is not None else 0.0
@@ -276,7 +278,7 @@ def _row(
 
 
 def _note(metrics: RankMetrics, state: str) -> str:
-    if state == "lost":
+    if state == "lost" or metrics.exit_code:
         return end_of(metrics.exit_code)
     if state != "stalled":
         return ""

@@ -142,6 +142,7 @@ class RankMetrics:
     when the process went away without either, "stalled" when is_stalled, "waiting" when one of the user's threads has
     waited in the runtime for more than 0.1 s, else "running".
     exit_code: as subprocess has it (-9: SIGKILL), where a launcher of ours saw the process end; else None.
+    is_consequence: it ended since another rank had: with an error that says so, or ended by the launcher.
     step: how many steps have begun, 0 where nothing repeats; step_seconds: of the last whole one;
     step_seconds_smoothed: a mean that follows each new step by a fifth of the difference. The core counts steps: from
     one submission of an optimizer's first bucket to the next, or, without such an optimizer, of the named operation
@@ -189,6 +190,7 @@ class RankMetrics:
     is_silent: bool = False
     phases: Phases | None = None
     phases_age_seconds: float = 0.0
+    is_consequence: bool = False
 
     @property
     def communication_share(self) -> float:
@@ -312,11 +314,13 @@ def initial(origin: Origin) -> bytes:
     return MAGIC + bytes(_IDENTITY_AT - len(MAGIC)) + identity
 
 
-def notes(received_ns: int, copied_ns: int, exit_code: int | None) -> tuple[int, bytes]:
+def notes(
+    received_ns: int, copied_ns: int, exit_code: int | None, is_consequence: bool = False
+) -> tuple[int, bytes]:
     """(where, what) whoever passes a block on, or sees its process end, writes into it. Unix nanoseconds by his clock
     and by that of the block's own host, 0 on that host; exit_code: as subprocess has it, None while the process
-    runs."""
-    is_gone = exit_code is not None
+    runs; is_consequence: as in RankMetrics."""
+    is_gone = 0 if exit_code is None else 1 + is_consequence
     return _NOTES_AT, _NOTES.pack(received_ns, copied_ns, is_gone, exit_code or 0)
 
 
@@ -416,6 +420,7 @@ def decode(copy: bytes, now: float, seen: Seen = Seen()) -> RankMetrics:
         now=now,
         state=state,
         exit_code=exit_code if is_gone else None,
+        is_consequence=is_gone == 2,
         step=step,
         step_seconds=step_ns / 1e9,
         step_seconds_smoothed=smoothed_ns / 1e9,

@@ -223,6 +223,9 @@ def test_a_killed_rank_turns_red_within_two_seconds_and_the_end_is_told(
     )
     assert page.ask("document.getElementById('connection').dataset.state") == "failed"
     assert "rank 3 is lost: SIGKILL" in page.ask("document.getElementById('reasons').textContent")
+    assert page.ask("document.querySelectorAll('#grid button[data-state=lost]').length") == 1, (
+        "who was killed"
+    )
     picture(page, tmp_path, "dashboard_lost_phone")
     assert job.started.finish(30).returncode == 137
     page.listen(0.5)

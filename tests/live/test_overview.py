@@ -213,11 +213,13 @@ def test_the_last_picture_of_the_dashboard_shows_failed_ranks_as_lost_whatever_t
             metrics_of(1, 4, state="lost", exit_code=-9),
             metrics_of(2, 4),  # it was last read while it ran
             metrics_of(3, 4, state="ended"),
+            metrics_of(4, 4, state="lost", exit_code=1, is_consequence=True),
+            metrics_of(5, 4),
         ]),
         "1",
     )  # fmt: skip
     content.look()
-    content.end(137, "root cause: rank 1", {0: 1, 1: -9, 2: 0, 3: 0})
+    content.end(137, "root cause: rank 1", {0: 1, 1: -9, 2: 0, 3: 0, 5: -15}, [5])
     ranks = content.look()["ranks"]
-    assert [one["state"] for one in ranks] == ["lost", "lost", "ended", "ended"]
-    assert [one["note"] for one in ranks][:2] == ["exit code 1", "SIGKILL"]
+    assert [one["state"] for one in ranks] == ["lost", "lost", "ended", "ended", "ended", "ended"]
+    assert [one["note"] for one in ranks] == ["exit code 1", "SIGKILL", "", "", "exit code 1", "SIGTERM"]

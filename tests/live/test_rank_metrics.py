@@ -175,7 +175,7 @@ def test_a_process_that_a_launcher_saw_end_is_ended_or_lost() -> None:
         at, notes = rank_metrics.notes(0, 0, code)
         content[at : at + len(notes)] = notes
         one = rank_metrics.read(content)
-        assert (one.state, one.exit_code) == (state, code)
+        assert (one.state, one.exit_code, one.is_consequence) == (state, code, False)
 
 
 def test_a_page_of_another_host_is_read_by_its_own_clock() -> None:
@@ -416,7 +416,7 @@ def test_pages_travel_between_hosts_and_rubbish_is_dropped() -> None:
         here.ended(1, -15, True)
         here.take(1, packed)  # the last one of a rank that has ended
         [one] = mine.ranks()
-        assert (one.state, one.exit_code) == ("lost", -15)
+        assert (one.state, one.exit_code, one.is_consequence) == ("lost", -15, True)
     finally:
         there.close()
         here.close()

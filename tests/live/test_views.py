@@ -322,7 +322,7 @@ def test_a_killed_rank_is_lost_at_once_in_every_view_and_the_job_ends_as_without
         assert "rank 1 was killed by SIGKILL" in shown.plain.rpartition("horoclone job")[2]
     assert done.returncode == 137 and "root cause: rank 1" in done.stderr
     assert last["job"]["ended"]["exit_code"] == 137 and "root cause: rank 1" in last["job"]["ended"]["text"]
-    assert [one["state"] for one in last["ranks"]] == ["lost", "lost"]
+    assert [one["state"] for one in last["ranks"]] == ["ended", "lost"], "only who was killed"
     assert "dashboard" not in done.stderr.replace(f"dashboard: {job.dashboard_url}", "")
     with pytest.raises(OSError):
         urllib.request.urlopen(job.metrics_url, timeout=5)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from horoclone.live.overview import Observer, Row, Source, upper_bounds_s
@@ -25,10 +25,12 @@ class Content:
         self._started = time.time()
         self._ended: dict[str, Any] | None = None
         self._codes: Mapping[int, int] = {}
+        self._stopped: Collection[int] = ()
 
-    def end(self, exit_code: int, text: str, codes: Mapping[int, int]) -> None:
-        """The job is over, and its metrics are gone. codes: of ranks, as subprocess has them."""
-        self._codes = codes
+    def end(self, exit_code: int, text: str, codes: Mapping[int, int], stopped: Collection[int]) -> None:
+        """The job is over, and its metrics are gone. codes: of ranks, as subprocess has them. stopped: ranks that ended
+        since another had."""
+        self._codes, self._stopped = codes, stopped
         self._ended = {"exit_code": exit_code, "text": text}
 
     def look(self) -> dict[str, Any]:
@@ -39,7 +41,8 @@ class Content:
             self._ranks = {metrics.rank: metrics for metrics in ranks}
         if ended is not None:
             self._ranks = {
-                rank: _last_of(metrics, self._codes.get(rank)) for rank, metrics in self._ranks.items()
+                rank: _last_of(metrics, self._codes.get(rank), rank in self._stopped)
+                for rank, metrics in self._ranks.items()
             }
         overview = self._observer.digest(list(self._ranks.values()), self._source.events())
         now = time.time()
@@ -68,14 +71,20 @@ class Content:
         return None if metrics is None else {"operations": _operations(metrics.operations)}
 
 
-def _last_of(metrics: RankMetrics, code: int | None) -> RankMetrics:
+def _last_of(metrics: RankMetrics, code: int | None, is_consequence: bool) -> RankMetrics:
     """Metrics that were read before the job ended, with what became of its process. code: None: not known. A process
     may fail after its rank has shut down in order, so a failure counts for more than what the rank wrote."""
     if metrics.exit_code is not None or (not code and metrics.state in ("ended", "lost")):
         return metrics
     state = "lost" if code else "ended"
     return dataclasses.replace(
-        metrics, state=state, exit_code=code, is_stalled=False, stalled_on="", stalled_for=()
+        metrics,
+        state=state,
+        exit_code=code,
+        is_stalled=False,
+        stalled_on="",
+        stalled_for=(),
+        is_consequence=is_consequence,
     )
 
 
