@@ -1,4 +1,4 @@
-"""Exceptions of horoclone. No imports, so that the launcher and the tests can use them anywhere.
+"""Exceptions of horoclone. No imports of our own, so that the launcher and the tests can use them anywhere.
 
 HorovodInternalError means "this step is lost, the job may go on after a reset": elastic `run` catches it. Mismatch and
 Unsupported are never worth a retry.
@@ -6,9 +6,19 @@ Unsupported are never worth a retry.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class HorovodInternalError(RuntimeError):
     """Raised when a collective could not be completed. The parent of every error that the runtime itself raises."""
+
+    def name_tensors(self, names: Iterable[str]) -> None:
+        """Adds what the tensors of a grouped operation are called on this rank to a text that has their places alone:
+        ranks match them by the operation's name and the place, for the names may be others elsewhere."""
+        text = str(self)
+        for place, name in enumerate(names):
+            text = text.replace(f" tensor {place} as ", f" tensor {place} ({name}) as ")
+        self.args = (text, *self.args[1:])
 
 
 class PeerLost(HorovodInternalError):

@@ -19,7 +19,7 @@ import numpy as np
 
 from horoclone import arrays, ops, runtime, weights
 from horoclone.arguments import check, check_compression, given, root, wrong_type
-from horoclone.errors import Unsupported
+from horoclone.errors import HorovodInternalError, Unsupported
 from horoclone.jax import native
 from horoclone.jax.call import NAMES, Call, is_tracing, name_for, paths_and_leaves
 from horoclone.jax.compression import Compression, Compressor
@@ -49,7 +49,11 @@ def _call(tree: Any, op: int, name: str | None, process_set: ProcessSet, **more:
         raise ValueError("an empty name; pass None for an unnamed operation")
     call = Call(op, name or "", members=members, **more)
     if not is_tracing():
-        return jax.tree_util.tree_unflatten(structure, bind(leaves, call))
+        try:
+            return jax.tree_util.tree_unflatten(structure, bind(leaves, call))
+        except HorovodInternalError as error:
+            error.name_tensors(paths)
+            raise
     _refuse_local_devices(call)
     with jax.named_scope(f"horoclone.{NAMES[op]}.{call.name}"):  # what XLA's profiles and dumps show
         return jax.tree_util.tree_unflatten(structure, bind(leaves, call))

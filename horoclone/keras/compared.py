@@ -36,9 +36,9 @@ class Watch:
         """Of the gradients of these variables."""
 
         def values() -> list[tuple[str, Any]]:
-            found = [(f"the weight {_name_of(variable)!r}", variable) for variable in variables]
+            found = [(f"the weight {name_of(variable)!r}", variable) for variable in variables]
             for variable, slots in zip(variables, slots_of(optimizer, variables), strict=True):
-                found += [(f"the optimizer's state of {_name_of(variable)!r}", slot) for slot in slots]
+                found += [(f"the optimizer's state of {name_of(variable)!r}", slot) for slot in slots]
             return found
 
         def number() -> Any:
@@ -77,5 +77,6 @@ def slots_of(optimizer: Any, variables: Sequence[Any]) -> list[list[Any]]:
     return found
 
 
-def _name_of(variable: Any) -> str:
+def name_of(variable: Any) -> str:
+    """Keras's path of a variable, which may be another one on another rank."""
     return str(getattr(variable, "path", None) or variable.name)

@@ -8,11 +8,14 @@ of them, with zeros for those it lacks, and flags that say which ranks had one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from horoclone.arrays.compared import NOTHING, Bytes, VariableComparison
+from horoclone.errors import HorovodInternalError
+from horoclone.keras.compared import name_of
 from horoclone.ops import Max
 from horoclone.torch import operations
 
@@ -79,7 +82,7 @@ def reduce(
         had, name=f"{parts[0].name}.present", op=Max, process_set=settings.process_set
     )
     running = [_submit(part, grads, variables, settings) for part in parts]
-    *reduced, had_anywhere = _outcomes([*(handle for handle, _ in running), someone])
+    *reduced, had_anywhere = _outcomes([*(handle for handle, _ in running), someone], parts, variables)
     result: dict[int, Any] = {}
     for part, (_, contexts), outputs in zip(parts, running, reduced, strict=True):
         if part.compression is not None:
@@ -94,14 +97,16 @@ def reduce(
     return result
 
 
-def _outcomes(handles: Sequence[int]) -> list[Any]:
+def _outcomes(handles: Sequence[int], parts: Sequence[Part], variables: Sequence[Any]) -> list[Any]:
     """What each gives. Where one has failed its error is raised when all have ended, so that a next step may use their
-    names."""
+    names. parts: of which all handles but the last are."""
     outcomes, failed = [], None
-    for handle in handles:
+    for handle, part in zip_longest(handles, parts):
         try:
             outcomes.append(operations.synchronize(handle))
         except Exception as error:
+            if part is not None and isinstance(error, HorovodInternalError):
+                error.name_tensors(name_of(variables[place]) for place in part.places)
             failed = failed or error
     if failed is not None:
         raise failed

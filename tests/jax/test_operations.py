@@ -280,3 +280,10 @@ def test_integers_that_jax_would_cut_are_refused() -> None:
     with jax.enable_x64(True):
         assert hvd.broadcast(tree, 0)["step"].tolist() == [2**40]
     assert hvd.broadcast({"step": np.array([7 + hvd.rank()])}, 0)["step"].tolist() == [7]
+
+
+@ranks(2)
+def test_an_error_names_the_leaf_that_it_is_about() -> None:
+    tree = {"b": {"k": jnp.ones(2 + hvd.rank())}, "w": jnp.ones(3)}
+    with pytest.raises(hvd.Mismatch, match=r"tensor 0 \(\['b'\]\['k'\]\) as float32\[3\]"):
+        hvd.allreduce(tree)

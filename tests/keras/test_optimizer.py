@@ -321,6 +321,19 @@ def says_what_differs() -> None:
     assert hvd.allreduce(1.0, op=hvd.Sum) == hvd.size()
 
 
+def names_the_weight_that_differs() -> None:
+    import keras
+
+    import horoclone.keras as hvd
+
+    layer = keras.layers.Dense(2 + hvd.rank(), name="second")
+    layer.build((None, 3))
+    optimizer = hvd.DistributedOptimizer(optimizer_named("sgd"))
+    gradients = [keras.ops.ones_like(one) for one in layer.variables]
+    with pytest.raises(hvd.Mismatch, match=r"tensor 0 \(second/kernel\) as float32\[3,3\]"):
+        optimizer.apply(gradients, layer.variables)
+
+
 # --- tests -----------------------------------------------------------------------------------------------------------
 
 On = Callable[..., list[Any]]
@@ -415,3 +428,7 @@ def test_process_sets(on: On) -> None:
 
 def test_missing_gradients(on: On) -> None:
     on("torch", misses_gradients_on_one_rank)
+
+
+def test_an_error_names_the_weight(on: On) -> None:
+    on("torch", names_the_weight_that_differs)
