@@ -34,9 +34,9 @@ REFUSED = b"\0" * PROOF_BYTES  # instead of the server's proof: your secret or j
 
 # Requests of a rank and the server's answers: the first byte of a frame.
 (PUT, GET, GATHER, TAKEN, FAIL, HERE, WATCH, CONNECTED, GIVE_UP, WITHDRAW, LEAVE) = range(1, 12)
-(JOIN, FORM, NOTICE, DEPART, SUSPECT, STANDBY) = range(12, 18)
+(JOIN, FORM, NOTICE, DEPART, SUSPECT, STANDBY, FINISHED) = range(12, 19)
 OK, NOT_YET, FAILED, REJECTED, CLOSED, EVICTED, STOP, NOT_COORDINATOR = range(8)
-OF_MEMBERS = range(JOIN, STANDBY + 1)  # requests of members of an elastic job: membership/service.py
+OF_MEMBERS = range(JOIN, FINISHED + 1)  # requests of members of an elastic job: membership/service.py
 
 MAX_KEY_BYTES = 256
 MAX_VALUE_BYTES = 64 * 1024

@@ -177,6 +177,11 @@ class MembershipClient(Client):
         failpoints.reach("membership.leave")
         self._tell_coordinator(bytes([wire.DEPART, at_once]) + reason.encode(errors="replace")[:512])
 
+    def finished(self) -> None:
+        """Tells the coordinator that this process has done its work, where it stays and nobody sees it end. Best
+        effort."""
+        self._tell_coordinator(bytes([wire.FINISHED]))
+
     def suspect(self, number: int, rank: int, is_silent: bool) -> bool:
         """Tells the coordinator that this process has lost a rank of this generation. is_silent: it does not answer,
         and may live. Whether it could be told."""

@@ -58,6 +58,7 @@ class Coordinator(JobState):
         self._next_index = 0
         self._handing_over_s: float | None = None  # since when only those who are to leave have the state
         self._notice = RescaleNotice(0, 0, NO_UPDATE)
+        self._finishers: tuple[bytes, ...] = ()  # of the generation in which the first has said finished()
 
     # --- what is heard of members
 
@@ -232,6 +233,17 @@ class Coordinator(JobState):
         self.finishing = True
         self.step(now)
 
+    def finished(self, id_: bytes, now: float) -> None:
+        """A member says itself that it has done its work; its process may stay. Nobody does in their place what others
+        of its generation had still to do: the job ends with an error when one of them was, or is, lost."""
+        member = self.members[id_]
+        if not member.is_live:
+            return
+        if not self._finishers and self.record is not None:
+            self._finishers = self.record.members
+        self._lose(member, "it has finished", Event.LEAVES)
+        self.finish(now)
+
     def stop(self, code: int, text: str) -> None:
         self.stopped = self.stopped or Stop(code, text)
 
@@ -324,6 +336,7 @@ class Coordinator(JobState):
     def step(self, now: float) -> None:
         """Forms a generation when all for it is there, gives up who does not come, finds what to announce."""
         self._watch_hand_over(now)
+        self._watch_finish()
         if self.stopped is not None:
             return
         if not self.is_forming():
@@ -395,6 +408,14 @@ class Coordinator(JobState):
                 f"{holders[0].leave_reason}, and for {limit_s:g} s nobody came to whom the state of the training could "
                 "be handed over; --elastic-timeout (seconds) waits longer",
             )
+
+    def _watch_finish(self) -> None:
+        for rank, one in enumerate(map(self.members.__getitem__, self._finishers)):
+            if one.state in (State.FENCED, State.DEAD):
+                self.stop(
+                    1,
+                    f"{one.host}, slot {one.slot}: rank {rank} had not finished when others had: {one.gone}",
+                )
 
     def _look_for_news(self, now: float) -> None:
         """While a generation runs: is another one wanted?"""

@@ -93,6 +93,8 @@ class MembershipService:
                 at_once = bool(reader.number("B"))
                 reason = reader.rest()[:MAX_TEXT_BYTES].decode(errors="replace")
                 (self.coordinator.leave if at_once else self.coordinator.announce)(session.id, reason, now)
+            elif kind == wire.FINISHED:
+                self.coordinator.finished(session.id, now)
             elif kind == wire.STANDBY:
                 self.coordinator.members[session.id].addresses = reader.rest()[:MAX_TEXT_BYTES].decode(
                     errors="replace"

@@ -12,7 +12,6 @@ import logging
 import math
 import queue
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from horoclone.launch.supervisor import Supervisor, Worker
 from horoclone.ray import nodes
 from horoclone.ray.strategy import is_own_fault
 from horoclone.ray.utils import detect_nics, nics_to_env_var
-from horoclone.ray.worker import EXITED, BaseHorovodWorker, Where
+from horoclone.ray.worker import EXITED, BaseHorovodWorker, Where, kill_perhaps_later
 from horoclone.runner.common.util.timeout import TimeoutException
 
 logger = logging.getLogger(__name__)
@@ -161,7 +160,7 @@ class ElasticJob:
         self._hear(actor.handle.where.remote(), partial(self._is_up, actor))
 
     def kill(self, worker: Worker) -> None:
-        _kill_perhaps_later(self._actors[worker].handle)
+        kill_perhaps_later(self._actors[worker].handle)
 
     def dismiss(self, worker: Worker) -> None:
         actor = self._actors[worker]
@@ -311,7 +310,7 @@ class ElasticJob:
                 self._lost_s[worker.place.host] = now
             self._supervisor.exited(worker, end.code, end.text, now)
         if end.code == LOST:
-            _kill_perhaps_later(actor.handle)
+            kill_perhaps_later(actor.handle)
         else:
             ray.kill(actor.handle)
 
@@ -335,16 +334,6 @@ def _addresses(hosts: Iterable[str]) -> list[str]:
         return ["127.0.0.1"]
     found = routable_addresses("")
     return [one for one in found if not one.startswith("127.")] or found
-
-
-def _kill_perhaps_later(actor: Any) -> None:
-    """Of an actor that may be lost with its node: ray.kill() waits for the node until Ray has seen its end, 30 s."""
-
-    def kill() -> None:
-        with contextlib.suppress(Exception):  # the cluster, or our connection to it, may have ended meanwhile
-            ray.kill(actor)
-
-    threading.Thread(target=kill, name="hc-ray-kill", daemon=True).start()
 
 
 def _end_of(future: Any) -> _End:

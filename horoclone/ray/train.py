@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import os
 import secrets as random
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any
 
 import ray
 from ray.train.backend import Backend
-from ray.train.torch import TorchConfig
+from ray.train.torch import TorchConfig, TorchTrainer
 
 from horoclone import errors
 from horoclone.launch.environment import member_variables, rank_variables
@@ -28,7 +29,7 @@ from horoclone.membership.records import ID_BYTES, Limits
 from horoclone.membership.service import MembershipService
 from horoclone.ray import secrets
 from horoclone.ray.runner import LEAVE_S, Coordinator, MiniSettings
-from horoclone.ray.worker import here, leave
+from horoclone.ray.worker import here, kill_perhaps_later, leave
 
 _TorchBackend: Any = TorchConfig().backend_cls
 _TorchContext: Any = TorchConfig().train_func_context
@@ -40,11 +41,10 @@ class HorocloneConfig(TorchConfig):
 
     backend: of the process group that Ray Train makes; "horoclone", or another of torch's. elastic: Ray Train replaces
     a lost worker only, and the others go on in their processes by hvd.elastic.run; there is no process group then.
-    min_workers: with how many they go on until the new one is there; None: all, they wait for it for elastic_timeout
-    seconds. Unsupported for elastic with a Ray that always restarts all workers.
-
-    elastic is experimental: where a worker is lost when others have finished already, its replacement may wait for ever
-    (end the job then), or the loss of what it had still to do may pass as a success.
+    min_workers: with how many they go on until the new one is there (call ray.train.report(), which waits for all, only
+    while hvd.size() is whole then); None: all, they wait for it for elastic_timeout seconds. Unsupported for elastic
+    with a Ray that always restarts all workers. Where some have returned and one is lost beside which they trained
+    last, fit() raises: nobody can do what it had still to do.
     """
 
     backend: str | None = "horoclone"
@@ -62,6 +62,11 @@ class HorocloneConfig(TorchConfig):
                 f"Ray {ray.__version__} restarts every worker when one is lost: HorocloneConfig(elastic=True) needs a "
                 "newer one; 2.60 is tested"
             )
+        if self.elastic and not TorchTrainer.__module__.startswith("ray.train.v2."):
+            raise errors.Unsupported(
+                "Ray Train's first version, which RAY_TRAIN_V2_ENABLED=0 asks for, restarts every worker when one is "
+                "lost: HorocloneConfig(elastic=True) needs its second, so take that variable out of the environment"
+            )
 
     @property
     def backend_cls(self) -> type[Any]:
@@ -75,13 +80,18 @@ class HorocloneConfig(TorchConfig):
 
 
 class TrainingContext(_TorchContext):
-    """Ray Train takes every SystemExit for a failure; that of a worker which the others do not need is none."""
+    """Ray Train takes every SystemExit for a failure; that of a worker which the others do not need is none. Who
+    returns tells the coordinator of an elastic job, as its process stays."""
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
         if isinstance(error, SystemExit):
             if error.code in (None, 0):
                 return True
-            raise RuntimeError(f"the training function ended with SystemExit({error.code!r})") from error
+            why = f": {error.__cause__}" if error.__cause__ is not None else ""
+            raise RuntimeError(f"the training function ended with SystemExit({error.code!r}){why}") from error
+        lifecycle = sys.modules.get("horoclone.runtime.lifecycle")
+        if error is None and lifecycle is not None:
+            lifecycle.member.finished()
         return bool(super().__exit__(kind, error, trace))
 
 
@@ -171,24 +181,30 @@ class ElasticBackend(_Rendezvous):
         self._service: MembershipService | None = None
         self._group: Any = None
         self._placements: list[Placement] = []  # by Ray Train's world rank
-        self._members: dict[int, bytes] = {}  # by the same rank
+        self._members: dict[
+            int, tuple[bytes, Any]
+        ] = {}  # by the same rank: names, actors; the service's mutex guards
 
     def on_start(self, worker_group: Any, backend_config: HorocloneConfig) -> None:
         """All workers have started, or one in place of a lost one."""
+        timeout_s = backend_config.elastic_timeout
         if hasattr(worker_group, "get_replica_groups"):
-            size = len(worker_group)
-            least = min(backend_config.min_workers or size, size)
-            limits = Limits(size, least, size, backend_config.elastic_timeout)
+            size, least = len(worker_group), backend_config.min_workers
+            if least is not None and least > size:
+                raise ValueError(
+                    f"HorocloneConfig(min_workers={least}) is more than the {size} workers that there are"
+                )
+            limits = Limits(size, least or size, size, timeout_s)
             self._service = MembershipService(limits, random.token_bytes)
+            self._service.tell = self._end_fenced
             self._placements = self._open(worker_group, self._service)
             self._group, self._members = worker_group, {}
-            ranks = list(range(size))
         else:
-            ranks = _ranks_of(worker_group)
-            for rank, place in zip(ranks, worker_group.execute(here), strict=True):
+            self._look_whether_it_can_go_on()
+            for worker, place in zip(worker_group.get_workers(), worker_group.execute(here), strict=True):
+                rank = _rank_of(worker)
                 self._placements[rank] = self._placements[rank]._replace(host=place.address)
-        timeout_s = backend_config.elastic_timeout
-        self._tell(worker_group, [self._announce(rank, timeout_s) for rank in ranks])
+        self._tell(worker_group, [self._announce(worker, timeout_s) for worker in worker_group.get_workers()])
 
     def on_shutdown(self, worker_group: Any, backend_config: HorocloneConfig) -> None:
         """All workers are about to be ended, or one, which has failed."""
@@ -198,41 +214,60 @@ class ElasticBackend(_Rendezvous):
             finally:
                 self._close()
             return
-        assert self._service is not None
-        with self._service.mutex:
-            for rank in _ranks_of(worker_group):
-                member = self._members.pop(rank, None)  # None: it was lost before it was announced
-                if member is not None:
-                    text = "it has failed, and Ray Train replaces it"
-                    self._service.coordinator.dead(member, text, time.monotonic())
+        for worker in worker_group.get_workers():
+            self._failed(_rank_of(worker))
         self._wake()
 
-    def _announce(self, rank: int, timeout_s: float) -> dict[str, str]:
+    def _failed(self, rank: int) -> None:
+        """Ray Train calls it failed, and replaces it."""
+        assert self._service is not None
+        error, coordinator = self._group.get_latest_poll_status().errors.get(rank), self._service.coordinator
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        with self._service.mutex:
+            name, _ = self._members.pop(rank, (b"", None))
+            if not name:  # it was lost before it was announced
+                return
+            coordinator.dead(name, f"it failed: {text}", time.monotonic())
+            # What was to be done after its function has returned, as to store a checkpoint.
+            is_lost = hasattr(error, "health_check_failure")
+            if coordinator.finishing and coordinator.members[name].generation and not is_lost:
+                coordinator.stop(1, f"rank {rank} failed when others had finished: {text}")
+
+    def _look_whether_it_can_go_on(self) -> None:
+        """An error of the controller's is one after which Ray Train ends the job, however many failures it allows."""
+        assert self._service is not None
+        with self._service.mutex:
+            coordinator = self._service.coordinator
+            if coordinator.finishing and coordinator.stopped is not None:
+                raise RuntimeError(coordinator.stopped.text)
+
+    def _announce(self, worker: Any, timeout_s: float) -> dict[str, str]:
         """The variables of a worker for which the others wait from now on."""
         assert self._service is not None
+        rank = _rank_of(worker)
         placement, name, now = self._placements[rank], random.token_bytes(ID_BYTES), time.monotonic()
         is_near = placement.host == here().address
         with self._service.mutex:
             coordinator = self._service.coordinator
             coordinator.start(name, placement.host, placement.local_rank, now, is_near, rank)
-            if _has_anybody_finished(self._group):
-                coordinator.finish(now)
-        self._members[rank] = name
+            self._members[rank] = name, worker.actor
         self._wake()
         own = self._of_rank(placement)
         return {**own, **member_variables(own["HOROCLONE_RENDEZVOUS"], name, timeout_s)}
+
+    def _end_fenced(self) -> None:
+        """The others go on without them, and Ray Train replaces them once they have ended. Thread: the server's, with
+        the service's mutex held."""
+        assert self._service is not None
+        fenced, self._service.coordinator.fenced = self._service.coordinator.fenced, []
+        for name, actor in self._members.values():
+            if name in fenced:
+                kill_perhaps_later(actor)
 
     def _wake(self) -> None:
         if self._coordinator is not None and self._coordinator.rendezvous is not None:
             self._coordinator.rendezvous.wake()
 
 
-def _ranks_of(replica_group: Any) -> list[int]:
-    return [worker.distributed_context.world_rank for worker in replica_group.get_workers()]
-
-
-def _has_anybody_finished(worker_group: Any) -> bool:
-    """Then the job is done: who has not begun need not any more."""
-    status = worker_group.get_latest_poll_status()
-    statuses = [] if status is None else status.worker_statuses.values()
-    return any(not one.running and one.error is None for one in statuses)
+def _rank_of(worker: Any) -> int:
+    return int(worker.distributed_context.world_rank)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -38,6 +40,16 @@ def leave() -> None:
     lifecycle = sys.modules.get("horoclone.runtime.lifecycle")
     if lifecycle is not None:
         lifecycle.shutdown()
+
+
+def kill_perhaps_later(actor: Any) -> None:
+    """Of an actor that may be lost with its node: ray.kill() waits for the node until Ray has seen its end, 30 s."""
+
+    def kill() -> None:
+        with contextlib.suppress(Exception):  # the cluster, or our connection to it, may have ended meanwhile
+            ray.kill(actor)
+
+    threading.Thread(target=kill, name="hc-ray-kill", daemon=True).start()
 
 
 class BaseHorovodWorker:

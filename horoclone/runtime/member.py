@@ -284,11 +284,18 @@ class ElasticMember:
         """Tells the coordinator that this process is to leave as soon as others have its state."""
         self._depart(reason, at_once=False)
 
+    def finished(self) -> None:
+        """Tells the coordinator that this process has done its work, where nobody sees that it ends."""
+        self._tell(MembershipClient.finished)
+
     def _depart(self, reason: str, at_once: bool) -> None:
         current.has_left = current.has_left or at_once
+        self._tell(lambda link: link.depart(reason, at_once))
+
+    def _tell(self, what: Callable[[MembershipClient], None]) -> None:
         if self._who is not None:
             link = MembershipClient(self._now(self._who), HELLO_S, shows=False)
-            link.depart(reason, at_once)
+            what(link)
             link.close()
 
     def _now(self, who: Identity) -> Identity:
@@ -433,4 +440,4 @@ def _end(answer: Evicted | Stop) -> NoReturn:
     current.has_left = not answer.code
     if answer.code:
         say(answer.text)
-    raise SystemExit(answer.code)
+    raise SystemExit(answer.code) from (errors.HorovodInternalError(answer.text) if answer.code else None)

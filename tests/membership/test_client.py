@@ -109,6 +109,17 @@ def test_a_record_that_was_not_heard_is_told_again(two: Rendezvous) -> None:
     assert again.nonce == first[0].nonce and again.number == 1
 
 
+def test_a_newcomer_is_not_needed_when_a_member_has_said_that_it_has_finished(two: Rendezvous) -> None:
+    a, b = two.link(), two.link()
+    told(form([a, b], 0))
+    late = two.link()
+    assert late.form(0, (), 0.05) is None
+    a.finished()
+    assert late.form(0, (), 5) == Evicted(0, "the job is done")
+    b.finished()
+    assert two.service.coordinator.stopped is None
+
+
 def test_a_member_that_was_given_up_is_out(two: Rendezvous) -> None:
     a, b = two.link(), two.link()
     told(form([a, b], 0))

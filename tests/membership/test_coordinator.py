@@ -410,6 +410,42 @@ def test_when_one_has_finished_the_others_go_on_however_few_and_nobody_new_begin
     assert formed(one, [1, 2], 1, 2).members == (name(1), name(2))
 
 
+@pytest.mark.parametrize("is_first", [False, True])
+def test_who_is_lost_from_a_generation_in_which_others_have_finished_has_not_finished(is_first: bool) -> None:
+    one = job(3)
+    formed(one, [0, 1, 2], 0)
+    if is_first:
+        one.dead(name(2), "it failed: no space", 1)
+        come(one, 3, 1)
+        one.form(name(3), 0, (), 1)
+    one.finished(name(0), 2)
+    if not is_first:
+        assert one.stopped is None
+        come(one, 3, 2)
+        one.form(name(3), 0, (), 2)
+        assert one.answer(name(3)) == Evicted(0, "the job is done")
+        one.dead(name(2), "it failed: no space", 3)
+    text = "host, slot 2: rank 2 had not finished when others had: it failed: no space"
+    assert one.stopped == one.answer(name(3)) == Stop(1, text)
+
+
+def test_others_finish_without_those_who_were_lost_before_or_have_left_as_asked() -> None:
+    one = job(4)
+    formed(one, [0, 1, 2, 3], 0)
+    one.dead(name(0), "killed", 1)
+    come(one, 4, 1)
+    formed(one, [1, 2, 3], 1, 1)
+    one.leave(name(3), "SIGTERM", 2)
+    assert not one.finishing
+    one.finished(name(1), 3)
+    one.form(name(4), 0, (), 3)
+    assert one.answer(name(4)) == Evicted(0, "the job is done") and one.stopped is None
+    assert formed(one, [2], 2, 4).members == (name(2),), "nobody waits for who has finished and stays"
+    one.finished(name(2), 5)
+    one.disconnected(name(1), 6)
+    assert one.stopped is None and not one.live()
+
+
 def test_a_process_of_another_build_is_refused_with_both_names() -> None:
     one = job(0, size=2)
     for number, build in enumerate(["0.1.0+aa", "0.1.0+bb", "", "0.1.0+aa"]):

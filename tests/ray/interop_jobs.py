@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -130,10 +131,17 @@ def train_with_a_loss(folder: str) -> dict[str, Any]:
     return found
 
 
-def train_with_survivors(folder: str) -> dict[str, Any]:
-    """One of three is killed: with HorocloneConfig(elastic=True) Ray Train replaces it, and the others stay."""
+def train_with_survivors(
+    folder: str, what: str, min_workers: int | None = None, max_failures: int = 1
+) -> dict[str, Any]:
+    """Rank 0 of three has an accident once: with HorocloneConfig(elastic=True) Ray Train replaces it, and others stay.
+
+    what: "killed" or "stopped" (SIGSTOP) in its fourth step, where the others return when its replacement is there; or
+    it raises when the training is over: "raises" after the others have returned, "raises first" before that.
+    """
     from ray.train import FailureConfig, RunConfig, ScalingConfig, get_context, report
     from ray.train.torch import TorchTrainer
+    from ray.train.v2.api.exceptions import TrainingFailedError
 
     from horoclone.ray.train import HorocloneConfig
 
@@ -144,38 +152,69 @@ def train_with_survivors(folder: str) -> dict[str, Any]:
 
         import horoclone.torch as hvd
 
+        rank = get_context().get_world_rank()
+
+        def say(what: str) -> None:
+            ray.get(heard.say.remote([what, rank, os.getpid()]))
+
+        def wait_for(count: int, what: str) -> None:
+            def all_have_said() -> bool:
+                return [one[0] for one in ray.get(heard.all.remote())].count(what) >= count
+
+            wait_until(all_have_said, what, 100)
+
+        def has_accident(*ways: str) -> bool:
+            mark = Path(config["folder"], "accident")
+            is_now = rank == 0 and config["what"] in ways and not mark.exists()
+            if is_now:
+                mark.touch()
+            return is_now
+
+        say("comes")
         hvd.init()
         state = hvd.elastic.TorchState(step=0)
-        ray.get(heard.say.remote(["starts", get_context().get_world_rank(), os.getpid()]))
-        mark = Path(config["folder"], "killed")
+        say("starts")
 
         @hvd.elastic.run
         def go(state: Any) -> None:
             while state.step < 6:
-                total = hvd.allreduce(torch.ones(1), op=hvd.Sum, name="total").item()
-                if state.step == 3 and get_context().get_world_rank() == 0 and not mark.exists():
-                    mark.touch()
-                    os.kill(os.getpid(), signal.SIGKILL)
+                hvd.allreduce(torch.ones(1), op=hvd.Sum, name="total")
+                if state.step == 3 and has_accident("killed", "stopped"):
+                    os.kill(os.getpid(), signal.SIGKILL if config["what"] == "killed" else signal.SIGSTOP)
                 state.step += 1
                 state.commit()
-                report({"total": total, "step": state.step})
+                if state.step % 3 == 2 and hvd.size() == 3:
+                    report({"step": state.step})
 
         go(state)
-        ray.get(heard.say.remote(["ends", get_context().get_world_rank(), os.getpid()]))
+        if has_accident("raises", "raises first"):
+            if config["what"] == "raises":
+                wait_for(2, "ends")
+                time.sleep(1)  # from that word to the end of the function
+            raise ValueError("the model cannot be stored")
+        if config["what"] != "raises":
+            wait_for(4, "comes")
+        say("ends")
 
-    run = RunConfig(storage_path=folder, name="survivors", failure_config=FailureConfig(max_failures=1))
-    result = TorchTrainer(
+    failures = FailureConfig(max_failures=max_failures)
+    trainer = TorchTrainer(
         loop,
-        train_loop_config={"folder": folder},
-        torch_config=HorocloneConfig(elastic=True),
+        train_loop_config={"folder": folder, "what": what},
+        torch_config=HorocloneConfig(elastic=True, min_workers=min_workers),
         scaling_config=ScalingConfig(num_workers=3),
-        run_config=run,
-    ).fit()
-    pids: dict[str, list[list[int]]] = {"starts": [], "ends": []}
-    for what, rank, pid in ray.get(heard.all.remote()):
-        pids[what].append([rank, pid])
+        run_config=RunConfig(storage_path=folder, name="survivors", failure_config=failures),
+    )
+    found: dict[str, Any] = {"comes": [], "starts": [], "ends": [], "error": None}
+    began = time.monotonic()
+    try:
+        trainer.fit()
+    except TrainingFailedError as error:
+        found["error"] = str(error)
+    print(f"fit() has taken {time.monotonic() - began:.1f} s", flush=True)
+    for word, rank, pid in ray.get(heard.all.remote()):
+        found[word].append([rank, pid])
     ray.kill(heard)
-    return {**pids, "error": result.error}
+    return found
 
 
 def tune_sizes(folder: str) -> list[Any]:

@@ -38,13 +38,34 @@ def test_ray_train_starts_all_workers_anew_on_horoclone_when_one_is_killed(
     assert found["total"] == 3
 
 
-def test_ray_train_replaces_a_killed_worker_and_the_others_stay(ray_cluster: Any, tmp_path: Path) -> None:
-    found = ray_cluster("train_with_survivors", folder=str(tmp_path))
+@pytest.mark.parametrize("what", ["killed", "stopped"])
+def test_ray_train_replaces_a_lost_worker_and_the_others_stay(
+    what: str, ray_cluster: Any, tmp_path: Path
+) -> None:
+    found = ray_cluster("train_with_survivors", folder=str(tmp_path), what=what)
     starts, ends = found["starts"], found["ends"]
+    assert found["error"] is None
     assert [rank for rank, _ in starts] == [0, 0, 1, 2] and [rank for rank, _ in ends] == [0, 1, 2]
     assert ends[1:] == starts[2:], "survivors do not stay in their processes"
     assert ends[0] in starts[:2]
+
+
+def test_the_others_finish_before_a_lost_workers_replacement_is_in(ray_cluster: Any, tmp_path: Path) -> None:
+    found = ray_cluster("train_with_survivors", folder=str(tmp_path), what="killed", min_workers=2)
     assert found["error"] is None
+    assert [rank for rank, _ in found["comes"]] == [0, 0, 1, 2]
+    assert [rank for rank, _ in found["starts"]] == [0, 1, 2] and found["ends"] == found["starts"][1:]
+
+
+@pytest.mark.parametrize("what", ["raises", "raises first"])
+def test_what_a_worker_had_still_to_do_is_not_lost_in_silence(
+    what: str, ray_cluster: Any, tmp_path: Path
+) -> None:
+    found = ray_cluster("train_with_survivors", folder=str(tmp_path), what=what, max_failures=-1)
+    assert (
+        "rank 0 had not finished when others had: it failed: ValueError: the model cannot" in found["error"]
+    )
+    assert [rank for rank, _ in found["ends"]] == [1, 2]
 
 
 def test_trials_of_ray_tune_run_side_by_side_with_different_sizes(ray_cluster: Any, tmp_path: Path) -> None:

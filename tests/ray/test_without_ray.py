@@ -86,6 +86,27 @@ except ValueError as error:
     assert "use_gpu must be True" in texts["slots"]
 
 
+def test_ray_train_is_asked_for_what_it_can_do(engines: Path) -> None:
+    code = """
+from ray.train.v2.torch.torch_trainer import TorchTrainer
+from horoclone import errors
+from horoclone.ray import train
+try:
+    train.HorocloneConfig(elastic=True)
+except errors.Unsupported as error:
+    print(error)
+train.TorchTrainer = TorchTrainer
+config = train.HorocloneConfig(elastic=True, min_workers=3)
+try:
+    config.backend_cls().on_start(type("Group", (list,), {"get_replica_groups": list})([0, 1]), config)
+except ValueError as error:
+    print(error)
+"""
+    first, second = said(engines, code, RAY_TRAIN_V2_ENABLED="0").splitlines()
+    assert "RAY_TRAIN_V2_ENABLED=0 asks for" in first and "out of the environment" in first
+    assert second == "HorocloneConfig(min_workers=3) is more than the 2 workers that there are"
+
+
 def test_slots_are_counted_as_horovod_counts_them(engines: Path) -> None:
     code = """
 import ray
