@@ -42,7 +42,7 @@ def test_ray_train_starts_all_workers_anew_on_horoclone_when_one_is_killed(
 def test_ray_train_replaces_a_lost_worker_and_the_others_stay(
     what: str, ray_cluster: Any, tmp_path: Path
 ) -> None:
-    found = ray_cluster("train_with_survivors", folder=str(tmp_path), what=what)
+    found = ray_cluster("train_with_survivors", 240, folder=str(tmp_path), what=what)
     starts, ends = found["starts"], found["ends"]
     assert found["error"] is None
     assert [rank for rank, _ in starts] == [0, 0, 1, 2] and [rank for rank, _ in ends] == [0, 1, 2]
@@ -51,7 +51,7 @@ def test_ray_train_replaces_a_lost_worker_and_the_others_stay(
 
 
 def test_the_others_finish_before_a_lost_workers_replacement_is_in(ray_cluster: Any, tmp_path: Path) -> None:
-    found = ray_cluster("train_with_survivors", folder=str(tmp_path), what="killed", min_workers=2)
+    found = ray_cluster("train_with_survivors", 240, folder=str(tmp_path), what="killed", min_workers=2)
     assert found["error"] is None
     assert [rank for rank, _ in found["comes"]] == [0, 0, 1, 2]
     assert [rank for rank, _ in found["starts"]] == [0, 1, 2] and found["ends"] == found["starts"][1:]
@@ -61,7 +61,7 @@ def test_the_others_finish_before_a_lost_workers_replacement_is_in(ray_cluster: 
 def test_what_a_worker_had_still_to_do_is_not_lost_in_silence(
     what: str, ray_cluster: Any, tmp_path: Path
 ) -> None:
-    found = ray_cluster("train_with_survivors", folder=str(tmp_path), what=what, max_failures=-1)
+    found = ray_cluster("train_with_survivors", 240, folder=str(tmp_path), what=what, max_failures=-1)
     assert (
         "rank 0 had not finished when others had: it failed: ValueError: the model cannot" in found["error"]
     )
