@@ -1,4 +1,4 @@
-"""CUDA tensors on real GPUs. Skipped where torch sees none: tests/torch/test_gpu_fake.py then stands alone."""
+"""CUDA tensors on real GPUs. Skipped where torch sees none: test_gpu_fake_features.py runs their bodies on the fakes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Torch's features over CUDA tensors on real GPUs; skipped where torch sees none. Two ranks may share a GPU.
 
-tests/torch/test_gpu_fake_features.py has the same on the fakes.
+tests/torch/test_gpu_fake_features.py runs their bodies on the fakes.
 """
 
 from __future__ import annotations
