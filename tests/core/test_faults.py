@@ -118,39 +118,6 @@ def test_a_killed_rank_counts_as_dead_although_a_child_that_it_forked_lives(work
             os.killpg(team.pids[1], signal.SIGKILL)
 
 
-PROGRAM = """
-import os
-import numpy as np
-import horoclone as hvd
-from horoclone.runtime.current import native
-hvd.init()
-array = np.ones(1 << 20, np.float32)
-hvd.allreduce(array, name="w.3")
-print("pid", hvd.rank(), os.getpid(), flush=True)
-while True:
-    hvd.allreduce(array, name="w.3")
-"""
-
-
-def run(size):
-    return [sys.executable, "-m", "horoclone.launch", "-np", str(size), sys.executable, "-c"]
-
-
-def test_the_launcher_reports_a_rank_killed_from_outside(launch):
-    started = launch.start([*run(3), PROGRAM])
-    for rank in range(3):
-        started.wait_for(f"pid {rank} ")
-    pid = int(re.search(r"pid 1 (\d+)", started.stdout)[1])
-    os.kill(pid, signal.SIGKILL)
-    done = started.finish(60)
-    report = done.stderr[done.stderr.index("horoclonerun: ") :]
-    assert done.returncode == 137, done.output
-    assert report.startswith(f"horoclonerun: rank 1 (localhost, pid {pid}) was killed by SIGKILL"), report
-    assert "ranks 0,2 were stopped because of this." in report, report
-    assert "allreduce 'w.3'" in done.stderr, done.stderr  # said once: by the ranks, or by the report
-    assert not started.left_over()
-
-
 # --- a rank that stops, or is slow
 
 

@@ -122,18 +122,6 @@ def test_a_commit_whose_shards_were_on_their_way_does_not_count(shards: Any, tmp
     assert len(ends) == 3 and all(near == "True" and at == "20" for _, _, _, at, _, near in ends)
 
 
-def test_when_a_rank_and_its_buddy_are_lost_the_error_says_what(shards: Any, tmp_path: Path) -> None:
-    job = shards(["-np", 4, "--min-np", 2], 400, 2, SHARDS_ONCE=str(tmp_path))
-    first = begun(job)
-    job.step(7)
-    for rank in (1, 2):
-        os.kill(first[rank], signal.SIGKILL)
-    done = job.started.finish(60)
-    assert done.returncode != 0 and "StateLost" in done.stderr, done.output
-    assert re.search(r"of commit \d+ what only ranks \[1\] of 4 had", done.stderr), done.output
-    assert "hvd.checkpoint.load" in done.stderr
-
-
 def test_what_is_lost_comes_from_the_disk(shards: Any, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     (tmp_path / "once").mkdir()

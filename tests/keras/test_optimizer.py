@@ -25,14 +25,6 @@ BACKENDS = ["tensorflow", "jax", "torch"]
 # --- what the ranks run ----------------------------------------------------------------------------------------------
 
 
-def goes_apart_without_us() -> None:
-    import horoclone.keras as hvd
-
-    model = compiled(network(), optimizer_named("sgd"))
-    fit(model, shard(hvd.rank()))
-    assert not same_everywhere(model)
-
-
 def aggregates(which: str, average: bool) -> None:
     """Two batches per update equal batches of twice the size (averaged), also when only their sum is taken."""
     import horoclone.keras as hvd
@@ -362,10 +354,6 @@ On = Callable[..., list[Any]]
 )
 def test_training_on_shards_equals_training_on_everything(on: On, backend: str, which: str) -> None:
     on(backend, training.trains_as_one, which=which)
-
-
-def test_without_the_wrapper_the_ranks_go_apart(on: On) -> None:
-    on("torch", goes_apart_without_us)
 
 
 @pytest.mark.in_turn

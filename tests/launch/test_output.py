@@ -323,14 +323,3 @@ def test_a_prompt_without_newline_shows_up_on_a_terminal():
     text = _on_a_terminal([*RUN, "-np", "1", PYTHON, "-c", body], {"NO_COLOR": "1"})
     assert "[0] continue? " in text.split("yes")[0]
     assert "[0] continue? yes" in [line.rstrip() for line in _left_on_screen(text)]
-
-
-def test_tqdm_of_one_rank_ends_as_one_full_bar():
-    pytest.importorskip("tqdm")
-    body = (
-        RANK
-        + "from tqdm import tqdm\nfor _ in tqdm(range(30), disable=r != 0): time.sleep(0.01)\nprint('end', r)"
-    )
-    text = _on_a_terminal([*RUN, "-np", "2", PYTHON, "-c", body], {"NO_COLOR": "1"})
-    shown = [line.rstrip() for line in _left_on_screen(text) if line.strip()]
-    assert len([line for line in shown if "100%" in line]) == 1 and len(shown) == 3, shown

@@ -215,28 +215,6 @@ def test_who_calls_init_does_not_wait_for_those_who_have_returned():
         run(early, min_num_proc=2, max_num_proc=2)
 
 
-def test_too_many_resets_are_said_in_horovods_words(tmp_path):
-    pytest.importorskip("horoclone._core", reason="the native module is not built: pip install -e .")
-
-    def work():
-        import numpy as np
-
-        import horoclone as hvd
-
-        hvd.init()
-        for step in range(2000):
-            try:
-                hvd.allreduce(np.ones(4), name="step")
-                if step > 3 and hvd.rank() == 1:
-                    os.kill(os.getpid(), 9)
-            except hvd.HorovodInternalError:
-                hvd.shutdown()
-                hvd.init()
-
-    with pytest.raises(RunError, match="number of resets during elastic job exceeded limit: 1"):
-        run(work, np=3, max_np=3, min_np=1, reset_limit=1)
-
-
 def test_run_works_in_a_thread_and_outlives_it(tmp_path):
     values = []
     thread = threading.Thread(target=lambda: values.extend(run(lambda: os.environ["HOROVOD_SIZE"], np=2)))

@@ -86,16 +86,6 @@ def test_a_generation_is_formed_lost_and_formed_anew(two: Rendezvous) -> None:
     assert (second.commit, second.skip_sync) == (7, True) and second.nonce != first[0].nonce
 
 
-def test_the_answer_comes_with_the_last_word(two: Rendezvous) -> None:
-    a, b = two.link(), two.link()
-    told(form([a, b], 0))
-    two.dies(b)
-    with ThreadPoolExecutor(1) as pool:
-        began = time.monotonic()
-        assert isinstance(pool.submit(a.form, 1, (), 8).result(), Assignment)
-        assert time.monotonic() - began < 6
-
-
 def test_who_waits_is_told_why(two: Rendezvous) -> None:
     link = two.link()
     assert link.form(0, (), 0.1) is None and link.reason == "1 of at least 2 processes are there"
@@ -118,16 +108,6 @@ def test_a_newcomer_is_not_needed_when_a_member_has_said_that_it_has_finished(tw
     assert late.form(0, (), 5) == Evicted(0, "the job is done")
     b.finished()
     assert two.service.coordinator.stopped is None
-
-
-def test_a_member_that_was_given_up_is_out(two: Rendezvous) -> None:
-    a, b = two.link(), two.link()
-    told(form([a, b], 0))
-    who = b._who
-    two.dies(b)
-    told(form([a], 1))
-    answer = two.link(who).form(1, (), 5)
-    assert isinstance(answer, Evicted) and answer.code == 75
 
 
 def test_ranks_gather_in_the_newest_generation_only_and_as_themselves(two: Rendezvous) -> None:

@@ -8,7 +8,6 @@ from horoclone.bootstrap.failure_detector import HEARTBEAT_TIMEOUT_S, SUSPECT_TI
 from horoclone.membership.decision import Decision, JobState, decide
 from horoclone.membership.records import Limits, Record
 from horoclone.membership.states import LIVE, TRANSITIONS, Drain, Event, Member, State
-from horoclone.membership.timeouts import UNSYNCHRONISED_S
 
 NOW = 100.0
 LIMIT_S = 600.0
@@ -119,14 +118,6 @@ def test_the_decision_and_its_reason(
 def test_when_the_job_ends(known: JobState, code: int | None, text: str) -> None:
     decision = decide(known, NOW)
     assert (decision.stop and decision.stop.code) == code and text in decision.reason, decision
-
-
-def test_survivors_do_not_wait_for_a_newcomer_that_holds_nothing() -> None:
-    known = job(comes(0, 4), Silent(1, 0.0))
-    known.commits_before = {known.members[bytes(16)].id: 4}
-    assert decide(known, NOW).released == ()
-    released = decide(known, NOW + UNSYNCHRONISED_S).released
-    assert [one.index for one in released] == [1]
 
 
 def test_a_decision_changes_nothing() -> None:
