@@ -1,8 +1,9 @@
-"""A worker of the elastic tests whose replacements are odd: another build, secret or model, or slow.
+"""A worker of the elastic tests whose replacements are odd: another build, secret or model, or slow; or "none" of that.
 
 python odd.py FOLDER KIND STEPS: who finds `first-RANK` in the folder takes the place of a lost one. It trains with
 hvd.elastic.run, for so many steps or until there is a file `end` in the folder: each step adds the average of (rank + 1),
-and says where it is.
+and says where it is. Who starts when there is a file `slow` takes a while to import its modules. A slot of which
+`dies.RANK` is there ends with code 3 at once.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from horoclone.runtime import member
 
 FOLDER, KIND = Path(sys.argv[1]), sys.argv[2]
 STEPS = int(sys.argv[3])
+if (FOLDER / f"dies.{os.environ['HOROVOD_RANK']}").exists():
+    sys.exit(3)
 is_odd = (FOLDER / f"first-{os.environ['HOROVOD_RANK']}").exists()
 (FOLDER / f"first-{os.environ['HOROVOD_RANK']}").touch()
 
@@ -78,6 +81,8 @@ def main() -> None:
         os.environ.pop("HOROCLONE_SECRET_FD", None)
     elif is_odd and KIND == "model":
         size = 5
+    if (FOLDER / "slow").exists():
+        time.sleep(1.5)
     hvd.init()
     if is_odd and KIND == "slow":
         time.sleep(2.5)  # it makes its model; the others wait in sync
