@@ -4,7 +4,6 @@ what to add. Parameters are never left different on the ranks."""
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 from collections.abc import Callable
 from typing import Any
@@ -32,10 +31,6 @@ def wrapped(model: Model, rate: float = 0.1, **options: Any) -> Any:
 def mean_of_ranks() -> float:
     """The reduced gradient of a loss of (1 + rank) * parameter."""
     return sum(1.0 + rank for rank in range(hvd.size())) / hvd.size()
-
-
-def gathered(tensor: torch.Tensor) -> torch.Tensor:
-    return hvd.allgather(tensor.detach().double().flatten()[None])
 
 
 def same(model: Model, apart: tuple[torch.Tensor, ...] = ()) -> bool:
@@ -161,43 +156,6 @@ def test_gradients_of_a_dtype_of_their_own_keep_it(choice: str) -> None:
 
 
 # --- clipping ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.in_turn  # test_any_sequence... clips with all of them
-@pytest.mark.parametrize("option", [*sorted(OPTIONS), "passes", "quantized", "low rank"])
-@ranks(2)
-def test_clipping_right_after_backward_is_clipping_of_the_mean(option: str) -> None:
-    more = {
-        "passes": {"backward_passes_per_step": 2},
-        "quantized": {"compression": hvd.Compression.int8},
-        "low rank": {"compression": hvd.Compression.powersgd(rank=1)},
-    }
-    options = OPTIONS.get(option) or more.get(option) or {}
-    passes = options.get("backward_passes_per_step", 1)
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 2))
-    model.unused = torch.nn.Linear(2, 2)
-    alone = copy.deepcopy(model)
-    optimizer, plain = wrapped(model, **options), torch.optim.SGD(alone.parameters(), 0.1)
-    exact = option not in ("fp16", "quantized", "low rank")
-    for step in range(4):
-        optimizer.zero_grad()
-        plain.zero_grad()
-        for part in range(passes):
-            for rank in range(hvd.size()):
-                x = torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * step + 10 * part + rank))
-                (alone[1](alone[0](x)).square().sum() / hvd.size()).backward()
-                if rank == hvd.rank():
-                    model[1](model[0](x)).square().sum().backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        want = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
-        assert len(set(gathered(norm).flatten().tolist())) == 1
-        assert not exact or torch.allclose(norm, want, rtol=1e-5), (step, norm, want)
-        optimizer.step()
-        plain.step()
-        assert same(model)
-        for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-            assert not exact or torch.allclose(mine, theirs, atol=1e-6), step
 
 
 @ranks(2)
