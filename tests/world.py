@@ -546,18 +546,46 @@ def printed_by(script: str | Path, *arguments: str) -> str:
     return said.getvalue()
 
 
+@contextmanager
+def starts_counted(table: Any) -> Iterator[dict[str, int]]:
+    """How many submissions through this table of handles took the fast path, and how many were offered to it."""
+    seen = {"short": 0, "offered": 0}
+    real = table.start_plain, table.start_plain_group
+
+    def counting(start: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            handle = start(*args)
+            seen["offered"] += 1
+            seen["short"] += handle is not None
+            return handle
+
+        return call
+
+    table.start_plain, table.start_plain_group = (counting(start) for start in real)
+    try:
+        yield seen
+    finally:
+        table.start_plain, table.start_plain_group = real
+
+
 def differences(ours: Callable[..., Any], theirs: Callable[..., Any]) -> list[str]:
     """Where `ours` does not take what `theirs` takes, in the same places; a default may be added."""
     mine = [p for p in inspect.signature(ours).parameters.values() if p.name != "self"]
     wanted = list(inspect.signature(theirs).parameters.values())
     found = []
     for place, want in enumerate(wanted):
-        if place >= len(mine) or mine[place].name != want.name:
+        if place >= len(mine) or mine[place].name != want.name or mine[place].kind != want.kind:
             found.append(f"argument {place} should be {want.name}")
         elif want.default is not want.empty and mine[place].default != want.default:
             found.append(f"{want.name} should be {want.default!r} by default")
     added = [p.name for p in mine[len(wanted) :] if p.default is p.empty and p.kind != p.VAR_KEYWORD]
     return found + [f"{name} is required" for name in added]
+
+
+def check_arguments(owner: Any, table: dict[str, Callable[..., Any]]) -> None:
+    """Functions of `owner` take what those of the table take."""
+    wrong = {name: differences(getattr(owner, name), wanted) for name, wanted in table.items()}
+    assert not {name: found for name, found in wrong.items() if found}
 
 
 @contextmanager

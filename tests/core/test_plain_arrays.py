@@ -5,13 +5,11 @@ from __future__ import annotations
 import gc
 import inspect
 import pickle
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager
 
 import numpy as np
 import pytest
-from world import ranks
+from world import ranks, starts_counted
 
 import horoclone as hvd
 from horoclone import arrays
@@ -20,29 +18,12 @@ from horoclone.arrays.handles import table
 SHORT = ("bool", "uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "float32", "float64")
 
 
-@contextmanager
-def counted() -> Iterator[dict[str, int]]:
+def counted() -> AbstractContextManager[dict[str, int]]:
     """How many submissions took the fast path, and how many were offered to it."""
     hvd.synchronize(
         hvd.allreduce_async_(np.ones(1))
     )  # a life's first takes the slow path and opens the fast one
-    seen = {"short": 0, "offered": 0}
-    real = table.start_plain, table.start_plain_group
-
-    def counting(start: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            handle = start(*args)
-            seen["offered"] += 1
-            seen["short"] += handle is not None
-            return handle
-
-        return call
-
-    table.start_plain, table.start_plain_group = (counting(start) for start in real)
-    try:
-        yield seen
-    finally:
-        table.start_plain, table.start_plain_group = real
+    return starts_counted(table)
 
 
 def sample(dtype: str) -> np.ndarray:

@@ -47,10 +47,6 @@ def check(step: Any, variables: list[Any], times: float, factor: float = 1.0) ->
         assert variables[1].numpy().tolist() == [[0.0], [expected]], (variables[1], expected)
 
 
-def both_ways(step: Any) -> list[Any]:
-    return [step, tf.function(step)]
-
-
 @ranks(N)
 def test_what_a_tape_gives_is_applied_as_it_is() -> None:
     for function in (False, True):

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 import pytest
-from world import differences, later
+from world import check_arguments, later
 
 tf = later("tensorflow")
 hvd = later("horoclone.tensorflow")
@@ -79,16 +79,11 @@ FACTS = [
 ]  # fmt: skip
 
 
-def check(owner: Any, table: dict[str, Any]) -> None:
-    wrong = {name: differences(getattr(owner, name), wanted) for name, wanted in table.items()}
-    assert not {name: found for name, found in wrong.items() if found}
-
-
 def test_functions_take_what_horovods_take() -> None:
-    check(hvd, table())
-    check(hvd.DistributedGradientTape(tf.GradientTape()), OF_TAPES)
-    check(compute_service, OF_THE_SERVICE)
-    check(compute_service.TfDataServiceConfig, OF_ITS_CONFIG)
+    check_arguments(hvd, table())
+    check_arguments(hvd.DistributedGradientTape(tf.GradientTape()), OF_TAPES)
+    check_arguments(compute_service, OF_THE_SERVICE)
+    check_arguments(compute_service.TfDataServiceConfig, OF_ITS_CONFIG)
     assert tf.data.Dataset.send_to_data_service is compute_service.send_to_data_service
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
-from world import ranks
+from world import ranks, starts_counted
 
 import horoclone.torch as hvd
 from horoclone import ops
@@ -25,29 +25,12 @@ def needs_exchange() -> None:
         pytest.skip(f"torch {torch.__version__} has no table of DLPack's functions")
 
 
-@contextmanager
-def counted() -> Iterator[dict[str, int]]:
+def counted() -> AbstractContextManager[dict[str, int]]:
     """How many submissions took the fast path, and how many were offered to it."""
     hvd.synchronize(
         hvd.allreduce_async_(torch.ones(1))
     )  # a life's first takes the slow path and opens the fast one
-    seen = {"short": 0, "offered": 0}
-    real = table.start_plain, table.start_plain_group
-
-    def counting(start: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            handle = start(*args)
-            seen["offered"] += 1
-            seen["short"] += handle is not None
-            return handle
-
-        return call
-
-    table.start_plain, table.start_plain_group = (counting(start) for start in real)
-    try:
-        yield seen
-    finally:
-        table.start_plain, table.start_plain_group = real
+    return starts_counted(table)
 
 
 def slow_path(call: Callable[[], Any]) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from world import ranks
+from world import check_arguments, ranks
 
 import horoclone.torch as hvd
 from horoclone.torch import mpi_ops, optimizer
@@ -72,30 +72,11 @@ FACTS = [
 ]  # fmt: skip
 
 
-def differences(ours: Any, theirs: Any) -> list[str]:
-    """Where `ours` does not take what `theirs` takes, in the same places; a default may be added."""
-    mine = [p for p in inspect.signature(ours).parameters.values() if p.name != "self"]
-    wanted = list(inspect.signature(theirs).parameters.values())
-    found = []
-    for place, want in enumerate(wanted):
-        if place >= len(mine) or mine[place].name != want.name or mine[place].kind != want.kind:
-            found.append(f"argument {place} should be {want.name}")
-        elif want.default is not want.empty and mine[place].default != want.default:
-            found.append(f"{want.name} should be {want.default!r} by default")
-    added = [p.name for p in mine[len(wanted) :] if p.default is p.empty and p.kind != p.VAR_KEYWORD]
-    return found + [f"{name} is required" for name in added]
-
-
-def check(owner: Any, table: dict[str, Any]) -> None:
-    wrong = {name: differences(getattr(owner, name), wanted) for name, wanted in table.items()}
-    assert not {name: found for name, found in wrong.items() if found}
-
-
 def test_functions_take_what_horovods_take() -> None:
     whole = TABLE | {name: TABLE[other] for name, other in SAME.items()}
-    check(hvd, whole)
-    check(mpi_ops, {name: wanted for name, wanted in whole.items() if hasattr(mpi_ops, name)})
-    check(hvd.elastic, OF_ELASTIC)
+    check_arguments(hvd, whole)
+    check_arguments(mpi_ops, {name: wanted for name, wanted in whole.items() if hasattr(mpi_ops, name)})
+    check_arguments(hvd.elastic, OF_ELASTIC)
 
 
 def test_every_other_name_is_there() -> None:
@@ -119,7 +100,7 @@ def test_a_wrapped_optimizer_takes_what_horovods_takes() -> None:
         model = torch.nn.Linear(2, 1)
         wrapped = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), op=op)
         assert type(wrapped).__name__ == "SGD" and isinstance(wrapped, torch.optim.SGD)
-        check(wrapped, OF_AN_OPTIMIZER)
+        check_arguments(wrapped, OF_AN_OPTIMIZER)
         for given in ((), (None,), (lambda: torch.zeros(()),)):
             model(torch.ones(1, 2)).sum().backward()
             wrapped.step(*given)
@@ -228,7 +209,7 @@ def test_what_is_beyond_horovod_has_the_same_arguments_on_arrays_and_tensors() -
     import horoclone
 
     whole = BEYOND | {name: BEYOND[other] for name, other in LIKE.items()}
-    check(hvd, whole)
+    check_arguments(hvd, whole)
     for name in [*whole, *TABLE, *SAME]:
         if not hasattr(horoclone, name) or name in ("ProcessSet", "init", "broadcast_object"):
             continue
