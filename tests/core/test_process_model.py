@@ -282,33 +282,6 @@ def test_the_secret_does_not_reach_the_core_through_its_settings():
 
 
 @pytest.mark.mpi
-@pytest.mark.long(20)
-@pytest.mark.parametrize("name", ["open_mpi", "mpich"])
-@pytest.mark.parametrize("order", ["alone", "mpi first", "mpi last", "comm"])
-def test_a_hundred_lives_under_mpirun(launch, request, name, order):
-    mpi = request.getfixturevalue(name)
-    body = f"""
-if {order!r} in ("mpi first", "comm"):
-    from mpi4py import MPI
-for _ in range(100):
-    hvd.init(MPI.COMM_WORLD if {order!r} == "comm" else None)
-    assert hvd.allreduce(np.ones(2), op=hvd.Sum).tolist() == [2, 2]
-    assert hvd.mpi_built() and hvd.mpi_enabled() and hvd.gloo_built()
-    hvd.shutdown()
-hvd.init()
-if {order!r} == "mpi last":
-    from mpi4py import MPI
-if {order!r} != "alone":
-    assert (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size) == (hvd.rank(), hvd.size())
-    assert hvd.mpi_threads_supported() in (True, False)
-    assert MPI.COMM_WORLD.allreduce(1) == 2
-os.write(1, b"\\nfine\\n")
-"""
-    done = launch([*mpi.command(2), sys.executable, "-c", program(body)], env=mpi.env, timeout_s=100)
-    assert done.stdout.split().count("fine") == 2, done.output
-
-
-@pytest.mark.mpi
 @pytest.mark.in_turn
 @pytest.mark.parametrize("name", ["open_mpi", "mpich"])
 def test_every_life_may_have_another_world_under_mpirun(launch, request, name):
@@ -347,33 +320,20 @@ def test_every_life_may_have_another_world_under_our_launcher():
         hvd.shutdown()
 
 
-@pytest.mark.in_turn
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        "ours",
-        "open_mpi",
-        "alone",
-        "mpich",
-        "torchrun",
-    ],
-)
-def test_the_example_computes_pi_under_every_launcher(launch, request, examples, launcher):
-    script, env, size = str(examples / "numpy_pi.py"), {}, 2
-    command = [sys.executable, script]
-    if launcher == "ours":
-        command = [sys.executable, "-m", "horoclone.launch", "-np", "2", *command]
-    elif launcher == "torchrun":
-        pytest.importorskip("torch")
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", script]
-    elif launcher == "alone":
-        size = 1
-    else:
-        mpi = request.getfixturevalue(launcher)
-        command, env = [*mpi.command(2), *command], mpi.env
-    done = launch([*command, "--samples", "10000", "--seed", "1"], env=env, timeout_s=100)
-    assert f"{size} ranks, seed 1" in done.stdout and "3.14159265" in done.stdout, done.output
-    assert done.stdout.count("alone:") == size
+def test_the_example_computes_pi(launch, examples):
+    """The launchers that are not ours: tests/bootstrap/test_launchers.py."""
+    command = [
+        sys.executable,
+        "-m",
+        "horoclone.launch",
+        "-np",
+        "2",
+        sys.executable,
+        str(examples / "numpy_pi.py"),
+    ]
+    done = launch([*command, "--samples", "10000", "--seed", "1"], timeout_s=100)
+    assert "2 ranks, seed 1" in done.stdout and "3.14159265" in done.stdout, done.output
+    assert done.stdout.count("alone:") == 2
 
 
 IN_THE_CORE_AT_THE_END = """

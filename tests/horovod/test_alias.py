@@ -388,16 +388,6 @@ def test_small_functions_of_horovods_util() -> None:
     assert remembered(4) == remembered(4) == 4 and calls == [4]
 
 
-def test_the_set_of_an_id_is_found_for_a_block() -> None:
-    from horoclone.common import process_sets
-
-    with process_sets._temp_process_set_object(0) as found:
-        assert found is process_sets.global_process_set
-    with pytest.raises(ValueError, match="does not exist, or has not been registered"):
-        with process_sets._temp_process_set_object(77):
-            pass
-
-
 def test_the_installation_has_no_pth_file_of_ours_and_no_horovodrun() -> None:
     # An older build has left an egg-info folder in the source tree, and with the tree on the path it is found first; what
     # pip installed, and will remove, is the distribution that has a record.
