@@ -49,6 +49,7 @@ class ConnectedMesh final : public Mesh {
   std::string describe(int rank) const override;
   std::string process_of(int rank) const override { return peers_[rank].process_name; }
   ProcessState process_state(int rank) const override;
+  bool look_at_processes() override;
   uint64_t bytes_from(int rank) const override { return peers_[rank].channel->bytes_received(); }
   bool shares_memory(int rank) const override { return arena(rank) != nullptr; }
   const std::shared_ptr<Arena>& arena(int rank) const override;
@@ -109,6 +110,7 @@ class ConnectedMesh final : public Mesh {
   bool progress(int rank);
   void handle_event(int rank, bool* moved);
   bool local_end(int rank);
+  void lose_local(int rank, const std::string& reason);
   bool has_failures() const { return traffic_.failed_channels.value() != 0; }
   bool collect_losses(std::vector<Loss>* losses);
   int sleep_limit(int timeout_ms, bool* moved);
@@ -127,6 +129,7 @@ class ConnectedMesh final : public Mesh {
   std::vector<Locality> locality_{1};
   std::vector<bool> shares_{false};  // by rank: it maps the arenas of its node, and the others map its own
   std::unique_ptr<Links> links_;     // null where every peer shares memory; outlives the channels
+  int next_process_ = 0;               // rank at which look_at_processes() goes on
   std::vector<Peer> peers_;
   RingNews shared_peers_;
   std::vector<int> tcp_peers_;

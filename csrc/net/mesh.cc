@@ -7,7 +7,6 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
-#include <fstream>
 #include <set>
 
 #include "base/sha256.h"
@@ -76,21 +75,6 @@ std::string ConnectedMesh::describe(int rank) const {
   if (rank < 0 || rank >= static_cast<int>(peers_.size())) return text_of("rank ", rank);
   return peers_[rank].name;
 }
-
-namespace {
-
-// The word after the name, which is in parentheses and may be anything.
-ProcessState state_of_process(pid_t pid) {
-  if (pid <= 0) return ProcessState::kUnknown;
-  std::ifstream stat(text_of("/proc/", pid, "/stat"));
-  std::string line;
-  std::getline(stat, line);
-  const size_t name_end = line.rfind(") ");
-  if (name_end == std::string::npos) return ProcessState::kUnknown;
-  return line[name_end + 2] == 'T' ? ProcessState::kStopped : ProcessState::kRuns;
-}
-
-}  // namespace
 
 ProcessState ConnectedMesh::process_state(int rank) const {
   return rank == rank_ ? ProcessState::kRuns : state_of_process(peers_[rank].pid);

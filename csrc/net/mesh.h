@@ -22,6 +22,7 @@
 #include "net/arena.h"
 #include "net/channel.h"
 #include "net/mpi_link.h"
+#include "net/process.h"
 #include "net/traffic.h"
 
 namespace hc {
@@ -65,9 +66,6 @@ struct MeshMembers {
 // to wait for it to move data, and who is about to sleep for that rings it (wake_those_with_work).
 enum class Sleep : uint32_t { kAwake = 0, kAsleepIdle = 1, kAsleepWaiting = 2, kAsleepBegun = 3 };
 
-// Of a peer on this host, as the kernel says. kStopped: by a signal (SIGSTOP), not by a debugger.
-enum class ProcessState : uint8_t { kUnknown, kRuns, kStopped };
-
 // A peer that will not answer any more.
 struct Loss {
   int rank = -1;
@@ -100,6 +98,9 @@ class Mesh {
   virtual std::string process_of(int rank) const = 0;
   // kUnknown: it is on another host, or its process cannot be seen from here.
   virtual ProcessState process_state(int rank) const = 0;
+  // poll() reports a peer of this node whose process ends as lost, long before its connections close. Looks at some of
+  // them in turn; whether it found one.
+  virtual bool look_at_processes() = 0;
   // Has grown since the last look: `rank` is alive.
   virtual uint64_t bytes_from(int rank) const = 0;
   // Whether `rank` (or this rank itself) has its arena mapped here.

@@ -14,6 +14,8 @@ namespace {
 constexpr int kEvents = 64;
 constexpr int kLingeringMs = 1;  // how soon to look again at what waits for an acknowledgement
 constexpr int kClosingMs = 100;  // how soon to look again at a connection of which one half has ended
+constexpr int kProcessesAtOnce = 16;  // of which the kernel is asked; about 20 us each
+constexpr char kHasEnded[] = "has ended";  // native_module.py knows it
 
 bool is_readable(int fd) {
   pollfd one{fd, POLLIN, 0};
@@ -34,7 +36,15 @@ bool ConnectedMesh::progress_shared() {
   return shared_peers_.look([this](int rank) { return !peers_[rank].shm->is_quiet() && progress(rank); });
 }
 
-// Whether a local peer's socket or process has ended. Then what it left behind has been taken in.
+// What it left behind is taken in before.
+void ConnectedMesh::lose_local(int rank, const std::string& reason) {
+  Peer& peer = peers_[rank];
+  unwatch(&peer.liveness);
+  unwatch(&peer.process);
+  peer.channel->lose(reason);
+}
+
+// Whether a local peer's socket or process has ended.
 bool ConnectedMesh::local_end(int rank) {
   Peer& peer = peers_[rank];
   const bool ended = peer.process && is_readable(peer.process.get());
@@ -46,10 +56,22 @@ bool ConnectedMesh::local_end(int rank) {
     closed = result.what == Io::kEnded || result.what == Io::kFailed;
   }
   if (!ended && !closed) return false;
-  unwatch(&peer.liveness);
-  unwatch(&peer.process);
-  peer.channel->lose(ended ? "has ended" : "closed its connection without a goodbye");
+  lose_local(rank, ended ? kHasEnded : "closed its connection without a goodbye");
   return true;
+}
+
+bool ConnectedMesh::look_at_processes() {
+  bool found = false;
+  for (int seen = 0, looked = 0; seen < size_ && looked < kProcessesAtOnce; ++seen) {
+    const int rank = next_process_;
+    next_process_ = (rank + 1) % size_;
+    if (!peers_[rank].process) continue;
+    ++looked;
+    if (process_state(rank) != ProcessState::kEnds) continue;
+    lose_local(rank, kHasEnded);
+    found = true;
+  }
+  return found;
 }
 
 void ConnectedMesh::handle_event(int rank, bool* moved) {

@@ -25,6 +25,7 @@ from horoclone.membership.records import (
     INCARNATION_BYTES,
     Assignment,
     Evicted,
+    Loss,
     RescaleNotice,
     Stop,
 )
@@ -182,11 +183,10 @@ class MembershipClient(Client):
         effort."""
         self._tell_coordinator(bytes([wire.FINISHED]))
 
-    def suspect(self, number: int, rank: int, is_silent: bool) -> bool:
-        """Tells the coordinator that this process has lost a rank of this generation. is_silent: it does not answer,
-        and may live. Whether it could be told."""
+    def suspect(self, number: int, rank: int, how: Loss) -> bool:
+        """Tells the coordinator that this process has lost a rank of this generation. Whether it could be told."""
         failpoints.reach("membership.suspect")
-        return self._tell_coordinator(struct.pack("<BQIB", wire.SUSPECT, number, rank, is_silent))
+        return self._tell_coordinator(struct.pack("<BQIB", wire.SUSPECT, number, rank, how))
 
     def _tell_coordinator(self, payload: bytes) -> bool:
         try:

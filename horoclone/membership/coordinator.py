@@ -20,6 +20,7 @@ from horoclone.membership.records import (
     REMOVED,
     Evicted,
     Limits,
+    Loss,
     Record,
     RescaleNotice,
     Stop,
@@ -133,15 +134,17 @@ class Coordinator(JobState):
             self._lose(member, "its connections ended")
         self.step(now)
 
-    def suspect(self, number: int, rank: int, now: float, is_silent: bool = False) -> None:
-        """A member of this generation has lost another one. is_silent: it does not answer, and nothing more is known.
-        This coordinator is the second witness then: those in_question() are to be asked."""
+    def suspect(self, number: int, rank: int, now: float, how: Loss = Loss.UNREACHABLE) -> None:
+        """A member of this generation has lost another one. Where it is SILENT this coordinator is the second witness:
+        those in_question() are to be asked."""
         record = self.record
         if record is None or record.number != number or not 0 <= rank < len(record.members):
             return
         member = self.members[record.members[rank]]
         self.detector.suspect(member.id)
-        if is_silent and member.is_live:
+        if how is Loss.ENDED:
+            self._lose(member, "its process has ended", Event.ENDED)
+        if how is Loss.SILENT and member.is_live:
             self.detector.ask(member.id, now)
         if member.incarnation and self.detector.is_lost(member.id):
             self._lose(member, "its connections ended")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from enum import IntEnum
 from typing import NamedTuple
 
 ID_BYTES = 16
@@ -11,6 +12,14 @@ INCARNATION_BYTES = 8
 NO_UPDATE, REMOVED, ADDED = 0, 1, 2  # flags of a notice, as Horovod's HostUpdateResult
 LOW_BITS = 32  # of a generation's number: these count, those above name who counts (failover.py)
 GENERATION_KEY = "g/"  # ranks of a generation gather under this and its number
+
+
+class Loss(IntEnum):
+    """How a rank was lost for another one. Of two the greater tells more."""
+
+    UNREACHABLE = 0  # its connection has ended
+    SILENT = 1  # it does not answer, and nothing more is known
+    ENDED = 2  # the kernel of its host says that its process ends
 
 
 class Limits(NamedTuple):

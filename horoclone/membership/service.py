@@ -21,6 +21,7 @@ from horoclone.membership.records import (
     INCARNATION_BYTES,
     Evicted,
     Limits,
+    Loss,
     Record,
     Stop,
     packed,
@@ -100,8 +101,10 @@ class MembershipService:
                     errors="replace"
                 )
             elif kind == wire.SUSPECT:
-                number, rank, is_silent = reader.number("Q"), reader.number("I"), bool(reader.number("B"))
-                self.coordinator.suspect(number, rank, now, is_silent)
+                number, rank, how = reader.number("Q"), reader.number("I"), reader.number("B")
+                if how not in list(Loss):
+                    raise wire.FrameError("an unknown way to lose a rank")
+                self.coordinator.suspect(number, rank, now, Loss(how))
                 self._ask(self.coordinator.in_question(), now)
             return wire.OK, b""
 

@@ -48,8 +48,7 @@ formed_s = 0.0  # until the members of this life's generation were known, in an 
 connected_s = 0.0  # until they were connected
 exit_hook: Callable[[], None] | None = None  # what others need of this process yet when it ends
 has_left = False  # whether this process has left its elastic job, as planned
-# ranks whose loss an error of this life has told, and whether they are only silent; only an elastic job asks
-lost: dict[int, bool] = {}
+lost: dict[int, Loss] = {}  # ranks whose loss an error of this life has told; only an elastic job asks
 
 
 def native() -> Runtime:

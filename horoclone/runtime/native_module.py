@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from horoclone import errors
+from horoclone.membership.records import Loss
 from horoclone.runtime import current
 
 if TYPE_CHECKING:
@@ -64,12 +65,14 @@ def _why_not(error: ImportError) -> str:
     )
 
 
-SILENT = " has not responded for "  # of the core's text about a rank that may live
+SILENT = " has not responded for "  # of the core's text about a rank that may live,
+ENDED = " has ended. Its own output "  # and about one whose end the kernel has told to a rank on its host
 
 
 def _peer_lost(text: str, culprit: int) -> errors.PeerLost:
     if culprit >= 0:
-        current.lost[culprit] = current.lost.get(culprit, False) or SILENT in text
+        how = Loss.ENDED if ENDED in text else Loss.SILENT if SILENT in text else Loss.UNREACHABLE
+        current.lost[culprit] = max(current.lost.get(culprit, how), how)
     return errors.PeerLost(text, culprit)
 
 

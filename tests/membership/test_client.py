@@ -174,7 +174,7 @@ def test_a_member_that_is_silent_to_another_is_asked_at_once_and_not_given_up(
             patch.setattr(membership_client, "SLICE_S", 9.0)
             poll = both.submit(second.notice, 0, 0)
             time.sleep(0.2)
-        assert first.suspect(number, rank, True)
+        assert first.suspect(number, rank, Loss.SILENT)
         assert poll.result(7) is None, "its poll would have lasted 9 s"
         forms = both.submit(first.form, number, (), 2.5)
         while not forms.done():

@@ -283,9 +283,18 @@ def two_hosts() -> Coordinator:
 def lose(one: Coordinator, rank: int, now: float) -> None:
     """Members 0 and 1 do not hear this one any more."""
     one.detector.runs(now)
-    one.suspect(1, rank, now, is_silent=True)
+    one.suspect(1, rank, now, Loss.SILENT)
     one.form(name(0), 1, (), now)
     one.form(name(1), 1, (), now)
+
+
+def test_a_process_whose_end_its_host_has_told_is_not_waited_for_though_its_connection_is_open() -> None:
+    one = two_hosts()
+    one.suspect(1, 3, 10.1, Loss.ENDED)
+    for rank in range(3):
+        one.form(name(rank), 1, (), 10.1)
+    assert isinstance(one.answer(name(0)), Record)
+    assert one.members[name(3)].state is State.DEAD and not one.fenced
 
 
 def test_a_host_that_is_silent_to_others_and_to_the_coordinator_is_lost_at_once() -> None:

@@ -272,6 +272,7 @@ void Loop::run_timers(TimePoint now) {
 }
 
 Status Loop::check_late(TimePoint now) {
+  if (parts_.context.mesh->look_at_processes()) HC_TRY(poll());
   if (parts_.backend.in_use()) HC_TRY(check_backends());
   const Config& config = parts_.context.config;
   std::vector<bool> waits(static_cast<size_t>(parts_.context.mesh->size()), false);

@@ -1,6 +1,7 @@
 // The mesh between processes: deaths, forks, what stays behind.
 #include <fcntl.h>
 #include <signal.h>
+#include <sys/ptrace.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -160,6 +161,38 @@ TEST_CASE("processes: a child that a rank forked keeps its sockets open, yet the
   Loss loss = wait_for_loss(*family.mesh);
   CHECK(loss.rank == 1);
   CHECK(loss.reason == "has ended");  // who, and its process, is in front of it
+}
+
+// As one whose core is being written, or whose memory is being returned.
+TEST_CASE("processes: one that ends is lost while its connections are open yet") {
+  Family::to_child_size() = 2;
+  Family family(2, true, [](Mesh& mesh, int, int out) {
+    put_text(out, "ready");
+    wait_for_loss(mesh);
+  });
+  REQUIRE(get_text(family.from_child[0].get()) == "ready");
+  const pid_t pid = family.pids[0];
+  CHECK(family.mesh->process_state(1) == ProcessState::kRuns);
+  CHECK_FALSE(family.mesh->look_at_processes());
+  if (ptrace(PTRACE_SEIZE, pid, nullptr, PTRACE_O_TRACEEXIT) != 0) {
+    MESSAGE("not tried: this machine allows no ptrace");
+    return;
+  }
+  kill(pid, SIGTERM);
+  int status = 0;
+  REQUIRE(waitpid(pid, &status, 0) == pid);
+  if (status >> 8 == (SIGTERM | PTRACE_EVENT_STOP << 8) || (WIFSTOPPED(status) && WSTOPSIG(status) == SIGTERM)) {
+    ptrace(PTRACE_CONT, pid, nullptr, SIGTERM);
+    REQUIRE(waitpid(pid, &status, 0) == pid);
+  }
+  REQUIRE(status >> 8 == (SIGTRAP | PTRACE_EVENT_EXIT << 8));  // until PTRACE_CONT it is on its way out
+  CHECK(family.mesh->process_state(1) == ProcessState::kEnds);
+  CHECK(wait_for_loss(*family.mesh, 0.1).rank == -1);
+  CHECK(family.mesh->look_at_processes());
+  const Loss loss = wait_for_loss(*family.mesh);
+  CHECK(loss.rank == 1);
+  CHECK(loss.reason == "has ended");
+  ptrace(PTRACE_CONT, pid, nullptr, 0);
 }
 
 TEST_CASE("processes: memory is shared between them, in place") {
