@@ -45,6 +45,7 @@ Result<std::unique_ptr<Links>> Links::open(Setup setup, std::vector<Fd> listener
   const Setup& s = links->setup_;
   HC_TRY(watch_fd(s.epoll, links->timer_.get(), s.token));
   for (const Fd& fd : links->listeners_) HC_TRY(watch_fd(s.epoll, fd.get(), s.token));
+  if (links->interfaces_.fd() >= 0) HC_TRY(watch_fd(s.epoll, links->interfaces_.fd(), s.token));
   return links;
 }
 
@@ -263,25 +264,31 @@ bool Links::can_go_back(int rank) const {
     if (side.down && (!side.suspected || side.fd || (side.dialer && side.dialer->has_proved()))) return false;
     suspects |= side.suspected;
   }
-  return suspects && !peer.channel->is_stuck(Line::kControl) && !peer.channel->is_stuck(Line::kData);
+  for (const Line line : {Line::kControl, Line::kData})
+    if (peer.channel->is_stuck(line) || interfaces_.is_down(peer.channel->own_address(line))) return false;
+  return suspects;
 }
 
-// A path that is cut concerns both lines.
 void Links::look_at(int rank) {
-  TcpChannel& channel = *peers_[static_cast<size_t>(rank)].channel;
+  Peer& peer = peers_[static_cast<size_t>(rank)];
+  TcpChannel& channel = *peer.channel;
+  constexpr Line kLines[] = {Line::kControl, Line::kData};
   if (can_go_back(rank)) {
     forget(rank);
-    for (const Line line : {Line::kControl, Line::kData}) channel.start(line);
+    for (const Line line : kLines) channel.start(line);
   }
-  bool stuck = false;
-  for (const Line line : {Line::kControl, Line::kData})
-    stuck |= channel.waits_for_acknowledgement(line) && channel.is_stuck(line);
-  if (!stuck) return;
-  for (const Line line : {Line::kControl, Line::kData}) {
-    Side& side = peers_[static_cast<size_t>(rank)].sides[static_cast<int>(line)];
+  // A path that is cut somewhere concerns both lines.
+  const bool is_cut = std::any_of(std::begin(kLines), std::end(kLines), [&](Line line) {
+    return channel.waits_for_acknowledgement(line) && channel.is_stuck(line);
+  });
+  for (const Line line : kLines) {
+    Side& side = peer.sides[static_cast<int>(line)];
+    const bool is_unplugged = !side.down && interfaces_.is_down(channel.own_address(line));
+    if (!is_cut && !is_unplugged) continue;
     side.suspected |= !side.down;
     channel.stop(line);
-    take_down(rank, line, "no answer comes over its connection");
+    take_down(rank, line,
+              is_unplugged ? "the network interface of its connection is down" : "no answer comes over its connection");
   }
 }
 
@@ -289,6 +296,7 @@ void Links::step(bool* moved) {
   uint64_t expirations;
   static_cast<void>(!::read(timer_.get(), &expirations, sizeof(expirations)));
   timer_set_ = false;
+  interfaces_.take_news();
   const TimePoint now = Clock::now();
   accept(now);
   for (auto one = strangers_.begin(); one != strangers_.end();)

@@ -1,7 +1,7 @@
 // Makes a lost TCP connection between two living ranks again, so that every transfer goes on at the byte where it was.
-// A connection is lost when it fails or ends without a goodbye, or when the kernel sends something again and again and
-// hears nothing (the cable is cut; its own timers would take seconds, or minutes) - unless it does hear something
-// before anybody has proved who he is on another one. Whoever notices stops writing and dials every address of the
+// A connection is lost when it fails or ends without a goodbye, when its interface is down, or when the kernel sends
+// something again and again and hears nothing (the cable is cut; its own timers would take seconds, or minutes) - unless
+// it does hear something before anybody has proved who he is on another one. Whoever notices stops writing and dials every address of the
 // other, whose listeners stay open for the job's life, with the handshake of the bootstrap. Who accepts stops writing,
 // too, before it welcomes; only then does each side take over what its old connection has received and tell the other
 // how many bytes of the line that makes, and the sender goes on from there. So nothing that an old connection may still
@@ -25,6 +25,7 @@
 #include "net/dialer.h"
 #include "net/endpoint.h"
 #include "net/handshake.h"
+#include "net/interface_watch.h"
 #include "net/listeners.h"
 #include "net/tcp_channel.h"
 
@@ -118,6 +119,7 @@ class Links final : public Remaker {
 
   Setup setup_;
   std::vector<Fd> listeners_;
+  InterfaceWatch interfaces_;
   Fd timer_;
   bool timer_set_ = false;
   std::vector<Peer> peers_;  // by rank

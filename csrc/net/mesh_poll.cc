@@ -12,9 +12,9 @@ namespace hc {
 namespace {
 
 constexpr int kEvents = 64;
-constexpr int kLingeringMs = 1;  // how soon to look again at what waits for an acknowledgement
-constexpr int kClosingMs = 100;  // how soon to look again at a connection of which one half has ended
-constexpr int kProcessesAtOnce = 16;  // of which the kernel is asked; about 20 us each
+constexpr int kLingeringMs = 1;            // how soon to look again at what waits for an acknowledgement
+constexpr int kClosingMs = 100;            // how soon to look again at a connection of which one half has ended
+constexpr int kProcessesAtOnce = 16;       // of which the kernel is asked; about 20 us each
 constexpr char kHasEnded[] = "has ended";  // native_module.py knows it
 
 bool is_readable(int fd) {

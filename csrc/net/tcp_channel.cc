@@ -131,6 +131,13 @@ bool TcpChannel::is_stuck(Line line) const {
   return info.tcpi_last_ack_recv / 1e3 >= std::max(kStuckS, kStuckRoundTrips * info.tcpi_rtt / 1e6);
 }
 
+Address TcpChannel::own_address(Line line) const {
+  sockaddr_storage own{};
+  socklen_t bytes = sizeof(own);
+  if (::getsockname(fd_[static_cast<int>(line)].get(), reinterpret_cast<sockaddr*>(&own), &bytes) != 0) return {};
+  return {reinterpret_cast<const sockaddr*>(&own), bytes};
+}
+
 // Closing with unread bytes would send a reset, which may overtake what the peer has yet to read.
 void TcpChannel::close() {
   remaker_ = nullptr;

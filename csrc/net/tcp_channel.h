@@ -55,6 +55,7 @@ class TcpChannel final : public FramedChannel {
   // again without hearing anything.
   bool waits_for_acknowledgement(Line line) { return !is_down(line) && refresh(line) > 0; }
   bool is_stuck(Line line) const;
+  Address own_address(Line line) const;
 
  private:
   IoResult write(Line line, std::span<const iovec> parts) override;

@@ -10,12 +10,15 @@ import signal
 import sys
 import threading
 import time
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 from worker_pool import held, left_over, say, traces, wait_for_file
 
 import horoclone as hvd
+from horoclone.membership.records import Loss
+from horoclone.runtime import current
 from horoclone.runtime.current import native
 
 MODES = pytest.mark.parametrize("shared", [True, False], ids=["shared", "tcp"])
@@ -74,6 +77,41 @@ def test_a_rank_killed_at_any_moment_is_named_at_once_and_nothing_is_left(worker
     for kill in range(kills):
         team = worker_pool(reduce_until_it_fails, 3, env=mode(shared), elements=(BIG, 3)[kill % 2])
         check_death(team, random.randrange(3))
+
+
+@contextmanager
+def held_at_its_end(pid):
+    """A process that ends within is kept as one whose core is written, or whose memory is returned: for good, and with
+    its connections open."""
+    seize, trace_exit, event_exit, detach = 0x4206, 0x40, 6, 17
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+    if libc.ptrace(seize, pid, None, trace_exit):
+        pytest.skip(f"ptrace: {os.strerror(ctypes.get_errno())}")
+    yield
+    status = os.waitpid(pid, 0x40000000)[1]
+    assert status >> 8 == signal.SIGTRAP | event_exit << 8
+    libc.ptrace(detach, pid, None, None)
+
+
+def lose_a_rank():
+    hvd.init()
+    say(running=True)
+    with pytest.raises(hvd.PeerLost, match=r"rank 1 \(.* has ended"):
+        while True:
+            hvd.allreduce(np.ones(1000), name="w.3")
+    say(lost=current.lost)
+
+
+def test_a_rank_that_takes_long_to_end_is_lost_at_once(worker_pool):
+    team = worker_pool(lose_a_rank, 3)
+    for rank in range(3):
+        team.wait_for(rank, "running")
+    with held_at_its_end(team.pids[1]):
+        team.send(1, signal.SIGKILL)
+        for rank in (0, 2):
+            assert team.wait_for(rank, "lost")["lost"] == {"1": Loss.ENDED}
+    assert team.wait() == [0, -9, 0]
 
 
 def test_all_ranks_killed_leave_nothing(worker_pool):

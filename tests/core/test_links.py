@@ -154,6 +154,7 @@ def test_with_another_cable_a_cut_one_is_replaced_while_it_is_down(team, tmp_pat
         trial.hosts.set_cable("up", number=host, host=host)
         time.sleep(0.2)
     assert trial.finish() >= 1
+    assert "network interface of its connection is down" in "".join(map(trial.started.output, (0, 1)))
 
 
 @pytest.mark.in_turn

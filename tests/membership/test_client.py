@@ -17,7 +17,7 @@ from horoclone.bootstrap.client import Client
 from horoclone.bootstrap.rendezvous import Server
 from horoclone.membership import client as membership_client
 from horoclone.membership.client import GenerationJob, Identity, MembershipClient, identity, rendezvous
-from horoclone.membership.records import Assignment, Evicted, Limits, Stop
+from horoclone.membership.records import Assignment, Evicted, Limits, Loss, Stop
 from horoclone.membership.service import MembershipService
 
 SECRET = b"0123456789abcdef"

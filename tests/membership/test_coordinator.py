@@ -9,7 +9,7 @@ import pytest
 from horoclone.bootstrap import failure_detector
 from horoclone.membership import records, states, timeouts
 from horoclone.membership.coordinator import Coordinator, JoinRejected
-from horoclone.membership.records import ADDED, REMOVED, Evicted, Limits, Record, Stop
+from horoclone.membership.records import ADDED, REMOVED, Evicted, Limits, Loss, Record, Stop
 
 
 def name(number: int) -> bytes:
@@ -294,7 +294,7 @@ def test_a_process_whose_end_its_host_has_told_is_not_waited_for_though_its_conn
     for rank in range(3):
         one.form(name(rank), 1, (), 10.1)
     assert isinstance(one.answer(name(0)), Record)
-    assert one.members[name(3)].state is State.DEAD and not one.fenced
+    assert one.members[name(3)].state is states.State.DEAD and not one.fenced
 
 
 def test_a_host_that_is_silent_to_others_and_to_the_coordinator_is_lost_at_once() -> None:
