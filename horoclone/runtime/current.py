@@ -19,6 +19,7 @@ from horoclone.runtime import logs
 if TYPE_CHECKING:
     from horoclone._core import Runtime
     from horoclone.bootstrap.exchange import Job
+    from horoclone.membership.records import Loss
 
 
 @dataclass(frozen=True)

@@ -148,8 +148,7 @@ class ElasticMember:
             link, answer, trouble = self._follow(), None, ""
             try:
                 tells = self.assignment is None or all(
-                    link.suspect(self.assignment.number, rank, how)
-                    for rank, how in current.lost.items()
+                    link.suspect(self.assignment.number, rank, how) for rank, how in current.lost.items()
                 )
                 if self.failover is not None and not tells:
                     raise errors.Timeout(link.where())
