@@ -100,6 +100,8 @@ class JaxState(VariablesState):
     def _form(self) -> _Form:
         pairs, form = jax.tree_util.tree_flatten_with_path([getattr(self, name) for name in self._trees])
         names = [self._trees[path[0].idx] + jax.tree_util.keystr(path[1:]) for path, _ in pairs]
+        if len(set(names)) < len(names):  # a class of the user's may give two leaves one key
+            names = [str(place) for place in range(len(names))]
         return names, [_kind_of(leaf) for _, leaf in pairs], form
 
     def _set_trees(self, form: _Form, values: Sequence[Any]) -> None:

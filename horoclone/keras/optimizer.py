@@ -18,7 +18,7 @@ from horoclone.errors import HostsUpdatedInterrupt, Unsupported
 from horoclone.keras.aggregation import Aggregation
 from horoclone.keras.compared import Watch
 from horoclone.keras.copies import Copied, names_of, notice_marks, word_of
-from horoclone.keras.flavor import keras
+from horoclone.keras.flavor import backend, keras
 from horoclone.keras.reduction import Reduction
 
 LossScaleOptimizer = keras.optimizers.LossScaleOptimizer
@@ -167,7 +167,7 @@ class DistributedMixin(Copied):
     def finalize_variable_values(self, var_list: Any) -> None:
         """As the wrapped class, which gives the model the moving averages of use_ema when fit() ends. On JAX fit() does
         so when an exception ends it, too: after an interrupt training goes on from the weights themselves."""
-        if not isinstance(sys.exc_info()[1], HostsUpdatedInterrupt):
+        if backend() != "jax" or not isinstance(sys.exc_info()[1], HostsUpdatedInterrupt):
             super().finalize_variable_values(var_list)  # type: ignore[misc]
 
     # --- state --------------------------------------------------------------------------------------------------------

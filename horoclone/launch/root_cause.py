@@ -14,7 +14,7 @@ TRACEBACK = "Traceback (most recent call last):"
 _EXCEPTION = re.compile(r"^((?:\w+\.)*[A-Za-z_]\w*)(?::\s|$)")
 _ANOTHER = re.compile(  # how Python, its warnings and the usual loggers begin a text of their own
     r"Traceback \(most recent |During handling of |The above exception |Exception (?:ignored|in thread) "
-    r"|Error in (?:atexit|sys)\.|.*:\d+: \w*Warning: |\W?(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\b"
+    r"|Error in (?:atexit|sys)\.|.*:\d+: \w*Warning: |\W?(?:DEBUG|INFO|WARNING)\b|\W?(?:ERROR|CRITICAL):[\w.]+:"
     r"|\W?\d{4}-\d\d-\d\d[ T]|(?:\[rank\d+\]:)?\W?[IWEF]\d{4} \d\d:"
 )
 _QUOTED = re.compile(r"'[^'\n]*'")  # names of tensors are the user's words

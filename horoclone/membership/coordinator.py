@@ -414,7 +414,7 @@ class Coordinator(JobState):
 
     def _watch_finish(self) -> None:
         for rank, one in enumerate(map(self.members.__getitem__, self._finishers)):
-            if one.state in (State.FENCED, State.DEAD):
+            if one.state in (State.FENCED, State.DEAD) and Drain.ASKED not in one.drain:
                 self.stop(
                     1,
                     f"{one.host}, slot {one.slot}: rank {rank} had not finished when others had: {one.gone}",

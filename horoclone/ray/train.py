@@ -222,7 +222,7 @@ class ElasticBackend(_Rendezvous):
         """Ray Train calls it failed, and replaces it."""
         assert self._service is not None
         error, coordinator = self._group.get_latest_poll_status().errors.get(rank), self._service.coordinator
-        text = " ".join(f"{type(error).__name__}: {error}".split())
+        text = " ".join(f"{type(error).__name__}: {error}".split()) if error else "Ray Train does not say why"
         with self._service.mutex:
             name, _ = self._members.pop(rank, (b"", None))
             if not name:  # it was lost before it was announced

@@ -88,10 +88,13 @@ def held_at_its_end(pid):
     libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
     if libc.ptrace(seize, pid, None, trace_exit):
         pytest.skip(f"ptrace: {os.strerror(ctypes.get_errno())}")
-    yield
-    status = os.waitpid(pid, 0x40000000)[1]
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        status = os.waitpid(pid, 0x40000000)[1]
+        libc.ptrace(detach, pid, None, None)
     assert status >> 8 == signal.SIGTRAP | event_exit << 8
-    libc.ptrace(detach, pid, None, None)
 
 
 def lose_a_rank():

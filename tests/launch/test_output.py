@@ -171,6 +171,11 @@ AT_EXIT = {
             OF_TORCH.partition("RuntimeError")[0] + "pydantic.ValidationError: 1 error\n",
             "ValidationError: 1 error",
         ),
+        (
+            OF_TORCH.partition("RuntimeError")[0]
+            + "CommandError: it failed:\nwarnings: 2\n\nERROR: no space\n",
+            "CommandError: it failed: ERROR: no space",
+        ),
     ],
     ids=["torch", "tensorflow", "one line"],
 )

@@ -74,8 +74,9 @@ class Content:
 def _last_of(metrics: RankMetrics, code: int | None, is_consequence: bool) -> RankMetrics:
     """Metrics that were read before the job ended, with what became of its process. code: None: not known. A process
     may fail after its rank has shut down in order, so a failure counts for more than what the rank wrote."""
+    is_consequence = is_consequence or metrics.is_consequence
     if metrics.exit_code is not None or (not code and metrics.state in ("ended", "lost")):
-        return metrics
+        return dataclasses.replace(metrics, is_consequence=is_consequence)
     state = "lost" if code else "ended"
     return dataclasses.replace(
         metrics,
