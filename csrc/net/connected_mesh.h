@@ -129,7 +129,7 @@ class ConnectedMesh final : public Mesh {
   std::vector<Locality> locality_{1};
   std::vector<bool> shares_{false};  // by rank: it maps the arenas of its node, and the others map its own
   std::unique_ptr<Links> links_;     // null where every peer shares memory; outlives the channels
-  int next_process_ = 0;               // rank at which look_at_processes() goes on
+  int next_process_ = 0;             // rank at which look_at_processes() goes on
   std::vector<Peer> peers_;
   RingNews shared_peers_;
   std::vector<int> tcp_peers_;

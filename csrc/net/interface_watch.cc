@@ -30,7 +30,7 @@ InterfaceWatch::InterfaceWatch() {
   Fd opened(::socket(AF_NETLINK, SOCK_RAW | SOCK_NONBLOCK | SOCK_CLOEXEC, NETLINK_ROUTE));
   sockaddr_nl links{};
   links.nl_family = AF_NETLINK;
-  links.nl_groups = RTMGRP_LINK;
+  links.nl_groups = RTMGRP_LINK | RTMGRP_IPV4_IFADDR | RTMGRP_IPV6_IFADDR;
   if (!opened || ::bind(opened.get(), reinterpret_cast<const sockaddr*>(&links), sizeof(links)) != 0) return;
   socket_ = std::move(opened);
   learn_addresses();
@@ -63,20 +63,31 @@ void InterfaceWatch::take_news() {
     if (bytes <= 0) break;
     auto left = static_cast<unsigned>(bytes);
     for (const auto* one = reinterpret_cast<const nlmsghdr*>(news); NLMSG_OK(one, left); one = NLMSG_NEXT(one, left)) {
+      is_new |= one->nlmsg_type == RTM_NEWADDR;
       if (one->nlmsg_type != RTM_NEWLINK && one->nlmsg_type != RTM_DELLINK) continue;
       const auto* about = static_cast<const ifinfomsg*>(NLMSG_DATA(one));
       const bool runs = one->nlmsg_type == RTM_NEWLINK && (about->ifi_flags & IFF_RUNNING);
-      is_new |= runs && down_.erase(about->ifi_index) == 0;
-      if (!runs) down_.insert(about->ifi_index);
+      if (runs) down_.erase(about->ifi_index);
+      if (runs) continue;
+      const auto [known, is_first] = down_.try_emplace(about->ifi_index, Clock::now());
+      if (!is_first && !(about->ifi_flags & IFF_UP)) known->second = Clock::now();
     }
   }
   if (is_new) learn_addresses();
 }
 
-bool InterfaceWatch::is_down(const Address& own) const {
+bool InterfaceWatch::went_down(const Address& own, TimePoint since) const {
   if (down_.empty()) return false;
   const auto found = number_.find(key_of(own));
-  return found != number_.end() && down_.contains(found->second);
+  const auto down = found == number_.end() ? down_.end() : down_.find(found->second);
+  return down != down_.end() && down->second > since;
+}
+
+bool InterfaceWatch::lead_to(const Address& to) const {
+  const Fd probe(::socket(to.family(), SOCK_DGRAM | SOCK_CLOEXEC, 0));  // connect() sends nothing
+  if (!probe || ::connect(probe.get(), to.raw(), to.raw_bytes()) != 0) return false;
+  auto own = local_address(probe.get());
+  return own.is_ok() && !went_down(own.value(), {});
 }
 
 }  // namespace hc

@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <string>
 #include <unordered_map>
-#include <unordered_set>
 
+#include "base/clock.h"
 #include "net/socket.h"
 
 namespace hc {
@@ -18,15 +18,19 @@ class InterfaceWatch {
   // Readable when there is news; -1: the kernel tells nothing.
   int fd() const { return socket_.get(); }
   void take_news();
-  // Whether the interface with this address is down.
-  bool is_down(const Address& own) const;
+  bool some_are_down() const { return !down_.empty(); }
+  // Whether the interface with this address has gone down since then. (That it is up again is told late, up to a second
+  // after it carries packets.)
+  bool went_down(const Address& own, TimePoint since) const;
+  // Whether packets to this address would leave by one that is not down.
+  bool lead_to(const Address& to) const;
 
  private:
   void learn_addresses();
 
   Fd socket_;                                    // NETLINK_ROUTE
   std::unordered_map<std::string, int> number_;  // of the interface, by the bytes of its address
-  std::unordered_set<int> down_;
+  std::unordered_map<int, TimePoint> down_;      // since when
 };
 
 }  // namespace hc

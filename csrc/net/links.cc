@@ -203,7 +203,8 @@ void Links::dial(int rank, Line line, TimePoint now) {
     gone = gone && side.dialer->is_refused(place);
     if (place == 0 && peer.first_is_good && gone) break;
   }
-  if (gone) give_up(rank, std::string(side.reason));
+  // Somebody else may answer for it meanwhile, where packets take another way.
+  if (gone && !is_unplugged(peer, line)) give_up(rank, std::string(side.reason));
 }
 
 // Both sides have stopped writing to the old connection. False: this one is lost as well.
@@ -232,6 +233,7 @@ bool Links::swap_counts(int rank, Line line, bool* moved) {
   const int number = fd.get();
   const Side was = std::exchange(side, Side{});
   side.dialed_at = was.dialed_at;
+  peer.made_at[static_cast<int>(line)] = Clock::now();
   *moved = true;
   if (Status status = peer.channel->resume(line, std::move(fd), received); !status.is_ok()) {
     give_up(rank, status.text());
@@ -265,8 +267,17 @@ bool Links::can_go_back(int rank) const {
     suspects |= side.suspected;
   }
   for (const Line line : {Line::kControl, Line::kData})
-    if (peer.channel->is_stuck(line) || interfaces_.is_down(peer.channel->own_address(line))) return false;
+    if (peer.channel->is_stuck(line) || is_unplugged(peer, line)) return false;
   return suspects;
+}
+
+// And there is another way; else it may come back before anybody notices. (The first address is that of this
+// connection.)
+bool Links::is_unplugged(const Peer& peer, Line line) const {
+  return interfaces_.some_are_down() &&
+         interfaces_.went_down(peer.channel->own_address(line), peer.made_at[static_cast<int>(line)]) &&
+         std::any_of(peer.addresses.begin() + peer.first_is_good, peer.addresses.end(),
+                     [&](const Address& other) { return interfaces_.lead_to(other); });
 }
 
 void Links::look_at(int rank) {
@@ -283,12 +294,12 @@ void Links::look_at(int rank) {
   });
   for (const Line line : kLines) {
     Side& side = peer.sides[static_cast<int>(line)];
-    const bool is_unplugged = !side.down && interfaces_.is_down(channel.own_address(line));
-    if (!is_cut && !is_unplugged) continue;
+    const bool unplugged = !side.down && is_unplugged(peer, line);
+    if (!is_cut && !unplugged) continue;
     side.suspected |= !side.down;
     channel.stop(line);
     take_down(rank, line,
-              is_unplugged ? "the network interface of its connection is down" : "no answer comes over its connection");
+              unplugged ? "the network interface of its connection is down" : "no answer comes over its connection");
   }
 }
 

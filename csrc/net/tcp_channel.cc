@@ -132,10 +132,8 @@ bool TcpChannel::is_stuck(Line line) const {
 }
 
 Address TcpChannel::own_address(Line line) const {
-  sockaddr_storage own{};
-  socklen_t bytes = sizeof(own);
-  if (::getsockname(fd_[static_cast<int>(line)].get(), reinterpret_cast<sockaddr*>(&own), &bytes) != 0) return {};
-  return {reinterpret_cast<const sockaddr*>(&own), bytes};
+  auto own = local_address(fd_[static_cast<int>(line)].get());
+  return own.is_ok() ? own.value() : Address();
 }
 
 // Closing with unread bytes would send a reset, which may overtake what the peer has yet to read.
