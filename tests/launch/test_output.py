@@ -177,7 +177,7 @@ AT_EXIT = {
             "CommandError: it failed: ERROR: no space",
         ),
     ],
-    ids=["torch", "tensorflow", "one line"],
+    ids=["torch", "tensorflow", "one line", "several lines"],
 )
 @pytest.mark.parametrize("last", AT_EXIT)
 def test_what_is_printed_at_exit_is_not_the_cause(capfd, traceback, cause, last):
