@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from horoclone import errors, failpoints, selection
 from horoclone import process_sets as sets
 from horoclone.bootstrap import address_space, exchange, mpi_link
-from horoclone.membership.records import Loss
 from horoclone.process_sets import ProcessSet
 from horoclone.runtime import (
     attached,
@@ -188,8 +187,7 @@ def _join_generation(comm: Any, wanted: list[ProcessSet]) -> None:
         except errors.HorovodInternalError as error:
             if attempt >= _MAX_GENERATIONS:
                 raise
-            if isinstance(error, errors.PeerLost) and error.rank >= 0:
-                current.lost.setdefault(error.rank, Loss.UNREACHABLE)
+            member.not_connected(error)
             elastic_sets.not_connected(wanted)
             say(f"generation {member.number()} could not be connected: {error}")
 

@@ -23,7 +23,7 @@ from horoclone.membership import client, snapshot
 from horoclone.membership.client import GenerationJob, Identity, MembershipClient
 from horoclone.membership.failover import Failover
 from horoclone.membership.peer_discovery import PeerDiscovery
-from horoclone.membership.records import Assignment, Evicted, Stop
+from horoclone.membership.records import Assignment, Evicted, Loss, Stop
 from horoclone.membership.states import NO_MEMBER
 from horoclone.membership.timeouts import ASK_AGAIN_S, COORDINATOR_TIMEOUT_S, FED_S, SAY_EVERY_S
 from horoclone.runtime import current, replica
@@ -133,6 +133,12 @@ class ElasticMember:
         """The ranks of the newest generation are connected."""
         if self.failover is not None:
             self.failover.connected()
+
+    @staticmethod
+    def not_connected(error: errors.HorovodInternalError) -> None:
+        """Why the ranks of the newest generation could not be connected."""
+        if isinstance(error, errors.PeerLost) and error.rank >= 0:
+            current.lost.setdefault(error.rank, Loss.UNREACHABLE)
 
     def _wait(self, thread: _MembershipThread) -> Assignment | Evicted | Stop:
         seen = self.assignment.number if self.assignment is not None else 0
