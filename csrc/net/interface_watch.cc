@@ -67,8 +67,10 @@ void InterfaceWatch::take_news() {
       if (one->nlmsg_type != RTM_NEWLINK && one->nlmsg_type != RTM_DELLINK) continue;
       const auto* about = static_cast<const ifinfomsg*>(NLMSG_DATA(one));
       const bool runs = one->nlmsg_type == RTM_NEWLINK && (about->ifi_flags & IFF_RUNNING);
-      if (runs) down_.erase(about->ifi_index);
-      if (runs) continue;
+      if (runs) {
+        down_.erase(about->ifi_index);
+        continue;
+      }
       const auto [known, is_first] = down_.try_emplace(about->ifi_index, Clock::now());
       if (!is_first && !(about->ifi_flags & IFF_UP)) known->second = Clock::now();
     }
@@ -77,7 +79,6 @@ void InterfaceWatch::take_news() {
 }
 
 bool InterfaceWatch::went_down(const Address& own, TimePoint since) const {
-  if (down_.empty()) return false;
   const auto found = number_.find(key_of(own));
   const auto down = found == number_.end() ? down_.end() : down_.find(found->second);
   return down != down_.end() && down->second > since;

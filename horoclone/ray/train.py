@@ -181,9 +181,8 @@ class ElasticBackend(_Rendezvous):
         self._service: MembershipService | None = None
         self._group: Any = None
         self._placements: list[Placement] = []  # by Ray Train's world rank
-        self._members: dict[
-            int, tuple[bytes, Any]
-        ] = {}  # by the same rank: names, actors; the service's mutex guards
+        # by the same rank: names, actors; the service's mutex guards
+        self._members: dict[int, tuple[bytes, Any]] = {}
 
     def on_start(self, worker_group: Any, backend_config: HorocloneConfig) -> None:
         """All workers have started, or one in place of a lost one."""
@@ -221,7 +220,8 @@ class ElasticBackend(_Rendezvous):
     def _failed(self, rank: int) -> None:
         """Ray Train calls it failed, and replaces it."""
         assert self._service is not None
-        error, coordinator = self._group.get_latest_poll_status().errors.get(rank), self._service.coordinator
+        status, coordinator = self._group.get_latest_poll_status(), self._service.coordinator
+        error = None if status is None else status.errors.get(rank)
         text = " ".join(f"{type(error).__name__}: {error}".split()) if error else "Ray Train does not say why"
         with self._service.mutex:
             name, _ = self._members.pop(rank, (b"", None))
