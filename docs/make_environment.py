@@ -21,54 +21,48 @@ OFTEN = [
     "SECRET", "SECRET_FILE", "ELASTIC_TIMEOUT", "NOTICE", "NOTICE_SIGNAL", "REPLICA_INTERVAL", "COMPARE",
     "NO_HOROVOD_ALIAS",
 ]  # fmt: skip
-NOTE = "<!-- `make docs` writes this page from csrc/base/settings_table.cc (docs/make_environment.py). -->"
+NOTE = "<!-- `make docs` writes this page from csrc/base/settings_table.cc. -->"
 HEAD = f"""# Settings
 
 {NOTE}
 
-The environment variables that people set. The rest is on the [page for experts](environment_expert.md).
+The environment variables that people set; the rest is on the [page for experts](environment_expert.md).
 
-Every setting is read once, by `init()`. `HOROCLONE_X` is looked up first, then the Horovod name
-where the meaning is the same; an empty value counts as unset. A value that is not accepted makes
-`init()` raise `ValueError` with the variable, the value and what is accepted. `horoclonerun --help`
-names the flag that sets a variable for all ranks. `horoclonerun` itself sets the numbers of the ranks
-and a secret; only under another launcher is a secret needed. Bytes may have a suffix (KiB, MiB, GiB),
-and 0 or 1 may be written as false or true, no or yes, off or on.
+Every setting is read once, by `init()`: `HOROCLONE_X` first, then the Horovod name that stands in
+brackets with the unit or the words that are accepted. Defaults stand behind `=`. An empty value counts
+as unset; one out of range makes `init()` raise `ValueError` with the range. `horoclonerun --help`
+names the flag that sets a variable for all ranks. Bytes may have a suffix (KiB, MiB, GiB), and 0 or 1
+may be written as false or true, no or yes, off or on.
 
-| variable | Horovod name | default | accepted | meaning |
-|---|---|---|---|---|
 """
 EXPERT_HEAD = f"""# Settings for experts
 
 {NOTE}
 
-These are for tuning, for tests, and for launchers; those that people set are on the
-[page of settings](environment.md), which also says how all of them are read.
+For tuning, for tests, and for launchers. The [page of settings](environment.md) has those that people
+set, and says how all of them are read.
 """
 CORE = """
 ## Read by the runtime
 
-| variable | Horovod name | default | accepted | meaning |
-|---|---|---|---|---|
 """
 LAUNCHER = """
 ## Read by the launcher and the bootstrap
 
-`horoclonerun` sets most of these for the processes that it starts.
+"""
+SET_BY_LAUNCHER = "; set by the launcher."
+FOR_RANKS = """
+`horoclonerun` sets these for the processes that it starts:
 
-| variable | Horovod name | default | accepted | meaning |
-|---|---|---|---|---|
 """
 
 
 UNREAD = """
 ## Horovod's variables that nothing here reads
 
-Where one of these is set to something else than Horovod's default, rank 0 says so at its first
-`init()`.
+Where one of these is set to something else than Horovod's default, which stands in brackets, rank 0
+says so at its first `init()`.
 
-| variable | Horovod's default | instead |
-|---|---|---|
 """
 BUILD_TIME = """
 ## Horovod's variables at build time
@@ -77,63 +71,39 @@ BUILD_TIME = """
 """
 
 
-def cell(text: str) -> str:
-    return text.replace("|", "\\|")
-
-
-def code(text: str | None) -> str:
-    return f"`{text}`" if text else ""
-
-
-def line(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def with_unit(number: int) -> str:
-    """A number of bytes as people write it: 1 GiB for 1073741824; others as they are."""
-    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB")):
-        if number % (1 << power) == 0:
-            return f"{number >> power} {unit}"
-    return str(number)
-
-
 def accepted(knob: dict[str, str]) -> str:
-    """What the table says, without what the page says once."""
+    """The words that are accepted, or the unit of a number; init() says what the range is."""
     if knob["read_by"] != "core":
-        return cell(knob["type"])
-    text = (
-        knob["accepts"]
-        .replace(", or with a suffix KiB, MiB, GiB", "")
-        .replace(" (also false, true, no, yes, off, on)", "")
-    )
-    text = re.sub(r"\d{7,}", lambda found: with_unit(int(found[0])), text)
-    text = re.sub(r"^(whole bytes|a (whole )?number) from |^one of |^any ", "", text)
-    return cell(
-        text.replace("0 or 1", "0, 1").replace(" (s)", " s").replace(" (ms)", " ms").replace(" (us)", " us")
-    )
+        return "s" if knob["type"] == "seconds" else ""
+    words = re.fullmatch(r"one of (.*\|.*)", knob["accepts"])
+    unit = re.search(r" \((s|ms|us)\)$", knob["accepts"])
+    return words[1] if words else unit[1] if unit else ""
 
 
-def row(knob: dict[str, str]) -> str:
-    names = (code(knob[column]) for column in ("name", "horovod", "default"))
-    return line(*names, accepted(knob), cell(knob["help"])) + "\n"
+def item(knob: dict[str, str]) -> str:
+    name = f"{knob['name']}={knob['default']}" if knob["default"] else knob["name"]
+    horovod = f"`{knob['horovod']}`" if knob["horovod"] else ""
+    inside = "; ".join(filter(None, (horovod, accepted(knob))))
+    return f"- `{name}`{f' ({inside})' if inside else ''}: {knob['help']}\n"
 
 
 def pages(knobs: list[dict[str, str]]) -> dict[str, str]:
     """Both pages by name, from the rows of _core.knobs()."""
     often = {f"HOROCLONE_{name}" for name in OFTEN}
-    chosen = "".join(row(knob) for knob in knobs if knob["name"] in often)
-    parts = [EXPERT_HEAD]
-    for read_by, head in (("core", CORE), ("launcher", LAUNCHER)):
-        rest = [knob for knob in knobs if knob["read_by"] == read_by and knob["name"] not in often]
-        parts.append(head + "".join(map(row, rest)))
-    parts.append(UNREAD)
+    chosen = "".join(item(knob) for knob in knobs if knob["name"] in often)
+    rest = [knob for knob in knobs if knob["name"] not in often]
+    core = [item(knob) for knob in rest if knob["read_by"] == "core"]
+    launcher = [item(knob) for knob in rest if knob["read_by"] == "launcher"]
+    set_by_it = [one.replace(SET_BY_LAUNCHER, ".") for one in launcher if SET_BY_LAUNCHER in one]
+    parts = [EXPERT_HEAD, CORE, *core, LAUNCHER, *(one for one in launcher if SET_BY_LAUNCHER not in one)]
+    parts += [FOR_RANKS, *set_by_it, UNREAD]
     for text, group in groupby(settings.UNREAD, key=lambda one: one[2]):
         unread = list(group)
-        names, defaults = (", ".join(code(one[at]) for one in unread if one[at]) for at in (0, 1))
-        parts.append(f"{line(names, defaults, cell(text))}\n")
+        names, defaults = (", ".join(f"`{one[at]}`" for one in unread if one[at]) for at in (0, 1))
+        parts.append(f"- {names}{f' ({defaults})' if defaults else ''}: {text}\n")
     built = (
         f"{settings.BUILD_TIME_INSTEAD} So nothing reads these, at build time or later, and nothing is said when they "
-        f"are set: {', '.join(map(code, settings.BUILD_TIME))}."
+        f"are set: {', '.join(f'`{name}`' for name in settings.BUILD_TIME)}."
     )
     parts.append(BUILD_TIME.format(names=textwrap.fill(built, 100, break_on_hyphens=False)))
     return {"environment.md": HEAD + chosen, "environment_expert.md": "".join(parts)}
