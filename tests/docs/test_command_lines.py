@@ -190,7 +190,7 @@ def test_scripts_that_the_pages_start_exist_and_know_their_flags() -> None:
                 seen += 1
                 if said := wrong_script(filled_in(words)):
                     wrong[f"{page.relative_to(ROOT)}: {shlex.join(words)}"] = said
-    assert seen > 60
+    assert seen > 25
     assert not wrong, wrong
 
 
