@@ -1,4 +1,4 @@
-"""Writes the table of docs/torch_ecosystem.md from the rows that tests/torch/ecosystem.py runs."""
+"""Writes the list of docs/torch_ecosystem.md from the rows that tests/torch/ecosystem.py runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "torch_ecosystem.md"
-BEGIN, END = "<!-- written by `make docs` -->\n", "<!-- end of the table -->\n"
+BEGIN, END = "<!-- written by `make docs` -->\n\n", "<!-- end of the list -->\n"
 
 
 def page() -> str:
@@ -19,7 +19,7 @@ def page() -> str:
     _, found, after = rest.partition(END)
     if not found:
         raise ValueError(f"{PAGE.name} lacks the line {END.strip()}")
-    return f"{before}{BEGIN}{ecosystem.table()}\n{END}{after}"
+    return f"{before}{BEGIN}{ecosystem.listed()}\n\n{END}{after}"
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 QUESTIONS = {
     "How do I install it?": ("start.md", r"pip install '\./horoclone-source\[torch\]'"),
     "Where do I get it?": ("start.md", r"git clone"),
-    "Which versions of Python and torch work?": ("start.md", r"\| torch \| 2\.4\.0"),
+    "Which versions of Python and torch work?": ("start.md", r"- torch: 2\.4\.0"),
     "What do I change in a PyTorch script?": ("start.md", r"hvd\.DistributedOptimizer\("),
     "How do I start it on two hosts?": ("launching.md", r"horoclonerun -np 8 -H node1:4,node2:4"),
     "How do I start it under Slurm?": ("launching.md", r"srun -n 4"),

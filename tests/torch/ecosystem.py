@@ -53,19 +53,15 @@ def row(
     return add
 
 
-def table() -> str:
-    lines = [
-        "| tool of torch | what is compared with one process | ranks | at most apart |",
-        "|---|---|---|---|",
-    ]
-    rows: dict[tuple[str, str, str], list[str]] = {}  # what is alike but for what is compared shares a line
+def listed() -> str:
+    """The rows as items of a list; those that are alike but for what is compared share one."""
+    items: dict[tuple[str, str, str], list[str]] = {}
     for one in ROWS.values():
         apart = f"{one.at_most:.0e}".replace("e-0", "e-") if one.at_most else "0"
-        rows.setdefault((one.tool, ", ".join(map(str, one.ranks)), apart), []).append(one.what)
-    lines += [
-        f"| {tool} | {'; '.join(what)} | {ranks} | {apart} |" for (tool, ranks, apart), what in rows.items()
-    ]
-    return "\n".join(lines)
+        items.setdefault((one.tool, ", ".join(map(str, one.ranks)), apart), []).append(one.what)
+    return "\n".join(
+        f"- **{tool}** ({ranks}; {apart}): {'; '.join(what)}" for (tool, ranks, apart), what in items.items()
+    )
 
 
 def run_row(name: str) -> float:

@@ -1,4 +1,4 @@
-"""torch's own tools on the backend `horoclone` compute what one process computes; docs/torch_ecosystem.md has the table."""
+"""torch's own tools on the backend `horoclone` compute what one process computes; docs/torch_ecosystem.md has the list."""
 
 from __future__ import annotations
 
@@ -70,5 +70,5 @@ def test_packages_that_are_built_on_torch(size: int, ecosystem_python: Path, lau
     all_apart(launch, ecosystem_python, size, [name for name, row in ecosystem.ROWS.items() if row.package])
 
 
-def test_the_page_has_the_table() -> None:
-    assert ecosystem.table() in PAGE.read_text(), "write it with `make docs`"
+def test_the_page_has_the_rows() -> None:
+    assert ecosystem.listed() in PAGE.read_text(), "write it with `make docs`"

@@ -87,13 +87,15 @@ def test_every_block_runs(page: str, tmp_path: Path) -> None:
             assert last < first, (number, first, last)
     if page == "optimizer.md" and hvd.rank() == 0:
         assert set(torch.load(tmp_path / "0.pt", weights_only=True)) == {"model", "optimizer"}
-    assert len(blocks) >= 3
+    assert len(blocks) >= 2
 
 
-def test_every_argument_of_the_optimizer_has_a_row() -> None:
+def test_every_argument_of_the_optimizer_is_described() -> None:
     text = (DOCS / "optimizer.md").read_text()
-    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", text.split("## Arguments")[1].split("\n## ")[0], re.M)
-    described = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    items = re.findall(
+        r"^- ((?:`\w+`(?:, )?)+)(?: \(.*\))?: ", text.split("## Arguments")[1].split("\n## ")[0], re.M
+    )
+    described = [name for item in items for name in re.findall(r"`(\w+)`", item)]
     taken = inspect.signature(hvd.DistributedOptimizer).parameters
     assert described == [name for name in taken if name != "num_groups"]
     (first,) = re.findall(r"arguments from `(\w+)` on are keyword-only", text)
@@ -107,7 +109,8 @@ def test_every_argument_of_the_optimizer_has_a_row() -> None:
 @ranks(2)
 def test_every_block_of_the_page_of_operations_runs() -> None:
     blocks = blocks_of("operations.md")
-    assert len(blocks) > 8
+    assert len(blocks) >= 7
+
     for number, block in enumerate(blocks):
         exec(compile(block, f"operations.md, block {number}", "exec"), {})
     hvd.barrier()
