@@ -15,13 +15,13 @@ TABLES = ("deliberate", "missing", "better")
 
 
 def rows(table: str, entries: dict[str, dict[str, Any]]) -> str:
-    """One table in Markdown; a line instead of it where it has no row."""
+    """One table or list in Markdown; a line instead of it where it has no row."""
     chosen = [each for each in entries.values() if each["table"] == table]
     if not chosen:
         return "Nothing that the recorded results show.\n"
-    columns = {"what": "what", "there": "Horovod", "ours": "here", "why": "why"}
     if table == "better":  # what it says of Horovod is that it does not work there
-        columns = {"what": "what fails in Horovod", "ours": "here"}
+        return "".join(f"- {each['what']}: {each['ours']}\n" for each in chosen)
+    columns = {"what": "what", "there": "Horovod", "ours": "here"}
     lines = [f"| {' | '.join(columns.values())} |", "|---" * len(columns) + "|"]
     for each in chosen:
         cells = [" ".join(str(each[name]).split()).replace("|", "\\|") for name in columns]

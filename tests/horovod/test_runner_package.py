@@ -18,7 +18,7 @@ from horoclone.runner.elastic import discovery
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# What scripts of other projects import (docs/from_horovod.md has the census).
+# What scripts of other projects import.
 IN_USE = {
     "runner": "run _HorovodArgs launch",
     "runner.launch": "run_commandline _run parse_args check_build gloo_built mpi_built",
