@@ -1,4 +1,4 @@
-"""Writes the tables of docs/from_horovod.md from the list of what differs on purpose."""
+"""Writes the lists of docs/from_horovod.md from the list of what differs on purpose."""
 
 from __future__ import annotations
 
@@ -15,22 +15,17 @@ TABLES = ("deliberate", "missing", "better")
 
 
 def rows(table: str, entries: dict[str, dict[str, Any]]) -> str:
-    """One table or list in Markdown; a line instead of it where it has no row."""
+    """One list in Markdown; a line instead of it where it has no entry."""
     chosen = [each for each in entries.values() if each["table"] == table]
     if not chosen:
         return "Nothing that the recorded results show.\n"
     if table == "better":  # what it says of Horovod is that it does not work there
         return "".join(f"- {each['what']}: {each['ours']}\n" for each in chosen)
-    columns = {"what": "what", "there": "Horovod", "ours": "here"}
-    lines = [f"| {' | '.join(columns.values())} |", "|---" * len(columns) + "|"]
-    for each in chosen:
-        cells = [" ".join(str(each[name]).split()).replace("|", "\\|") for name in columns]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return "".join(f"- *{each['what']}*: {each['there']}. **Here:** {each['ours']}\n" for each in chosen)
 
 
 def page() -> str:
-    """The whole page: what stands between the marks of a table is replaced."""
+    """The whole page: what stands between the marks of a list is replaced."""
     text = PAGE.read_text()
     entries = yaml.safe_load(LIST.read_text())
     unknown = {each["table"] for each in entries.values()} - set(TABLES)
