@@ -102,7 +102,7 @@ def pages(knobs: list[dict[str, str]]) -> dict[str, str]:
         names, defaults = (", ".join(f"`{one[at]}`" for one in unread if one[at]) for at in (0, 1))
         parts.append(f"- {names}{f' ({defaults})' if defaults else ''}: {text}\n")
     built = (
-        f"{settings.BUILD_TIME_INSTEAD} So nothing reads these, at build time or later, and nothing is said when they "
+        f"{settings.BUILD_TIME_INSTEAD} So nothing reads these, and nothing is said when they "
         f"are set: {', '.join(f'`{name}`' for name in settings.BUILD_TIME)}."
     )
     parts.append(BUILD_TIME.format(names=textwrap.fill(built, 100, break_on_hyphens=False)))
