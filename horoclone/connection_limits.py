@@ -31,11 +31,6 @@ def are_descriptors_short(newest: int) -> bool:
     return most != resource.RLIM_INFINITY and newest >= most - min(KEPT_DESCRIPTORS, most // 4)
 
 
-def too_many(most: int) -> str:
-    """What a server says of a crowd at its port."""
-    return f"more connections than {most} without a request: the oldest are closed, and the job goes on"
-
-
 def shut_down(peer: socket.socket) -> None:
     """Its thread reads the end."""
     with contextlib.suppress(OSError):
@@ -107,7 +102,9 @@ class UnauthenticatedConnections(Generic[Peer]):
         """Sends away the oldest that has no news; else the oldest. Whether one is gone already."""
         with self._changed:
             if self._tell is not None:
-                self._tell(too_many(self.most))
+                self._tell(
+                    f"more connections than {self.most} without a request: the oldest are closed, and the job goes on"
+                )
                 self._tell = None
             before = len(self._since)
             staying = [one for one in self._since if one not in self._sent_away]

@@ -69,6 +69,9 @@ def exit_code(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
+_CHAINS = ("During handling of the above", "The above exception was the direct")
+
+
 def traceback_in(stderr: Sequence[str]) -> list[str]:
     """The last traceback among the lines that can have ended the process, with the chain that led to it; empty when
     there is none. A thread's is one only where there is no other."""
@@ -79,7 +82,7 @@ def traceback_in(stderr: Sequence[str]) -> list[str]:
     if not starts:
         return []
     first = len(starts) - 1
-    while first > 0 and _is_chained(stderr[starts[first - 1] : starts[first]]):
+    while first > 0 and any(line.startswith(_CHAINS) for line in stderr[starts[first - 1] : starts[first]]):
         first -= 1
     end = starts[-1] + 1
     while end < len(stderr) and (stderr[end][:1] in (" ", "\t") or not stderr[end]):
@@ -90,13 +93,6 @@ def traceback_in(stderr: Sequence[str]) -> list[str]:
         while end < len(stderr) and goes_on(stderr[text:end], stderr[end]):
             end += 1
     return list(stderr[starts[first] : end])
-
-
-def _is_chained(lines: Sequence[str]) -> bool:
-    return any(
-        line.startswith(("During handling of the above", "The above exception was the direct"))
-        for line in lines
-    )
 
 
 def _traceback(end: RankEnd) -> list[str]:

@@ -420,7 +420,7 @@ class _Stream:
         if count > MAX_PARTS:
             raise ConnectionError(f"a commit of {count} parts")
         sizes = struct.unpack(f"<{count}Q", self._exactly(8 * count))
-        if sum(sizes) > _memory_bytes():
+        if sum(sizes) > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
             raise ConnectionError(f"a commit of {sum(sizes)} bytes, more than this machine has")
         parts: list[Part] = []
         sums: list[int] = []
@@ -488,10 +488,6 @@ def _are_same(one: Part, other: Part) -> bool:
     return all(
         bytes(one[at : at + SLICE]) == bytes(other[at : at + SLICE]) for at in range(0, len(one), SLICE)
     )
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _has_ended(peer: socket.socket) -> bool:

@@ -19,6 +19,7 @@ from horoclone.comparison import FIRST, OFF, PLACES, Policy
 from horoclone.ops import Adasum, Average, Max, Sum
 from horoclone.process_sets import ProcessSet
 from horoclone.runtime import steps
+from horoclone.tensorflow.mpi_ops import native_of
 
 Values = Callable[[], Sequence[tuple[str, Any]]]
 
@@ -126,12 +127,6 @@ def takes_tail(wires: Sequence[Any], op: int) -> bool:
 def is_variable(value: Any) -> bool:
     """Of TensorFlow, or of Keras on it."""
     return isinstance(native_of(value), tf.Variable)
-
-
-def native_of(variable: Any) -> Any:
-    """The variable of TensorFlow that stands behind one of Keras."""
-    inner = getattr(variable, "value", None)
-    return inner if not isinstance(variable, tf.Variable) and isinstance(inner, tf.Variable) else variable
 
 
 def _size(variable: Any) -> int | None:

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from horoclone import objects
 from horoclone.process_sets import ProcessSet, global_process_set
-from horoclone.tensorflow.mpi_ops import _as_it_is, _is_resource, _tf_variable, broadcast_
+from horoclone.tensorflow.mpi_ops import _as_it_is, _is_resource, broadcast_, native_of
 
 
 @_as_it_is
@@ -24,7 +24,7 @@ def broadcast_variables(
     variables: tf.Variables of either kind or Keras variables, the same number, shapes and dtypes on every rank (any
     numeric dtype). `inplace` is accepted and changes nothing: the values are always received beside the variables.
     """
-    plain = [_tf_variable(variable) for variable in variables]
+    plain = [native_of(variable) for variable in variables]
     updates = []
     for kind in (True, False):
         group = [variable for variable in plain if _is_resource(variable) == kind]

@@ -21,8 +21,9 @@ from horoclone.gradient_names import named_by
 from horoclone.ops import Adasum, Average, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set, id_of
 from horoclone.tensorflow import mpi_ops
-from horoclone.tensorflow.compared import Watch, is_variable, native_of, takes_tail
+from horoclone.tensorflow.compared import Watch, is_variable, takes_tail
 from horoclone.tensorflow.compression import Compression
+from horoclone.tensorflow.mpi_ops import native_of
 from horoclone.tensorflow.reductions import SPARSE_WEIGHT, grouped_allreduce
 
 # Large enough that one operation more costs little beside it, small enough that a network has several.

@@ -327,7 +327,7 @@ def _grouped_broadcast(
     return _run("grouped_broadcast", tensors, name, ignore_name_scope, process_set, root_rank=number)
 
 
-def _tf_variable(variable: Any) -> Any:
+def native_of(variable: Any) -> Any:
     """The tf.Variable in a variable of Keras 3; a tf.Variable as it is."""
     inner = getattr(variable, "value", None)
     return inner if not isinstance(variable, tf.Variable) and isinstance(inner, tf.Variable) else variable
@@ -356,7 +356,7 @@ def broadcast_(
 
     ValueError when resource variables and reference variables (of TensorFlow 1) are mixed.
     """
-    plain = [_tf_variable(variable) for variable in variables]
+    plain = [native_of(variable) for variable in variables]
     if len({_is_resource(variable) for variable in plain}) > 1:
         raise ValueError("broadcast_: resource variables and reference variables cannot be mixed in one call")
     values = [variable.read_value() for variable in plain]

@@ -15,6 +15,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from horoclone.tensorflow.mpi_ops import native_of
+
 _MARK = "_horoclone_reduced"
 _used = False
 
@@ -26,11 +28,6 @@ _NEUTRAL_OPS = {
     "Const", "VarHandleOp", "ReadVariableOp", "ResourceGather", "VariableV2", "HorovodSize", "HorovodGuard",
 }  # fmt: skip
 _OPS_WITH_STATE = {*_CALLS, "If", "While", "Case"}  # as good as what goes into them
-
-
-def _variable_of(variable: Any) -> Any:
-    inner = getattr(variable, "value", None)
-    return inner if not isinstance(variable, tf.Variable) and isinstance(inner, tf.Variable) else variable
 
 
 def _parts(gradient: Any) -> list[Any]:
@@ -60,7 +57,7 @@ def mark(gradients: Sequence[Any], variables: Iterable[Any] = ()) -> None:
                 setattr(part, _MARK, True)
     # What a function's tape reduces is reduced each time it runs, although it is traced only once.
     remembered = "until the next update" if tf.executing_eagerly() else "always"
-    for variable in map(_variable_of, variables):
+    for variable in map(native_of, variables):
         if isinstance(variable, tf.Variable):
             setattr(variable, _MARK, remembered)
 
@@ -75,7 +72,7 @@ def are_reduced(gradients: Sequence[Any], variables: Sequence[Any], by_variable:
         return [False] * len(gradients)
     walk = _Walk()
     found = []
-    for gradient, variable in zip(gradients, map(_variable_of, variables), strict=True):
+    for gradient, variable in zip(gradients, map(native_of, variables), strict=True):
         parts = _parts(gradient)
         reduced = bool(parts) and walk.origin(parts[0]) == _REDUCED
         if tf.executing_eagerly():

@@ -110,12 +110,7 @@ def _zero_gradients(optimizer: torch.optim.Optimizer) -> None:
         for parameter in group["params"]:
             if parameter.requires_grad:
                 zeros = torch.zeros_like(parameter, requires_grad=False)
-                parameter.grad = zeros.to_sparse() if _takes_sparse(optimizer) else zeros
-
-
-def _takes_sparse(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it updates from sparse gradients only."""
-    return isinstance(optimizer, torch.optim.SparseAdam)
+                parameter.grad = zeros.to_sparse() if isinstance(optimizer, torch.optim.SparseAdam) else zeros
 
 
 def _on_a_gpu(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:

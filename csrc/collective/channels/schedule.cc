@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <sstream>
 
 namespace hc {
 namespace {
@@ -517,32 +516,6 @@ Schedule concatenate(std::span<const PlacedSchedule> parts, std::vector<int>* be
     }
   }
   return whole;
-}
-
-std::string to_text(const Schedule& schedule) {
-  static constexpr const char* places[] = {"input", "output", "scratch"};
-  static constexpr const char* actions[] = {"send", "receive", "reduce", "copy", "gate"};
-  std::ostringstream out;
-  out << schedule.name << ", " << schedule.rounds << " rounds, scratch " << schedule.scratch_count << "\n";
-  auto spot = [&](const char* word, const Spot& s, size_t count) {
-    out << " " << word << " " << places[static_cast<int>(s.place)] << "[" << s.first << ", " << s.first + count << ")";
-  };
-  for (size_t i = 0; i < schedule.steps.size(); ++i) {
-    const Step& s = schedule.steps[i];
-    out << i << ": round " << s.round << " " << actions[static_cast<int>(s.action)];
-    if (s.peer >= 0) out << " peer " << s.peer;
-    if (s.action != Action::kReceive) spot("from", s.from, s.count);
-    if (s.action != Action::kSend && s.action != Action::kGate) spot("to", s.to, s.count);
-    if (s.action == Action::kReduce && !s.incoming_first) out << " mine first";
-    if (s.prescale) out << " prescale";
-    if (s.finish) out << " finish";
-    for (int a : s.after)
-      if (a >= 0) out << " after " << a;
-    if (s.after_all.last >= s.after_all.first)
-      out << " after all of " << s.after_all.first << " to " << s.after_all.last;
-    out << "\n";
-  }
-  return out.str();
 }
 
 }  // namespace hc

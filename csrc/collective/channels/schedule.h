@@ -7,7 +7,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
-#include <string>
 #include <vector>
 
 namespace hc {
@@ -63,8 +62,6 @@ struct Schedule {
   // Appends and returns the index; a step of no elements vanishes (-1), on both sides alike.
   int add(const Step& step);
 };
-
-std::string to_text(const Schedule& schedule);  // one line per step
 
 // What must be done before the input can be used.
 enum class Load : uint8_t {

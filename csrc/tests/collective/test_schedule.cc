@@ -453,12 +453,4 @@ TEST_CASE("placed schedules, and parts of one, keep their own ranges and order")
     }
 }
 
-TEST_CASE("a schedule prints one line per step") {
-  const Schedule s = plan_ring_allreduce({.rank = 1, .size = 3, .count = 6});
-  const std::string text = to_text(s);
-  CHECK(text.find("ring, 4 rounds") == 0);
-  CHECK(text.find("round 1 send peer 2 from input[0, 2)") != std::string::npos);
-  CHECK(std::count(text.begin(), text.end(), '\n') == static_cast<long>(s.steps.size()) + 1);
-}
-
 }  // namespace

@@ -191,16 +191,13 @@ def _about(row: Row, width: int) -> Text:
     return text
 
 
-def event_text(event: Event) -> str:
-    return f"{time.strftime('%H:%M:%S', time.localtime(event.time))} {event.text}"
-
-
 def events_text(events: Sequence[Event], width: int, most: int) -> Text:
     """The newest `most` of them, each in one line; a longer one is cut."""
     lines = []
     for event in events[len(events) - most :] if most else []:
         style = {"loss": "red", "stall": "yellow"}.get(event.kind, "")
-        line = Text(event_text(event).replace("\n", " "), style, no_wrap=True)
+        said = f"{time.strftime('%H:%M:%S', time.localtime(event.time))} {event.text}"
+        line = Text(said.replace("\n", " "), style, no_wrap=True)
         line.truncate(width, overflow="ellipsis")
         lines.append(line)
     return _joined(lines)

@@ -360,10 +360,6 @@ def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> Non
     _registry = registry
 
 
-def _handler_of(value: Any) -> StateHandler | None:
-    return next((handler(value) for kind, handler in _registry if isinstance(value, kind)), None)
-
-
 def _form_of_model(name: str, state: Mapping[str, Any]) -> list[tuple[Any, ...]]:
     return [
         (f"{name}.{key}", str(value.dtype), tuple(value.shape))
@@ -415,7 +411,7 @@ class TorchState(ObjectState):
         **kwargs: Any,
     ) -> None:
         found = {
-            name: _handler_of(value)
+            name: next((handler(value) for kind, handler in _registry if isinstance(value, kind)), None)
             for name, value in {"model": model, "optimizer": optimizer, **kwargs}.items()
         }
         object.__setattr__(self, "_handlers", {name: one for name, one in found.items() if one is not None})
