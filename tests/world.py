@@ -21,6 +21,7 @@ import runpy
 import secrets
 import select
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -534,6 +535,27 @@ def operations() -> int:
     return int(json.loads(runtime.native().counters())["operations"])
 
 
+def until(what: Callable[[], Any], timeout_s: float = 30, said: Callable[[], object] | str = "") -> Any:
+    """what() once it is true; fails with what is said when the time is over."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := what()):
+        assert time.monotonic() < deadline, said() if callable(said) else said
+        time.sleep(0.01)
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_python(code: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs code in an interpreter of its own; options are subprocess.run's."""
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, **{"capture_output": True, "text": True, "timeout": 120} | options)
+
+
 def printed_by(script: str | Path, *arguments: str) -> str:
     """What a script prints on this rank when it runs as a program."""
     said, before = io.StringIO(), sys.argv
@@ -566,6 +588,16 @@ def starts_counted(table: Any) -> Iterator[dict[str, int]]:
         yield seen
     finally:
         table.start_plain, table.start_plain_group = real
+
+
+# Of each binding, from Horovod.
+FACTS = [
+    "init", "shutdown", "is_initialized", "size", "rank", "local_size", "local_rank", "cross_size", "cross_rank",
+    "is_homogeneous", "mpi_threads_supported", "mpi_enabled", "mpi_built", "gloo_enabled", "gloo_built", "nccl_built",
+    "ddl_built", "ccl_built", "cuda_built", "rocm_built", "sycl_built", "start_timeline", "stop_timeline", "Average",
+    "Sum", "Adasum", "Min", "Max", "Product", "Compression", "elastic", "ProcessSet", "global_process_set",
+    "add_process_set", "remove_process_set",
+]  # fmt: skip
 
 
 def differences(ours: Callable[..., Any], theirs: Callable[..., Any]) -> list[str]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from world import run_python
 
 from horoclone import errors, failpoints
 from horoclone.launch import doctor
@@ -112,9 +113,7 @@ def test_several_threads_count_together() -> None:
 def test_the_variable_is_read_once_at_import(text: str, code: int, said: str) -> None:
     environment = {**os.environ, failpoints.VARIABLE: text, "HOROVOD_RANK": "2"}
     began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", REACH], env=environment, capture_output=True, text=True, timeout=60
-    )
+    done = run_python(REACH, env=environment)
     assert done.returncode == code and said in done.stderr, done.stderr
     assert ("past" in done.stdout) == (code == 0)
     assert "delay" not in text or time.monotonic() - began >= 0.3

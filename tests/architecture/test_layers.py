@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
+
+from world import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
@@ -247,9 +247,7 @@ print(json.dumps(sorted(sys.modules)))
 
 
 def test_the_launcher_loads_neither_native_code_nor_numpy_nor_a_framework() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LOADED], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = run_python(LOADED, check=True)
     loaded, after_a_job = map(json.loads, done.stdout.splitlines())
     heavy = {"numpy", "cloudpickle", "mpi4py", "rich", "yaml", "asyncio", *FRAMEWORKS} & first_words(
         after_a_job
@@ -262,9 +260,7 @@ def test_the_launcher_loads_neither_native_code_nor_numpy_nor_a_framework() -> N
 
 def test_import_horoclone_alone_loads_only_itself() -> None:
     code = "import sys; b = set(sys.modules); import horoclone; print(*sorted(set(sys.modules) - b))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = run_python(code, check=True)
     ours = [name for name in done.stdout.split() if name.startswith("horoclone")]
     assert ours == ["horoclone"]
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from world import run_python
 
 from horoclone import optional
 
@@ -85,9 +86,7 @@ def test_without_all_of_them_two_ranks_work_and_what_is_asked_for_is_named(tmp_p
     done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "has no dashboard (horoclone.live.dashboard)" in done.stderr, done.stderr
     code = "from horoclone.elastic.disk import Disk; Disk('saves', 1, 1, 1.0)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tree, env=env, capture_output=True, text=True, timeout=60
-    )
+    done = run_python(code, cwd=tree, env=env)
     assert "ImportError: horoclone.checkpoint is not part of this installation" in done.stderr, done.stderr
 
 

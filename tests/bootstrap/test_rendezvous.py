@@ -17,6 +17,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from world import until
 
 from horoclone import errors
 from horoclone.bootstrap import client as bootstrap_client
@@ -109,10 +110,11 @@ def test_missing_ranks_and_addresses_are_named(server, monkeypatch):
 
 
 def has_come(server, rank):
-    deadline = time.monotonic() + 20
-    while not (server._gathers.get("g") and rank in server._gathers["g"].blobs):
-        assert time.monotonic() < deadline, f"rank {rank} has not come"
-        time.sleep(0.01)
+    until(
+        lambda: server._gathers.get("g") and rank in server._gathers["g"].blobs,
+        20,
+        lambda: f"rank {rank} has not come",
+    )
 
 
 @pytest.mark.in_turn("server")

@@ -7,10 +7,11 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from world import until
 
 from horoclone.bootstrap import wire
 from horoclone.bootstrap.client import Client
@@ -19,14 +20,6 @@ from horoclone.runtime import replica
 from horoclone.runtime.replica import Feed, Feeder
 
 SECRET, JOB = b"s" * 32, "job"
-
-
-def until(what: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 20
-    while not (found := what()):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    return found
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from world import run_python
 
 core = pytest.importorskip("horoclone._core", reason="the native module is not built")
 
@@ -37,10 +38,13 @@ def environment(**extra: str) -> dict[str, str]:
 
 def report(settings: dict[str, Any], preload: Path | str = "", **env: str) -> Any:
     settings = {"HOROCLONE_KERNEL_CACHE": "off", **settings}
-    done = subprocess.run(
-        [sys.executable, "-c", REPORT, json.dumps({k: str(v) for k, v in settings.items()}), str(preload)],
-        env=environment(**env), capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
+    done = run_python(
+        REPORT,
+        json.dumps({k: str(v) for k, v in settings.items()}),
+        str(preload),
+        env=environment(**env),
+        check=True,
+    )
     return json.loads(done.stdout)
 
 
@@ -164,10 +168,7 @@ assert json.loads(core.device_report(settings))["cuda"]["found"]
 
 def test_fake_a_child_of_a_process_that_has_used_cuda_is_told_so(fakes: Path) -> None:
     settings = {name: str(path) for name, path in cuda_of(fakes).items()}
-    done = subprocess.run(
-        [sys.executable, "-c", FORKED, json.dumps({**settings, "HOROCLONE_GPU_KERNELS": "off"})],
-        env=environment(), capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    done = run_python(FORKED, json.dumps({**settings, "HOROCLONE_GPU_KERNELS": "off"}), env=environment())
     assert done.returncode == 0, done.stderr
     assert "CUDA error 3" in done.stdout and "forked" in done.stdout and "spawn" in done.stdout
 
@@ -206,7 +207,5 @@ def test_fake_what_is_built_answers_with_the_version(fakes: Path) -> None:
     code = "import horoclone as hvd; print(hvd.cuda_built(), hvd.nccl_built())"
     env = {"HOROCLONE_CUDA_LIBRARY": "libcuda.so.1", "HOROCLONE_NCCL_LIBRARY": "libnccl.so.2"}
     here = {name: str(fakes / file) for name, file in env.items()}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment(**here), capture_output=True, text=True, timeout=60
-    )
+    done = run_python(code, env=environment(**here))
     assert done.stdout.split() == ["True", "22809"], done.stderr

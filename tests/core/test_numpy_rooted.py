@@ -52,37 +52,6 @@ def test_reduce_gives_the_root_the_reduction_and_the_others_none():
     assert result is None if hvd.rank() else result.tolist() == [1.5 * hvd.size()] * 4
 
 
-@ranks(1, 3)
-def test_gather_concatenates_on_the_root():
-    for dtype in DTYPES:
-        for rows in (0, 1, 5, 900):
-            root = rows % hvd.size()
-            parts = [data(dtype, (rows * (rank + 1) % 1000, 2, 3), rank) for rank in range(hvd.size())]
-            result = hvd.gather(parts[hvd.rank()], root)
-            later = hvd.synchronize(hvd.gather_async(parts[hvd.rank()], root, name="g"))
-            if hvd.rank() == root:
-                same(result, np.concatenate(parts), dtype)
-                same(later, np.concatenate(parts), dtype)
-            else:
-                assert result is None and later is None
-
-
-@ranks(1, 3)
-def test_scatter_gives_everybody_its_rows():
-    for dtype in DTYPES:
-        for rows in (0, 1, 5, 3001):
-            root = rows % hvd.size()
-            whole = data(dtype, (rows, 4), 17)
-            mine = hvd.scatter(whole if hvd.rank() == root else None, root)
-            same(mine, np.array_split(whole, hvd.size())[hvd.rank()], dtype)
-            splits = [0] * hvd.size()
-            splits[-1] = rows
-            handle = hvd.scatter_async(whole, root, splits, name="s")
-            mine = hvd.synchronize(handle)
-            same(mine, whole if hvd.rank() == hvd.size() - 1 else whole[:0], dtype)
-    assert hvd.scatter(np.arange(2 * hvd.size()), 0).shape == (2,)
-
-
 @ranks(2)
 def test_what_numpy_cannot_pass_is_refused_and_the_runtime_goes_on():
     """The rest is the core's: csrc/tests/engine/test_rooted.cc, and tests/torch/test_rooted.py for its texts."""

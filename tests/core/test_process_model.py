@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 
 import numpy as np
 import pytest
-from world import ranks
+from world import ranks, run_python
 
 import horoclone as hvd
 
@@ -359,11 +358,5 @@ time.sleep(0.01)
 def test_a_daemon_thread_in_the_core_does_not_abort_a_process_that_ends():
     """CPython below 3.14 ends such a thread with pthread_exit, which must not unwind through our destructors."""
     for _ in range(3):
-        done = subprocess.run(
-            [sys.executable, "-c", IN_THE_CORE_AT_THE_END],
-            timeout=60,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = run_python(IN_THE_CORE_AT_THE_END)
         assert done.returncode == 0, done.stderr

@@ -7,13 +7,12 @@ import os
 import pickle
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import cloudpickle
 import numpy as np
 import pytest
-from world import ranks
+from world import ranks, until
 
 import horoclone as hvd
 
@@ -21,10 +20,7 @@ DYNAMIC = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
 
 
 def wait_for(path: Path, limit_s: float = 30.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not path.exists():
-        assert time.monotonic() < deadline, f"nobody has made {path}"
-        time.sleep(0.005)
+    until(path.exists, limit_s, lambda: f"nobody has made {path}")
 
 
 def total(value, process_set):

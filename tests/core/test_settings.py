@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from world import ranks
+from world import ranks, until
 
 import horoclone as hvd
 from horoclone import settings
@@ -139,10 +139,7 @@ def test_a_window_holds_back_neither_a_blocking_call_for_ever_nor_the_end():
     for number in range(3):
         assert hvd.allreduce(np.array([number]), op=hvd.Sum).tolist() == [2 * number]
     handle = hvd.allreduce_async(np.ones(4), op=hvd.Sum, name="nobody waits")
-    deadline = time.monotonic() + 20
-    while not hvd.poll(handle):  # hc-engine has to wake by itself when the window closes
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: hvd.poll(handle), 20)
     assert hvd.synchronize(handle).tolist() == [2.0] * 4
 
 
@@ -205,12 +202,14 @@ def test_thread_affinity_places_the_engines_thread_and_no_other():
     cores = [sorted(mine)[0], sorted(mine)[-1]]
     os.environ["HOROVOD_THREAD_AFFINITY"] = f"{cores[0]},{cores[1]}"
     hvd.init()
-    deadline = time.monotonic() + 20
-    while [os.sched_getaffinity(thread) for thread in threads_named("hc-engine")] != [
-        {cores[hvd.local_rank()]}
-    ]:
-        assert time.monotonic() < deadline, threads_named("hc-engine")
-        time.sleep(0.01)
+    until(
+        lambda: (
+            [os.sched_getaffinity(thread) for thread in threads_named("hc-engine")]
+            == [{cores[hvd.local_rank()]}]
+        ),
+        20,
+        lambda: threads_named("hc-engine"),
+    )
     assert os.sched_getaffinity(0) == mine
     assert hvd.allreduce(np.ones(1), op=hvd.Sum).tolist() == [2.0]
 

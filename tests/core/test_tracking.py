@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from world import ranks
+from world import ranks, run_python
 
 import horoclone as hvd
 from horoclone import tracking
@@ -136,6 +135,6 @@ def test_an_event_file_loads_no_framework(tmp_path: Path) -> None:
         "import sys, horoclone.tracking as t; t.to_tensorboard(sys.argv[1])({'a': 1}, 3); "
         "print({'tensorflow', 'torch', 'jax'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=60)
+    done = run_python(code, tmp_path)
     assert done.stdout == "set()\n", done
     assert scalars_in(tmp_path) == {"a": [(3, 1.0)]}

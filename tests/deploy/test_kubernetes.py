@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from world import until
 
 yaml = pytest.importorskip("yaml")
 
@@ -135,10 +136,7 @@ def test_a_pod_that_leads_the_job_is_evicted_and_the_last_one_goes_on(cluster: A
 
 def wait_for_the_shell(pod: Any, timeout_s: float = 30) -> None:
     """Until the training's process has ended and the container's shell keeps the pod."""
-    deadline = time.monotonic() + timeout_s
-    while "sleep" not in pod.children():
-        assert time.monotonic() < deadline, pod.cluster.outputs()
-        time.sleep(0.02)
+    until(lambda: "sleep" in pod.children(), timeout_s, pod.cluster.outputs)
 
 
 def test_a_stateful_set_is_scaled_up_and_down_and_ends_with_success(cluster: Any) -> None:

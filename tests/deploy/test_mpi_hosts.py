@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from world import until
 
 yaml = pytest.importorskip("yaml")
 
@@ -104,10 +105,7 @@ def test_mpirun_ends_the_job_when_a_rank_is_killed(
     killed = time.monotonic()
     assert run.process.wait(60) != 0, run.output
     assert time.monotonic() - killed < 60 and "done" not in run.output
-    deadline = time.monotonic() + 30
-    while any(ranks_of(node) for node in site.nodes):
-        assert time.monotonic() < deadline, "nothing is left on the hosts"
-        time.sleep(0.1)
+    until(lambda: not any(ranks_of(node) for node in site.nodes), 30, "nothing is left on the hosts")
 
 
 def ranks_of(node: Any) -> list[int]:

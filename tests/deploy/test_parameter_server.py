@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from world import until
 
 pytest.importorskip("torch", reason="PyTorch is not installed: it brings the register")
 yaml = pytest.importorskip("yaml")
@@ -60,10 +61,7 @@ def wait_for_more(worker: Any, timeout_s: float = 90) -> None:
 
 
 def wait_until_ready(pod: Any, timeout_s: float = 90) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not pod.is_ready():
-        assert time.monotonic() < deadline, pod.cluster.outputs()
-        time.sleep(0.3)
+    until(pod.is_ready, timeout_s, pod.cluster.outputs)
 
 
 def test_servers_are_evicted_and_killed_and_the_register_forgets_and_every_push_is_there(

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from namespaces import connect, delete, lay_cable, make, make_switch
+from world import until
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
@@ -182,11 +183,11 @@ class Batch:
         return match.group(1) if match else ""
 
     def wait_for(self, pattern: str, timeout_s: float = 90) -> re.Match[str]:
-        deadline = time.monotonic() + timeout_s
-        while not (match := re.search(pattern, self.output)):
-            if time.monotonic() > deadline:
-                pytest.fail(f"{pattern!r} not seen; {self.field('JobState')}\n{self.output}")
-            time.sleep(0.1)
+        match = until(
+            lambda: re.search(pattern, self.output),
+            timeout_s,
+            lambda: f"{pattern!r} not seen; {self.field('JobState')}\n{self.output}",
+        )
         return match
 
     def finish(self, timeout_s: float = 120) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from world import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = [Path(sys.executable).with_name("horoclonerun"), "-np", "2", sys.executable]
@@ -167,10 +167,5 @@ def test_jobs_and_pages_from_outside(launch: Any, tmp_path: Path) -> None:
     )
     job = launch.start([*RUN, tmp_path / "train.py"])
     job.wait_for("up", 30)
-    done = subprocess.run(
-        [sys.executable, "-c", block_of("observing.md", "job.jobs()")],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run_python(block_of("observing.md", "job.jobs()"))
     assert re.search(rf"^{job.process.pid} .*train\.py$", done.stdout, re.M), done.stdout + done.stderr

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from namespaces import Hosts
+from world import until
 
 WORKER = Path(__file__).with_name("steps.py")
 RUN = [sys.executable, "-m", "horoclone.launch"]
@@ -100,10 +101,11 @@ def job(launch: Any, watch: Any, hosts: TwoHosts, tmp_path: Path) -> Any:
 
 def wait_for(path: Path, text: str, timeout_s: float = 60) -> str:
     """The file, once the text is in it."""
-    deadline = time.monotonic() + timeout_s
-    while not path.exists() or text not in path.read_text():
-        assert time.monotonic() < deadline, f"{text!r} is not in {path}: {path.exists() and path.read_text()}"
-        time.sleep(0.05)
+    until(
+        lambda: path.exists() and text in path.read_text(),
+        timeout_s,
+        lambda: f"{text!r} is not in {path}: {path.exists() and path.read_text()}",
+    )
     return path.read_text()
 
 

@@ -5,7 +5,6 @@ Those of TensorFlow are with its binding; the alias has a file of its own (test_
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 
@@ -14,7 +13,6 @@ import pytest
 from world import ranks
 
 import horoclone as hvd
-from horoclone import ops
 
 
 @ranks(1)
@@ -26,40 +24,6 @@ def test_1_also_a_process_alone_is_seen_working():
         handle = hvd.allreduce_async(np.ones(100_000))
         seen.add(hvd.poll(handle))
         hvd.synchronize(handle)
-
-
-def uneven_steps():
-    """Rank r takes r + 2 steps; whoever has joined counts as the neutral element of each reduction."""
-    me, size = hvd.rank(), hvd.size()
-    value = me + 2.0
-    for step in range(me + 2):
-        present = [float(rank + 2) for rank in range(size) if step < rank + 2]
-        expected = {
-            ops.Sum: sum(present), ops.Average: sum(present) / size, ops.Min: min(present), ops.Max: max(present),
-            ops.Product: float(np.prod(present)),
-        }  # fmt: skip
-        for op, result in expected.items():
-            found = hvd.allreduce(
-                np.array([value]), op=op, name=f"{op}"
-            )  # one name each: cached from the second on
-            assert found[0] == pytest.approx(result, rel=1e-12), (step, op, found)
-            assert hvd.allreduce(np.array([-int(value)]), op=ops.Max)[0] == -min(present)  # unnamed, integers
-    return hvd.join()
-
-
-@pytest.mark.parametrize("capacity", ["1024", "0"])
-@ranks(3, init=False)
-def test_5_joined_ranks_are_neutral_and_all_learn_the_same_last_rank(capacity):
-    os.environ["HOROVOD_CACHE_CAPACITY"] = capacity
-    hvd.init()
-    for _ in range(2):
-        assert hvd.allgather(np.array([uneven_steps()])).tolist() == [2, 2, 2]
-    if hvd.rank() == 0:
-        with pytest.raises(hvd.HorovodInternalError, match="not supported with Join"):
-            hvd.allgather(np.ones(1))
-        with pytest.raises(hvd.HorovodInternalError, match="not supported with Join"):
-            hvd.broadcast(np.ones(1), 0)
-    assert hvd.join() == 0
 
 
 LIVES = """

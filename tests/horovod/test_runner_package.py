@@ -10,6 +10,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+from world import run_python
 
 import horoclone.runner
 from horoclone.runner import _HorovodArgs, launch
@@ -60,9 +61,7 @@ except ImportError:
     print(sorted({{"numpy", "torch", "tensorflow", "horoclone._core"}} & set(sys.modules)))
 look({NEEDS_NUMPY!r})
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    done = run_python(program, cwd=ROOT)
     assert done.stdout == "[]\n", done.stdout + done.stderr
 
 

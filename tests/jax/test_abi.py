@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from world import later
+from world import later, run_python
 
 jax = later("jax")
 
@@ -166,12 +166,11 @@ def test_our_declarations_are_those_of_the_installed_jaxlib(tmp_path: Path) -> N
 
 def test_importing_the_binding_starts_no_backend() -> None:
     """So that a script can still choose platforms and devices after its imports."""
-    import sys
 
     code = (
         "import horoclone.jax, jax._src.xla_bridge as bridge\n"
         "assert not bridge._backends, bridge._backends\n"
         "import jax; jax.config.update('jax_num_cpu_devices', 2); assert len(jax.devices()) == 2"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    done = run_python(code)
     assert done.returncode == 0, done.stderr

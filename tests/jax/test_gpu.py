@@ -6,12 +6,11 @@ tests/jax/test_gpu_fake.py has the same handlers on the fakes.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from typing import Any
 
 import pytest
-from world import later
+from world import later, run_python
 
 jax = later("jax")
 
@@ -73,7 +72,7 @@ print("right", flush=True)
 def gpus() -> list[str]:
     """Asked in a process of its own: whoever looks holds memory of the GPU."""
     env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    done = subprocess.run([sys.executable, "-c", SEES], env=env, capture_output=True, text=True, timeout=120)
+    done = run_python(SEES, env=env)
     count = done.stdout.count("'gpu'")
     if done.returncode != 0 or not count or "rocm" in done.stdout.lower():
         pytest.skip(f"JAX sees no NVIDIA GPU here: {(done.stdout or done.stderr).strip().splitlines()[-1:]}")

@@ -11,7 +11,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import numpy as np
 import pytest
 import world
 from worker_pool import warm_processes
-from world import later
+from world import later, run_python
 
 from horoclone import runtime
 
@@ -250,7 +249,5 @@ def test_jaxs_plugin_for_cuda_takes_the_handlers() -> None:
     """The real plugin, which is loaded here and sees no GPU: it asks the handlers for their version."""
     pytest.importorskip("jax_cuda13_plugin", reason="pip install jax-cuda13-plugin jax-cuda13-pjrt")
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", REGISTERS], env=env, capture_output=True, text=True, timeout=100
-    )
+    done = run_python(REGISTERS, env=env)
     assert done.returncode == 0, done.stderr

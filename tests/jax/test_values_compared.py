@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import functools
-import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from world import later, load, ranks
-
-import horoclone
 
 jax = later("jax")
 optax = later("optax")
@@ -131,43 +128,6 @@ def test_a_flipped_bit_is_found_at_the_next_check() -> None:
             training.steps(2)
             assert len(lines) == (hvd.rank() == 0), (options, lines)
             assert all("the parameter ['out']" in line and "rank 1 (against" in line for line in lines)
-
-
-@pytest.mark.long(60)
-@ranks(2, 3, 4, limit_s=600)
-def test_hundreds_of_flipped_bits_are_found_at_the_next_check() -> None:
-    """Any bit of any value on any rank, in programs and outside, 100 times in each kind of value: by name, and by rank
-    where there is a majority."""
-    choice = random.Random(hvd.size())
-    for program in (False, True):
-        with told("warn") as lines:
-            training = Training(program)
-            for number in range(100):
-                horoclone.join()  # it warns once until ranks have joined
-                training.steps(4)
-                assert not lines, lines
-                before = (training.params, training.state)
-                culprit, what = choice.randrange(hvd.size()), choice.choice(list(training.params))
-                bit = choice.randrange(32 * training.params[what].size)
-                place = "state" if number % 2 else "params"
-                end = f"[0].trace[{what!r}]" if number % 2 else f"[{what!r}]"
-
-                def flipped(path: Any, leaf: Any, end: str = end, bit: int = bit) -> Any:
-                    value = np.array(leaf)
-                    if jax.tree_util.keystr(path).endswith(end):
-                        value.reshape(-1).view(np.uint8)[bit // 8] ^= 1 << bit % 8
-                    return jnp.asarray(value)
-
-                if hvd.rank() == culprit:
-                    changed = jax.tree_util.tree_map_with_path(flipped, getattr(training, place))
-                    setattr(training, place, changed)
-                training.steps(1)
-                kind = "the optimizer's state" if number % 2 else "the parameter"
-                who = "no majority" if hvd.size() == 2 else f"on rank {culprit} (against"
-                assert len(lines) == (hvd.rank() == 0), (number, lines)
-                assert all(f"{kind} {end} differs" in line and who in line for line in lines), (number, lines)
-                lines.clear()
-                training.params, training.state = before
 
 
 @ranks(2, limit_s=180)

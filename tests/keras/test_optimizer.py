@@ -5,15 +5,13 @@ Horovod's, with Keras 3, trains every rank on its own without a word. So everyth
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from world import load
+from world import load, run_python
 
 training = load(Path(__file__).with_name("training.py"), "keras_training")
 BATCH, compiled, everybody, fit = training.BATCH, training.compiled, training.everybody, training.fit
@@ -23,25 +21,6 @@ BACKENDS = ["tensorflow", "jax", "torch"]
 
 
 # --- what the ranks run ----------------------------------------------------------------------------------------------
-
-
-def aggregates(which: str, average: bool) -> None:
-    """Two batches per update equal batches of twice the size (averaged), also when only their sum is taken."""
-    import horoclone.keras as hvd
-
-    passes, steps = 2, 6
-    optimizer = hvd.DistributedOptimizer(
-        optimizer_named(which), backward_passes_per_step=passes, average_aggregated_gradients=average
-    )
-    model = compiled(network(), optimizer)
-    plain = optimizer_named(which)
-    if not average:  # the sum of the means is twice the mean
-        plain.learning_rate = plain.learning_rate * 2.0
-    reference = compiled(network(), plain)
-    fit(model, shard(hvd.rank(), steps=steps), callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
-    x, y = everybody(hvd.size(), steps=steps)
-    training.as_one_process(model, reference, (x, y), batch=BATCH * hvd.size() * passes)
-    assert int(np.asarray(hvd.allreduce(optimizer.iterations, op=hvd.Max))) == 2 * steps // passes
 
 
 def step(optimizer: Any, gradients: Any, variables: Any) -> None:
@@ -233,7 +212,7 @@ def is_saved_as_a_plain_optimizer(path: str, passes: int) -> None:
             f"import sys, keras; o = keras.models.load_model({path!r}).optimizer; print(len(o.variables), "
             "type(o).__module__.startswith('keras.') and 'horoclone' not in sys.modules)"
         )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        done = run_python(code, check=True)
         assert done.stdout.split() == [str(len(optimizer_named("adam").variables) + 2 * 4), "True"]
     loaded = hvd.load_model(path)
     assert int(loaded.optimizer.iterations) == int(model.optimizer.iterations) > 0
@@ -354,19 +333,6 @@ On = Callable[..., list[Any]]
 )
 def test_training_on_shards_equals_training_on_everything(on: On, backend: str, which: str) -> None:
     on(backend, training.trains_as_one, which=which)
-
-
-@pytest.mark.in_turn
-@pytest.mark.parametrize(
-    "which, average, backend",
-    [
-        *(("scaled", True, backend) for backend in BACKENDS),
-        ("adam", True, "jax"),
-        ("sgd", False, "torch"),
-    ],
-)
-def test_several_batches_per_update(on: On, backend: str, which: str, average: bool) -> None:
-    on(backend, aggregates, which=which, average=average)
 
 
 @pytest.mark.in_turn("backend")

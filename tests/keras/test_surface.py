@@ -6,15 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from world import differences
+from world import FACTS, differences
 
-NAMES = [
-    "init", "shutdown", "is_initialized", "size", "rank", "local_size", "local_rank", "cross_size", "cross_rank",
-    "is_homogeneous", "mpi_threads_supported", "mpi_enabled", "mpi_built", "gloo_enabled", "gloo_built", "nccl_built",
-    "ddl_built", "ccl_built", "cuda_built", "rocm_built", "sycl_built", "start_timeline", "stop_timeline", "Average", "Sum",
-    "Adasum", "Min", "Max", "Product", "Compression", "ProcessSet", "global_process_set", "add_process_set",
-    "remove_process_set", "callbacks", "elastic", "load_model", "broadcast_object", "allgather_object",
-]  # fmt: skip
+NAMES = [*FACTS, "callbacks", "load_model", "broadcast_object", "allgather_object"]
 
 
 def tables(hvd: Any) -> dict[str, dict[str, Any]]:

@@ -86,7 +86,8 @@ def programs() -> Any:
         {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}, {"gradient_accumulation_steps": 2},
     ])  # fmt: skip
     wrapper = st.sampled_from([
-        {}, {"sum": True}, {"groups": 2}, {"backward_passes_per_step": 2}, {"gradient_predivide_factor": 2.0}
+        {}, {"sum": True}, {"groups": 2}, {"backward_passes_per_step": 2}, {"gradient_predivide_factor": 2.0},
+        {"backward_passes_per_step": 2, "average_aggregated_gradients": True},
     ])  # fmt: skip
     steps = st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 2**16)), min_size=2, max_size=6)
     return st.tuples(option, wrapper, steps)
@@ -151,7 +152,8 @@ def runs(kind: str, program: Any) -> None:
     options, wrapper, steps = fitting(kind, program)
     op = hvd.Sum if wrapper.pop("sum", False) else hvd.Average
     passes = wrapper.get("backward_passes_per_step", 1) * options.get("gradient_accumulation_steps", 1)
-    reference = Reference(options, 1.0 if op == hvd.Sum else 1.0 / hvd.size())
+    averaged = wrapper.get("average_aggregated_gradients", False)
+    reference = Reference(options, (1.0 if op == hvd.Sum else 1.0 / hvd.size()) / (2 if averaged else 1))
     optimizers = keras.optimizers.legacy if kind == "legacy" else keras.optimizers
     plain = optimizers.SGD(
         0.25, momentum=0.5, **{key: value for key, value in options.items() if key != "scaled"}

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from world import free_port
 
 from horoclone.bootstrap import wire
 
@@ -256,9 +257,7 @@ def sshd(tmp_path_factory) -> Iterator[dict[str, str]]:
             ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True, timeout=20
         )
     (folder / "authorized").write_text((folder / "user.pub").read_text())
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     host_key = " ".join((folder / "host.pub").read_text().split()[:2])
     (folder / "known").write_text(f"[127.0.0.1]:{port} {host_key}\n")
     (folder / "config").write_text(

@@ -6,7 +6,6 @@ import functools
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from world import alike, ranks
+from world import alike, ranks, run_python
 
 import horoclone.torch as hvd
 from horoclone.bootstrap.detect import torch_port
@@ -280,7 +279,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
 
 def test_without_lightning_the_import_says_what_to_install() -> None:
     code = "import sys; sys.modules['lightning'] = None; import horoclone.lightning"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = run_python(code)
     assert re.search(
         r"ImportError: horoclone.lightning needs Lightning 2 \(pip install lightning\)", done.stderr
     )

@@ -26,6 +26,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from synthetic_metrics import a_mixed_job
+from world import free_port, until
 
 from horoclone.live import measurements, otlp
 
@@ -71,19 +72,6 @@ class Receiver:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
-def wait_for(what: Any, limit_s: float = 60) -> None:
-    deadline = time.monotonic() + limit_s
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 @pytest.fixture(scope="module")
 def collector() -> Iterator[tuple[Receiver, dict[str, int]]]:
     found = importlib.util.find_spec("rotel")
@@ -100,7 +88,7 @@ def collector() -> Iterator[tuple[Receiver, dict[str, int]]]:
     running = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         for port in ports.values():
-            wait_for(lambda port=port: socket.socket().connect_ex(("127.0.0.1", port)) == 0)
+            until(lambda port=port: socket.socket().connect_ex(("127.0.0.1", port)) == 0, 60)
         yield receiver, ports
     finally:
         running.kill()
@@ -148,8 +136,8 @@ def test_a_collector_gets_metrics_and_spans_of_every_rank(
     def ranks_with_metrics() -> set[int]:
         return {attributes(one.resource)["horoclone.rank"] for one in told_by(receiver.metrics, service)}
 
-    wait_for(lambda: {rank: len(spans) for rank, spans in spans_of().items()} == {0: 14, 1: 14})
-    wait_for(lambda: ranks_with_metrics() == {0, 1})
+    until(lambda: {rank: len(spans) for rank, spans in spans_of().items()} == {0: 14, 1: 14}, 60)
+    until(lambda: ranks_with_metrics() == {0, 1}, 60)
     traces = []
     for spans in spans_of().values():
         steps = {s.span_id: s for s in spans if s.name == "step"}

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from world import until
 
 from horoclone.launch.hosts import Placement
 from horoclone.launch.job_metrics import JobMetrics
@@ -236,10 +237,7 @@ def test_a_process_is_told_from_another_with_its_number() -> None:
     its = ProcessIdentity(child.pid, start_of(child.pid), process.namespace)
     assert lives(its) and not is_stopped(its)
     child.kill()
-    deadline = time.monotonic() + 5
-    while lives(its):  # a zombie does not
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: not lives(its), 5)
     child.wait()
 
 

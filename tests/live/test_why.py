@@ -6,11 +6,11 @@ import os
 import subprocess
 import sys
 import sysconfig
-import time
 from pathlib import Path
 
 import pytest
 from synthetic_metrics import NOW, FixedJob, metrics_of
+from world import until
 
 import horoclone
 from horoclone.live import job, late_ranks, rank_metrics
@@ -281,14 +281,6 @@ hvd.shutdown()
 """
 
 
-def until(what, timeout_s=60):
-    deadline = time.monotonic() + timeout_s
-    while not (found := what()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return found
-
-
 def test_a_job_says_why_while_it_runs_in_a_stall_and_at_its_end(launch, tmp_path):
     pytest.importorskip("rich", reason="rich is not installed: pip install '.[top]'")
     (tmp_path / "train.py").write_text(PROGRAM)
@@ -308,7 +300,7 @@ def test_a_job_says_why_while_it_runs_in_a_stall_and_at_its_end(launch, tmp_path
         text = (tmp_path / "why").read_text() if (tmp_path / "why").exists() else ""
         return "slow" in text
 
-    until(said)
+    until(said, 60)
     found = {one.rank: one for one in late_ranks.of_ranks(job.find(str(started.process.pid)).ranks())}
     assert {rank: one.cause for rank, one in found.items()} == {1: "own code"}
     assert found[1].line.endswith("in slow") and found[1].step_seconds > 0.005
@@ -321,7 +313,7 @@ def test_a_job_says_why_while_it_runs_in_a_stall_and_at_its_end(launch, tmp_path
     ).stdout
     assert "rank 1 is late: the program's own code" in shown, shown
     (tmp_path / "stall").touch()
-    culprits = until(lambda: late_ranks.culprits(job.find(str(started.process.pid)).ranks()))
+    culprits = until(lambda: late_ranks.culprits(job.find(str(started.process.pid)).ranks()), 60)
     assert list(culprits) == [3] and "train.py" in culprits[3], culprits
     (tmp_path / "end").touch()
     done = started.finish(60)

@@ -154,8 +154,9 @@ def injected(cause, pids, culprit, hosts):
                 "burst",
                 "64k",
                 "latency",
+                "200ms",
             ]
-            done = inside(hosts.names[culprit], *shaper, "200ms")
+            done = inside(hosts.names[culprit], *shaper)
             if done.returncode:
                 pytest.skip(f"no cable can be made slow here: {done.stderr}")
         yield

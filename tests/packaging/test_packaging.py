@@ -17,6 +17,7 @@ from typing import Any
 
 import checkout
 import pytest
+from world import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -109,10 +110,7 @@ assert build.get_requires_for_build_wheel() == [], build.get_requires_for_build_
 print(build.prepare_metadata_for_build_wheel({str(tmp_path)!r}))
 build.build_wheel({str(tmp_path)!r})
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PATH": "/nowhere"},
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    done = run_python(code, cwd=ROOT, env={**os.environ, "PATH": "/nowhere"})
     said = done.stdout + done.stderr
     (metadata,) = tmp_path.glob("*.dist-info/METADATA")
     import horoclone
@@ -133,7 +131,7 @@ def test_the_console_scripts_answer() -> None:
 def source_package(folder: Path) -> Path:
     """What is published as source, unpacked."""
     code = f"from scikit_build_core.build import build_sdist; print(build_sdist({str(folder)!r}))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = run_python(code, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     (archive,) = folder.glob("*.tar.gz")
     checkout.unpack(archive, folder)
@@ -322,10 +320,7 @@ def test_a_source_tree_that_is_not_built_says_what_to_do(tmp_path: Path) -> None
     )
     shutil.copy(ROOT / "CMakeLists.txt", tmp_path)
     for module in ("horoclone.torch", "horoclone.runtime.native_module as m; m.core()"):
-        done = subprocess.run(
-            [sys.executable, "-c", f"import {module}"], capture_output=True, text=True, timeout=120,
-            cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        )  # fmt: skip
+        done = run_python(f"import {module}", cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)})
         last = done.stderr.splitlines()[-1]
         assert f"is not built: {tmp_path} is a source tree. `pip install -e .` in it builds" in last, (
             done.stderr

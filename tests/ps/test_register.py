@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 from ps_cluster import Cluster
 from pusher import WIDTH, ids_of
+from world import free_port, until
 
 from horoclone import errors
 from horoclone.ps import Sum, Table
@@ -38,9 +38,7 @@ class Register:
 
     def __init__(self) -> None:
         self.new_s: float | None = None
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.start()
 
     def start(self) -> None:
@@ -285,10 +283,7 @@ def test_servers_that_find_another_layout_say_so_and_go_on(register: Register, t
         other = come(cluster, tmp_path / "other", 0, 1)
         entries(cluster).wait("view/0", bool, time.monotonic() + 30, "the other server")
         go_on(cluster)
-        deadline = time.monotonic() + 30
-        while any("--name" not in cluster.log(index).read_text() for index in range(2)):
-            assert time.monotonic() < deadline, cluster.said()
-            time.sleep(0.1)
+        until(lambda: all("--name" in cluster.log(index).read_text() for index in range(2)), 30, cluster.said)
         table.push(np.arange(ROWS), np.ones((ROWS, WIDTH)))
         assert (table.pull(np.arange(ROWS)) == 2).all(), cluster.said()
         assert entries(cluster).get("view/1") is None, (

@@ -5,9 +5,6 @@ from __future__ import annotations
 import importlib
 import secrets
 import socket
-import subprocess
-import sys
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from world import run_python, until
 
 from horoclone.bootstrap import wire
 from horoclone.errors import HorovodInternalError, Unsupported
@@ -224,10 +222,7 @@ def test_tasks_that_have_proved_the_secret_wait_for_a_rank(server: TaskServer) -
         task.name for task in tasks
     }
     connections[1].close()  # the task of partition 0 is lost
-    deadline = time.monotonic() + 10
-    while server.is_ready(tasks[0].name):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: not server.is_ready(tasks[0].name), 10)
     assert server.wait(2, 0.2, nothing) == [tasks[1]]
     server.close()
     assert connections[0].recv(10) == executor.END
@@ -288,9 +283,7 @@ def test_nothing_of_spark_is_loaded_before_it_is_asked_for() -> None:
         "import sys, horoclone.spark, horoclone.spark.conf, horoclone.spark.common.store, horoclone.spark.common.backend\n"
         "print(sorted({'pyspark', 'pyarrow', 'pandas', 'fsspec', 'torch', 'tensorflow'} & set(sys.modules)))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = run_python(code, check=True)
     assert done.stdout == "[]\n"
 
 
@@ -300,19 +293,14 @@ def test_without_pyspark_it_is_said_how_to_get_it() -> None:
         block + "import horoclone.spark as s\ntry: s.run(print)\nexcept s.runner.Unsupported as e: print(e)\n"
     )
     code += "try: import horoclone.spark.torch\nexcept ImportError as e: print(e)\n"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
-    )
+    done = run_python(code, check=True)
     assert done.stdout.count("pip install pyspark pyarrow pandas fsspec") == 2, done
 
 
 def test_a_pyspark_that_is_too_old_is_refused(tmp_path: Path) -> None:
     (tmp_path / "pyspark.py").write_text("__version__ = '3.1.2'\n")
     code = "import horoclone.spark as s\ntry: s.run(print)\nexcept s.runner.Unsupported as e: print(e)\n"
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{code}"],
-        capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
+    done = run_python(f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{code}", check=True)
     assert "PySpark 3.1.2 is installed; horoclone.spark needs 4.0 or newer" in done.stdout
 
 

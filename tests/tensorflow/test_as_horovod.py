@@ -99,13 +99,6 @@ def test_the_classes_of_errors() -> None:
         (ValueError, ValueError, lambda: hvd.allreduce(four, op=77)),
         (errors.UnknownError, errors.UnknownError, lambda: hvd.allreduce(tf.constant([1]), op=hvd.Adasum)),
     ]
-    for op in (hvd.Min, hvd.Max, hvd.Product, hvd.Adasum):
-        for x in (four, tf.constant([1, 2])):
-            table.append(
-                (errors.AbortedError, errors.AbortedError, lambda op=op, x=x: hvd.reducescatter(x, op=op))
-            )
-        call = lambda op=op: hvd.grouped_reducescatter([four], op=op)  # noqa: E731
-        table.append((errors.AbortedError, errors.AbortedError, call))
     for eagerly, in_a_function, call in table:
         for error, run in zip((eagerly, in_a_function), both_ways(call), strict=True):
             with pytest.raises(error):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from world import later
+from world import later, run_python
 
 later("tensorflow")
 
@@ -18,9 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def output_of(program: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False
-    )
+    done = run_python(program, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.strip()
 

@@ -47,27 +47,6 @@ def distributed(weights: list[Any], graph: bool, local: Any = None, **options: A
 
 
 @ranks(2)
-def test_gradients_are_averaged_whatever_the_options() -> None:
-    n = hvd.size()
-    mean = [sum(parts) / n for parts in zip(*(own_gradients(r) for r in range(n)), strict=True)]
-    weights = variables()
-    options: list[dict[str, Any]] = [
-        {}, {"sparse_as_dense": True}, {"op": hvd.Sum}, {"groups": 2}, {"groups": [[weights[0], weights[2]]]},
-        {"gradient_predivide_factor": 4.0}, {"compression": hvd.Compression.fp16}
-    ]  # fmt: skip
-    for option in options:
-        for graph in (False, True):
-            got = distributed(weights, graph, **option)
-            sparse = not option.get("sparse_as_dense")
-            assert isinstance(got[3], tf.IndexedSlices) == sparse, option
-            factor = n if option.get("op") == hvd.Sum else 1
-            for g, expected in zip(got, mean, strict=True):
-                tolerance = 5e-3 if "compression" in option else 1e-5
-                dense = tf.convert_to_tensor(g).numpy()
-                assert np.allclose(dense, expected * factor, rtol=tolerance, atol=tolerance), (option, graph)
-
-
-@ranks(2)
 def test_a_step_that_is_traced_once_takes_batches_of_any_size() -> None:
     table, weights = tf.Variable(tf.ones((6, 2))), tf.Variable(tf.ones((2, 1)))
 

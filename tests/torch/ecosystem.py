@@ -16,6 +16,7 @@ import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -182,39 +183,17 @@ def pipeline(schedule: str, per_rank: int = 1, is_v: bool = False) -> float:
     return largest(found)
 
 
-@row("pipelining", "GPipe: gradients, losses")
-def pipeline_gpipe() -> float:
-    return pipeline("ScheduleGPipe")
-
-
-@row("pipelining", "1F1B")
-def pipeline_1f1b() -> float:
-    return pipeline("Schedule1F1B")
-
-
-@row("pipelining", "interleaved 1F1B, two stages a rank")
-def pipeline_interleaved() -> float:
-    return pipeline("ScheduleInterleaved1F1B", 2)
-
-
-@row("pipelining", "looped breadth first")
-def pipeline_looped() -> float:
-    return pipeline("ScheduleLoopedBFS", 2)
-
-
-@row("pipelining", "interleaved zero bubble")
-def pipeline_zero_bubble() -> float:
-    return pipeline("ScheduleInterleavedZeroBubble", 2)
-
-
-@row("pipelining", "zero bubble V")
-def pipeline_zbv() -> float:
-    return pipeline("ScheduleZBVZeroBubble", 2, True)
-
-
-@row("pipelining", "DualPipeV")
-def pipeline_dual() -> float:
-    return pipeline("ScheduleDualPipeV", 2, True)
+SCHEDULES = {  # of torch -> what is compared, stages of a rank, whether rank 0 has the first and the last
+    "GPipe": ("GPipe: gradients, losses", 1, False),
+    "1F1B": ("1F1B", 1, False),
+    "Interleaved1F1B": ("interleaved 1F1B, two stages a rank", 2, False),
+    "LoopedBFS": ("looped breadth first", 2, False),
+    "InterleavedZeroBubble": ("interleaved zero bubble", 2, False),
+    "ZBVZeroBubble": ("zero bubble V", 2, True),
+    "DualPipeV": ("DualPipeV", 2, True),
+}
+for _name, (_what, *_form) in SCHEDULES.items():
+    ROWS[_name] = Row("pipelining", _what, (2, 4), 1e-5, partial(pipeline, f"Schedule{_name}", *_form))
 
 
 # --- tensor parallel ---------------------------------------------------------------------------------------
@@ -640,24 +619,11 @@ def deepspeed_training(stage: int) -> float:
     return largest(found)
 
 
-@row("DeepSpeed, on CPUs", "data parallel: parameters after training", package="deepspeed")
-def deepspeed_plain() -> float:
-    return deepspeed_training(0)
-
-
-@row("DeepSpeed, on CPUs", "ZeRO stage 1", package="deepspeed")
-def deepspeed_zero_1() -> float:
-    return deepspeed_training(1)
-
-
-@row("DeepSpeed, on CPUs", "ZeRO stage 2", package="deepspeed")
-def deepspeed_zero_2() -> float:
-    return deepspeed_training(2)
-
-
-@row("DeepSpeed, on CPUs", "ZeRO stage 3", package="deepspeed")
-def deepspeed_zero_3() -> float:
-    return deepspeed_training(3)
+for _stage in range(4):
+    _what = f"ZeRO stage {_stage}" if _stage else "data parallel: parameters after training"
+    ROWS[f"deepspeed_{_stage}"] = Row(
+        "DeepSpeed, on CPUs", _what, (2, 4), 1e-5, partial(deepspeed_training, _stage), "deepspeed"
+    )
 
 
 TABLE_ROWS, EMBEDDING = 100, 16

@@ -22,6 +22,13 @@ def offset(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.zeros_like(tensor[:1]), tensor])[1:]
 
 
+def element(value: torch.Tensor) -> torch.Tensor:
+    """Contiguous for torch whatever its stride, and its memory is not a row."""
+    wide = torch.zeros(3, 4, dtype=value.dtype)
+    wide[0, 1] = value
+    return wide[0:1].t()[1]
+
+
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "contiguous": torch.clone,
     "channels_last": lambda t: t.to(memory_format=torch.channels_last),
@@ -31,6 +38,7 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "0-d": lambda t: t.flatten()[0].clone(),
     "empty": lambda t: t[:, :0].clone(),
     "a column": lambda t: t.reshape(6, 20).clone()[:, 3],
+    "an element of a row": lambda t: element(t.flatten()[0]),
 }
 DTYPES = (
     torch.float32, torch.bool, torch.bfloat16, torch.complex64, torch.complex128, torch.uint16, torch.uint32,
@@ -49,7 +57,8 @@ def values(rank: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    bits = [t.contiguous().view(-1).view(torch.uint8) for t in (one, other)]
+    flat = [t.reshape(-1).clone(memory_format=torch.contiguous_format) for t in (one, other)]
+    bits = [t.view(torch.uint8) for t in flat]
     return one.shape == other.shape and one.dtype is other.dtype and torch.equal(*bits)
 
 

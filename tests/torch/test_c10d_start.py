@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from worker_pool import say
-from world import raised, ranks
+from world import free_port, raised, ranks
 
 import horoclone.torch as hvd
 
@@ -30,12 +29,6 @@ try:
 except Exception as error:
     print(f"ended: {type(error).__name__}: {error}", flush=True)
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def outputs(url: str, env: dict[str, str], present: tuple[int, ...]) -> list[str]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from world import ranks
 
 import horoclone.torch as hvd
@@ -172,43 +170,6 @@ def test_fewer_bytes_go_over_the_wire() -> None:
     share = {which: sent[which] / sent["none"] for which in sent}
     assert share["bf16"] < 0.52 and share["int8"] < 0.28 and share["powersgd"] < 0.2, share
     assert share["topk"] < 0.06 * hvd.size(), share
-
-
-# --- convergence ---------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def digits() -> tuple[torch.Tensor, torch.Tensor]:
-    from sklearn.datasets import load_digits
-
-    images, labels = load_digits(return_X_y=True)
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    return torch.tensor(images, dtype=torch.float32)[order] / 16, torch.tensor(labels)[order]
-
-
-def accuracy_with(compression: Any) -> float:
-    images, labels = digits()
-    model = network()
-    optimizer = wrapped(model, rate=0.1, compression=compression)
-    order = torch.randperm(1400, generator=torch.Generator().manual_seed(1))
-    for step in range(150):
-        rows = order[(torch.arange(32) + 64 * step + 32 * hvd.rank()) % 1400]
-        optimizer.zero_grad()
-        F.cross_entropy(model(images[rows]), labels[rows]).backward()
-        optimizer.step()
-    assert same_on_every_rank(model.parameters())
-    with torch.no_grad():
-        return float((model(images[1400:]).argmax(1) == labels[1400:]).float().mean())
-
-
-@pytest.mark.long(15)  # that nothing is lost for good is shown by what error feedback makes up for
-@ranks(2)
-def test_every_compressor_learns_the_digits() -> None:
-    pytest.importorskip("sklearn")
-    reached = {which: accuracy_with(make()) for which, make in MAKERS.items()}
-    reached["none"] = accuracy_with(hvd.Compression.none)
-    assert reached["none"] > 0.93
-    assert all(accuracy > reached["none"] - 0.03 for accuracy in reached.values()), reached
 
 
 # --- odd values, other arguments -----------------------------------------------------------------------------------

@@ -46,23 +46,6 @@ def test_tensors_that_cannot_be_passed() -> None:
     still_works()
 
 
-@ranks(2)
-def test_average_is_still_an_argument_and_sparse_tensors_have_no_largest() -> None:
-    x = torch.ones(2)
-    assert hvd.allreduce(x, average=False).tolist() == [float(hvd.size())] * 2
-    assert hvd.allreduce_(x.clone(), True).tolist() == [1.0, 1.0]
-    assert isinstance(raised(lambda: hvd.sparse_allreduce_async(x.to_sparse(), "s", hvd.Max)), ValueError)
-    still_works()
-
-
-@ranks(2)
-def test_a_handle_that_nobody_waits_for_is_no_harm() -> None:
-    handle = hvd.allreduce_async(torch.ones(1), name="waited for on rank 1")
-    if hvd.rank() == 1:
-        hvd.synchronize(handle)
-    still_works()
-
-
 @ranks(2, dies=[1])
 def test_death_of_a_rank_during_an_optimizer_step_names_it_and_the_bucket() -> None:
     import os

@@ -5,17 +5,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
-import runpy
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
-from world import ranks
+from world import printed_by, ranks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -28,15 +24,9 @@ def run_example(name: str, *arguments: str) -> str:
 
     horovod_alias.install()
     torch._dynamo.reset()
-    said, before = io.StringIO(), sys.argv
-    sys.argv = [name, *arguments]
-    try:
-        with contextlib.redirect_stdout(said), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-    finally:
-        sys.argv = before
-    return said.getvalue()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return printed_by(EXAMPLES / name, *arguments)
 
 
 def last_line(pattern: str, text: str) -> list[float]:
@@ -218,6 +208,19 @@ def check_resumed(first: str, second: str) -> None:
     (after,) = last_line(pattern.format(3, 5), second)
     assert "resumed after epoch 2" in second and "resumed" not in first
     assert after > 80 and after > before
+
+
+@pytest.mark.long(30)
+@ranks(2, init=False, check=lambda said: check_text(said[0]))
+def test_a_small_model_of_text_with_compressed_gradients() -> str:
+    small = "--steps 20 --sample 20 --megabytes 0.5 --layers 1 --width 64 --compress"
+    return run_example("torch_gpt_text.py", *small.split())
+
+
+def check_text(output: str) -> None:
+    losses = [float(x) for x in re.findall(r"loss ([\d.]+)", output)]
+    assert len(losses) == 2 and losses[1] < losses[0] < 6.0, output
+    assert re.search(r"tokens/s per rank [\d,]+, [\d,]+; in all [\d,]+", output)
 
 
 def test_every_example_is_listed() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from world import ranks
+from world import ranks, run_python
 
 import horoclone
 
@@ -178,7 +176,5 @@ def test_another_allocator_gets_the_sizes_that_it_was_asked_for() -> None:
         "hvd.shutdown(); print('done')"
     )
     env = {**os.environ, "LD_PRELOAD": str(jemalloc())}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=100
-    )
+    done = run_python(program, env=env)
     assert done.stdout == "done\n" and done.returncode == 0, done.stderr

@@ -99,62 +99,6 @@ def test_grouped_allreduce_of_mixed_dtypes_in_every_form() -> None:
     assert hvd.grouped_allreduce([torch.ones(2), torch.ones(3)], op=hvd.Average)[1].tolist() == [1, 1, 1]
 
 
-@ranks(1, 3)
-def test_allgather_of_every_dtype_with_unequal_first_dimensions() -> None:
-    for dtype in EVERY_DTYPE:
-        for row in ((), (3,), (2, 0), (2, 2)):
-            for rows in ([r + 1 for r in range(4)], [0, 2, 0, 1], [0, 0, 0, 0]):
-                parts = [values(r, (rows[r], *row), dtype) for r in range(hvd.size())]
-                out = hvd.allgather(parts[hvd.rank()])
-                assert torch.equal(out, torch.cat(parts)) and out.dtype == dtype, (dtype, row, rows)
-    both = hvd.grouped_allgather(
-        [torch.full((hvd.rank() + 1, 2), hvd.rank()), torch.ones(1, dtype=torch.bfloat16)]
-    )
-    assert both[0].shape == (sum(range(1, hvd.size() + 1)), 2) and both[1].tolist() == [1.0] * hvd.size()
-    out = hvd.allgather(torch.ones(2))
-    out += 1  # the memory is the tensor's own
-    assert out.sum() == 4 * hvd.size()
-
-
-@ranks(1, 3)
-def test_broadcast_of_every_dtype_from_every_root() -> None:
-    for dtype in EVERY_DTYPE:
-        for shape in SHAPES:
-            for root in range(hvd.size()):
-                mine, expected = values(hvd.rank(), shape, dtype), values(root, shape, dtype)
-                before = mine.clone()
-                assert torch.equal(hvd.broadcast(mine, root), expected), (dtype, shape, root)
-                assert torch.equal(mine, before)
-                assert torch.equal(hvd.synchronize(hvd.broadcast_async(mine, root)), expected)
-                assert hvd.broadcast_(mine, root) is mine and torch.equal(mine, expected)
-                mine = before.clone()
-                assert hvd.synchronize(hvd.broadcast_async_(mine, root)) is mine and torch.equal(
-                    mine, expected
-                )
-
-
-@ranks(1, 3)
-def test_alltoall_with_and_without_splits() -> None:
-    n, me = hvd.size(), hvd.rank()
-    for dtype in EVERY_DTYPE:
-        parts = everybody((2 * n, 3), dtype)
-        out = hvd.alltoall(parts[me])
-        assert torch.equal(out, torch.cat([p[2 * me : 2 * me + 2] for p in parts])), dtype
-    # Rank r sends r + s rows to rank s.
-    sent = [[r + s for s in range(n)] for r in range(n)]
-    parts = [torch.arange(sum(sent[r])).view(-1, 1) + 100 * r for r in range(n)]
-    expected = torch.cat([parts[r][sum(sent[r][:me]) : sum(sent[r][: me + 1])] for r in range(n)])
-    for splits in (sent[me], torch.tensor(sent[me], dtype=torch.int32)):
-        out, received = hvd.alltoall(parts[me], splits=splits)
-        assert torch.equal(out, expected)
-        assert received.tolist() == [sent[r][me] for r in range(n)] and received.dtype == torch.int32
-    many = (1 << 31) + 5  # more rows than an int32 says, and no memory
-    _, received = hvd.alltoall(torch.empty(many, 0), splits=[many] + [0] * (n - 1))
-    assert received.tolist() == ([many] * n if me == 0 else [0] * n)
-    out, received = hvd.synchronize(hvd.alltoall_async(parts[me], sent[me], name="a2a"))
-    assert torch.equal(out, expected) and received.tolist() == [sent[r][me] for r in range(n)]
-
-
 @ranks(2)
 def test_compression_of_single_operations() -> None:
     exact = torch.tensor([0.5, 1.0, 2.0])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from world import alike, ranks
+from world import alike, ranks, until
 
 import horoclone.torch as hvd
 
@@ -41,10 +41,7 @@ def flat(model: torch.nn.Module) -> torch.Tensor:
 
 def rounds_until(optimizer: Any, wanted: int) -> int:
     """Those of the other ranks."""
-    deadline = time.monotonic() + 60
-    while optimizer._agent.rounds < wanted:
-        assert time.monotonic() < deadline, optimizer._agent.rounds
-        time.sleep(0.01)
+    until(lambda: optimizer._agent.rounds >= wanted, 60, lambda: optimizer._agent.rounds)
     return int(optimizer._agent.rounds)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import tomllib
 import torch
+from world import free_port
 
 import horoclone.torch as hvd
 
@@ -109,9 +109,7 @@ def test_torch_distributed_asks_torchcomms_for_it(launch: Any, tmp_path: Path) -
 
 
 def test_who_is_left_goes_on_after_a_loss(torch_worker_pool: Any) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     team = torch_worker_pool(loses_one, 3, port=port)
     assert team.wait(120) == [0, -signal.SIGKILL, 0], team.outputs()
     assert all(team.said(rank, "content") for rank in (0, 2)), team.outputs()

@@ -22,22 +22,6 @@ from horoclone.errors import InvalidArgument, Mismatch, Unsupported
 shared = load(Path(__file__).parents[1] / "weighted.py", "weighted")
 
 
-def _inputs(seed: int, shape: tuple[int, ...] = (4, 5)) -> list[np.ndarray]:
-    random = np.random.default_rng(seed)
-    return [random.standard_normal(shape) for _ in range(hvd.size())]
-
-
-def _mean(parts: list[np.ndarray], weights: Any) -> np.ndarray:
-    weights = weights[: len(parts)]
-    return np.asarray(sum(w * x for w, x in zip(weights, parts, strict=True)) / math.fsum(weights))
-
-
-def _assert_within_an_ulp(found: torch.Tensor, wanted: np.ndarray) -> None:
-    assert found.dtype == torch.float64
-    # Terms of both signs cancel: an ulp of what was added up.
-    assert np.all(np.abs(found.numpy() - wanted) <= np.spacing(np.maximum(np.abs(wanted), 1.0)))
-
-
 def _in_place(call: Callable[..., Any]) -> Callable[..., Any]:
     """What it gives back is the tensor that it was given."""
 
@@ -217,20 +201,6 @@ def test_gradients_of_narrow_dtypes_have_the_mean_of_their_weights(dtype: torch.
         optimizer.synchronize()
         assert torch.equal(p.grad, torch.full((70,), wanted).to(dtype))
         optimizer.zero_grad()
-
-
-@ranks(3)
-def test_gradients_are_the_weighted_mean_to_an_ulp() -> None:
-    p = torch.nn.Parameter(torch.zeros(33, dtype=torch.float64))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), named_parameters=[("p", p)])
-    for step in range(4):
-        for weights in shared.WEIGHTS:
-            parts = _inputs(step, (33,))
-            optimizer.set_weight(weights[hvd.rank()])
-            (p * torch.from_numpy(parts[hvd.rank()])).sum().backward()
-            _assert_within_an_ulp(p.grad, _mean(parts, weights))
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 def _step(optimizer: Any, model: torch.nn.Module, weight: Any = "none") -> None:

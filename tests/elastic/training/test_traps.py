@@ -5,12 +5,11 @@ from __future__ import annotations
 import ast
 import re
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from world import raised, ranks
+from world import raised, ranks, until
 
 from horoclone.elastic import member
 from horoclone.elastic.notice import HostUpdateResult
@@ -143,10 +142,7 @@ def test_4_a_rank_that_does_not_commit_is_named_and_the_job_ends(mark: str) -> N
         assert re.search(r"hvd\.elastic\.commit[^\n]*\b1\b", str(raised(state.commit)))
         Path(mark).touch()
     else:
-        deadline = time.monotonic() + 30
-        while not Path(mark).exists():
-            assert time.monotonic() < deadline, "rank 0 waits on"
-            time.sleep(0.05)
+        until(Path(mark).exists, 30, "rank 0 waits on")
 
 
 def test_9_10_12_a_rank_that_comes(launch: Any, tmp_path: Path) -> None:
