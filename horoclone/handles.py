@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from horoclone.arguments import is_integer, wrong_type
@@ -181,6 +181,20 @@ class Handles:
         """Writes down what was submitted. kept: what must live until it is done. Returns the handle."""
         self.open_fast_path(runtime)
         self.pending[handle] = (output, kept, make)
+        return handle
+
+    def copied_back(self, handle: int, targets: Sequence[Any], copy: Callable[[Any, Any], Any]) -> int:
+        """The outputs of this handle, which lie in memory of their own, are copied to `targets`, which the caller gets.
+        copy: (to, from)."""
+        outputs, kept, make = self.pending[handle]
+
+        def copied(runtime: Runtime, handle: int) -> Any:
+            made = outputs if make is None else make(runtime, handle)
+            for target, output in zip(targets, made, strict=True):
+                copy(target, output)
+            return targets
+
+        self.pending[handle] = (targets, (kept, targets), copied)
         return handle
 
     def settled(self, output: Any) -> int:

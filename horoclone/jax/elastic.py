@@ -137,8 +137,8 @@ def _has_arrays(value: Any) -> bool:
 
 
 def _kind_of(leaf: Any) -> Any:
-    """What another value has to become to stand in the leaf's place: a key and a number stand for their like."""
-    if is_key(leaf) or isinstance(leaf, (bool, int, float, complex)):
+    """What another value has to become to stand in the leaf's place: keys, numbers and texts stand for their like."""
+    if is_key(leaf) or isinstance(leaf, (bool, int, float, complex, str)):
         return leaf
     return jax.Array if isinstance(leaf, jax.Array) else np.ndarray
 

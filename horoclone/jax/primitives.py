@@ -258,7 +258,10 @@ ad.primitive_transposes[collective_p] = _transpose
 
 
 def _batch(arrays: Sequence[Any], dims: Sequence[Any], *, call: Call) -> tuple[list[Any], list[Any]]:
-    """One call for the whole batch. Operations on rows keep axis 0 for them and take the batch as axis 1."""
+    """One call for the whole batch. Operations on rows keep axis 0 for them and take the batch as axis 1; of Adasum,
+    which looks at whole arrays, each example is an array."""
+    if call.op == ops.ALLREDUCE and call.reduce == ops.Adasum:
+        return _batch_of_arrays(arrays, dims, call)
     by_rows = call.op in (ops.ALLGATHER, ops.REDUCESCATTER, ops.ALLTOALL)
     if by_rows:
         moved = [
@@ -269,6 +272,17 @@ def _batch(arrays: Sequence[Any], dims: Sequence[Any], *, call: Call) -> tuple[l
     else:
         moved = list(arrays)
     return collective_p.bind(*moved, call=call), list(dims)
+
+
+def _batch_of_arrays(arrays: Sequence[Any], dims: Sequence[Any], call: Call) -> tuple[list[Any], list[Any]]:
+    examples = [
+        [array] if dim is None else list(jnp.moveaxis(array, dim, 0))
+        for array, dim in zip(arrays, dims, strict=True)
+    ]
+    found = iter(collective_p.bind(*itertools.chain(*examples), call=call))
+    results = [list(itertools.islice(found, len(some))) for some in examples]
+    batched = [some[0] if dim is None else jnp.stack(some) for some, dim in zip(results, dims, strict=True)]
+    return batched, [dim if dim is None else 0 for dim in dims]
 
 
 batching.primitive_batchers[collective_p] = _batch

@@ -6,7 +6,8 @@ it. Thread: the caller's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -171,9 +172,16 @@ def _check_groups(optimizer: torch.optim.Optimizer, state: Any, root_rank: int) 
 def load_into_groups(optimizer: torch.optim.Optimizer, state: Any) -> None:
     """optimizer.load_state_dict(state), but the parameter groups stay the same objects: whoever holds them, as the
     optimizer that was wrapped and its scheduler do, goes on setting the rates of this one."""
+    with same_groups(optimizer):
+        optimizer.load_state_dict(state)
+
+
+@contextmanager
+def same_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Within it a state is loaded; see load_into_groups."""
     groups = vars(optimizer).get("param_groups")
     kept = list(groups or ())
-    optimizer.load_state_dict(state)
+    yield
     fresh = vars(optimizer).get("param_groups")
     if groups is None or fresh is groups or len(fresh or ()) != len(kept):
         return

@@ -30,7 +30,7 @@ class _Sum:
     def __init__(
         self, like: Sequence[torch.Tensor], name: str, compression: Any, members: ProcessSet
     ) -> None:
-        self._name, self._compression, self._set = name, compression, members
+        self.name, self._compression, self._set = name, compression, members
         self.flat = torch.zeros(sum(t.numel() for t in like), dtype=like[0].dtype, device=like[0].device)
         parts = self.flat.split([t.numel() for t in like])
         self.views = [part.view(t.shape) for part, t in zip(parts, like, strict=True)]
@@ -70,7 +70,7 @@ class _Sum:
                 return
         wire, context = self._compression.compress(self.flat)
         handle = operations.allreduce_async_(
-            wire, None, self._name, Average, 1.0, 1.0, self._set, priority=BEHIND_GRADIENTS
+            wire, None, self.name, Average, 1.0, 1.0, self._set, priority=BEHIND_GRADIENTS
         )
         yield
         reduced = self._compression.decompress(operations.synchronize(handle), context)
@@ -154,14 +154,15 @@ class _Periodic:
         """Waits for what is under way."""
 
 
-def _equal_at_first(parameters: Sequence[torch.Tensor], name: str, members: ProcessSet) -> None:
-    root = min(members.ranks or [0])
-    with torch.no_grad():
-        for handle in [
-            operations.broadcast_async_(p.data, root, f"{name}.begin.{i}", members)
-            for i, p in enumerate(parameters)
-        ]:
-            operations.synchronize(handle)
+@torch.no_grad()
+def _equal_at_first(parameters: Sequence[torch.Tensor], sums: Sequence[_Sum], members: ProcessSet) -> None:
+    views = [view for one in sums for view in one.views]
+    for parameter, view in zip(parameters, views, strict=True):
+        view.copy_(parameter)
+    for one in sums:
+        operations.broadcast_(one.flat, min(members.ranks or [0]), f"{one.name}.begin", members)
+    for parameter, view in zip(parameters, views, strict=True):
+        parameter.copy_(view)
 
 
 class LocalSGD(_Periodic):
@@ -182,12 +183,20 @@ class LocalSGD(_Periodic):
         process_set: ProcessSet = global_process_set,
     ) -> None:
         super().__init__(optimizer, sync_every, process_set)
-        self._every = sync_every
-        self._parameters = _ordered(model.parameters())
-        self._sums = _sums_of(self._parameters, "local_sgd", Compression.none, process_set)
+        self._every, self._model = sync_every, model
+        self._parameters: list[torch.nn.Parameter] = []
+        self._sums: list[_Sum] = []
+
+    def _lay_out(self) -> None:
+        """For the parameters that are trained now: some may have been unfrozen."""
+        parameters = _ordered(self._model.parameters())
+        if [id(one) for one in parameters] != [id(one) for one in self._parameters]:
+            self._parameters = parameters
+            self._sums = _sums_of(parameters, "local_sgd", Compression.none, self._set)
 
     def _begin(self) -> None:
-        _equal_at_first(self._parameters, "local_sgd", self._set)
+        self._lay_out()
+        _equal_at_first(self._parameters, self._sums, self._set)
 
     def _forget(self) -> None:
         self._steps = 0
@@ -198,6 +207,7 @@ class LocalSGD(_Periodic):
         if self._steps < self._every:
             return
         self._steps = 0
+        self._lay_out()
         views = [view for one in self._sums for view in one.views]
         for parameter, view in zip(self._parameters, views, strict=True):
             view.copy_(parameter)
@@ -337,7 +347,7 @@ class DiLoCo(_Periodic):
         if inner - set(ours):
             raise ValueError(
                 f"{len(inner - set(ours))} parameters of the inner optimizer are in no fragment: they would never be "
-                "averaged. Add their module to model_fragments."
+                "averaged. Add their module to model_fragments; after unfreezing, make DiLoCo anew."
             )
         for number, fragment in enumerate(self._fragments):
             theirs = {id(p) for group in fragment.outer.param_groups for p in group["params"]}
@@ -345,8 +355,8 @@ class DiLoCo(_Periodic):
                 raise ValueError(f"the outer optimizer of fragment {number} lacks some of its parameters")
 
     def _begin(self) -> None:
-        for number, fragment in enumerate(self._fragments):
-            _equal_at_first(fragment.parameters, f"diloco.{number}", self._set)
+        for fragment in self._fragments:
+            _equal_at_first(fragment.parameters, fragment.sums, self._set)
             for original, parameter in zip(fragment.originals, fragment.parameters, strict=True):
                 original.copy_(parameter.detach())
 
@@ -359,6 +369,7 @@ class DiLoCo(_Periodic):
         self._steps += 1
         fragment = self._fragments[self._turn]
         if self._steps == self._every - self._delay:
+            self._check_parameters()  # some may have been unfrozen
             fragment.start()
         if self._steps == self._every:
             fragment.finish(self._alpha)

@@ -192,6 +192,9 @@ def test_groups_are_one_operation():
     mixed = hvd.grouped_allreduce([np.ones(2, np.float16), np.ones(3, np.int64)], op=hvd.Sum)
     assert [one.dtype.name for one in mixed] == ["float16", "int64"] and mixed[1].tolist() == [hvd.size()] * 3
     assert hvd.grouped_allreduce([]) == [] and hvd.grouped_allgather([]) == []
+    twice = np.full(200_000, hvd.rank() + 1.0)  # more than is reduced at once
+    hvd.grouped_allreduce_([twice, twice[:9], twice], op=hvd.Sum)
+    assert set(twice.tolist()) == {sum(range(1, hvd.size() + 1))}, "what is in a group twice is reduced once"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -38,6 +38,10 @@ def test_pytrees_keys_and_attributes_are_restored_and_synchronised() -> None:
 def test_a_commit_brings_its_trees_back_in_their_form() -> None:
     """Leaves were once matched by their places, so that values came into other leaves of trees that had changed."""
     state = hvd.elastic.JaxState(params={"a": jnp.ones(2), "c": jnp.full(2, 3.0)}, count=(jnp.int32(7), 1))
+    named = hvd.elastic.JaxState(model={"w": jnp.ones(2), "kind": "conv", "depth": 3, "bias": True})
+    named.restore()
+    assert [type(named.model[key]) for key in ("kind", "depth", "bias")] == [str, int, bool]
+    assert named.model["kind"] == "conv"
     state.commit()
     state.params = {"b": jnp.full(2, 2.0), **state.params}
     state.restore()

@@ -117,6 +117,10 @@ def test_in_scan_cond_while_checkpoint_and_under_vmap() -> None:
     for out in both(jax.vmap(hvd.alltoall, in_axes=1, out_axes=1), batch):
         half = np.arange(12).reshape(4, 3)[2 * me : 2 * me + 2]
         assert np.allclose(out, np.concatenate([half, 2 * half]))
+    rows = [np.random.default_rng(r).normal(size=(4, 3)).astype(np.float32) for r in range(2)]
+    apart = [hvd.allreduce(jnp.asarray(row), op=hvd.Adasum) for row in rows[me]]
+    for out in both(jax.vmap(lambda x: hvd.allreduce(x, op=hvd.Adasum)), jnp.asarray(rows[me])):
+        assert np.allclose(out, np.stack(apart), rtol=1e-5), "each example is an array of its own"
     text = jax.jit(jax.vmap(total)).lower(batch).as_text()
     assert text.count("custom_call @horoclone_") == 1 and "while" not in text
 

@@ -65,6 +65,32 @@ def test_a_restore_gives_weights_buffers_moments_and_attributes_back() -> None:
         assert optimizer.param_groups[0]["lr"] == 0.05
 
 
+class Counting(torch.nn.Module):
+    """Has extra state, which torch gives a module as it is."""
+
+    def __init__(self, seen: Any) -> None:
+        super().__init__()
+        self.weight, self.seen = torch.nn.Parameter(torch.zeros(2)), seen
+
+    def get_extra_state(self) -> Any:
+        return self.seen
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state
+
+
+@ranks(2)
+def test_extra_state_is_restored_as_often_as_wanted_and_synchronised() -> None:
+    listed, counted = Counting([hvd.rank()]), Counting(torch.tensor([hvd.rank()]))
+    state = hvd.elastic.TorchState(listed=listed, counted=counted)
+    state.sync()
+    for _ in range(3):
+        assert listed.seen == [0] and counted.seen.tolist() == [0]
+        listed.seen.append(1)
+        counted.seen += 1
+        state.restore()
+
+
 @ranks(1)
 def test_the_commit_before_is_kept_whole() -> None:
     model, optimizer = parts()

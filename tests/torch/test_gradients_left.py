@@ -127,3 +127,43 @@ def test_with_unused_as_none_no_zeros_are_left_behind() -> None:
     )
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     assert grads(model) == [None, None]
+
+
+@ranks(2)
+def test_a_gradient_that_a_script_has_kept_stays_as_it_is() -> None:
+    model = linear()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters()
+    )
+    kept = []
+    for step in range(5):
+        model.zero_grad()
+        if step != 3 or hvd.rank() == 0:  # else this rank's zeros come where the gradient before was
+            model(torch.full((1, 3), 1.0 + step + hvd.rank())).sum().backward()
+        optimizer.step()
+        kept.append(model.weight.grad)
+    means = [gradient.unique().tolist() for gradient in kept]
+    assert means == [[1.5], [2.5], [3.5], [2.0], [5.5]]
+
+
+@pytest.mark.parametrize("form", ["one memory", "parts of one memory", "expanded"])
+@ranks(2)
+def test_gradients_that_share_memory_are_reduced_once(form: str) -> None:
+    """Also in a first step, where they lie in no buckets yet."""
+    count = 300_000  # more than is reduced at once
+    parameters = [torch.nn.Parameter(torch.zeros(count)) for _ in range(3)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), op=hvd.Sum)
+    for step in range(3):
+        if (
+            form == "parts of one memory"
+        ):  # as autograd gives them where a parameter and a view of one are added up
+            given = torch.full((count + 2,), 1.0 + hvd.rank())
+            views = [given[i : count + i] for i in range(3)]
+        else:
+            one = torch.full((count,) if form == "one memory" else (1,), 1.0 + hvd.rank())
+            views = [one.expand(count)] * 3
+        for parameter, view in zip(parameters, views, strict=True):
+            parameter.grad = view
+        optimizer.step()
+        for parameter in parameters:
+            assert parameter.detach().unique().tolist() == [-3.0 * (step + 1)]

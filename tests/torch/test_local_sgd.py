@@ -150,6 +150,27 @@ def test_ranks_begin_with_the_same_parameters() -> None:
 
 
 @ranks(2)
+def test_parameters_of_any_layout_and_those_that_are_unfrozen_later_are_averaged() -> None:
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Conv2d(4, 2, 3))
+    model.to(memory_format=torch.channels_last)
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = hvd.broadcast_object([p.detach().clone() for p in model.parameters()], 0)
+    with torch.no_grad():
+        for p, value in zip(model.parameters(), before, strict=True):
+            p.copy_(value if not p.requires_grad or hvd.rank() == 0 else value + 9)
+    with hvd.LocalSGD(model, optimizer, sync_every=2):
+        for step in range(4):
+            model[0].requires_grad_(step >= 2)
+            for p in model.parameters():
+                p.grad = torch.full_like(p, 1.0 + hvd.rank()) if p.requires_grad else None
+            optimizer.step()
+    for p, value, steps in zip(model.parameters(), before, (2, 2, 4, 4), strict=True):
+        assert torch.allclose(p, value - 1.5 * steps)
+    assert alike(model.parameters())
+
+
+@ranks(2)
 def test_what_cannot_be_is_refused() -> None:
     model = network()
     inner, outer = adam(model), nesterov(model)
@@ -166,6 +187,14 @@ def test_what_cannot_be_is_refused() -> None:
     refused("two fragments", call=lambda: hvd.DiLoCo([model, model], inner, outer, 4))
     refused("outer optimizers", call=lambda: hvd.DiLoCo([model], inner, [outer, outer], 4))
     refused("sync_every", call=lambda: hvd.LocalSGD(model, inner, 0))
+
+    def unfreeze() -> None:
+        model[0].requires_grad_(False)
+        with hvd.DiLoCo([model], inner, outer, 1):
+            model[0].requires_grad_(True)
+            train(model, inner, range(1))
+
+    refused("in no fragment", "unfreezing", call=unfreeze)
     averaged = hvd.DistributedOptimizer(adam(model), model.named_parameters())
     refused("DiLoCo", "DistributedOptimizer", call=lambda: hvd.DiLoCo([model], averaged, outer, 4))
     refused("LocalSGD", "DistributedOptimizer", call=lambda: hvd.LocalSGD(model, averaged, 4))

@@ -99,6 +99,43 @@ def test_grouped_allreduce_of_mixed_dtypes_in_every_form() -> None:
     assert hvd.grouped_allreduce([torch.ones(2), torch.ones(3)], op=hvd.Average)[1].tolist() == [1, 1, 1]
 
 
+@ranks(3)
+def test_what_is_in_a_group_twice_is_reduced_once() -> None:
+    twice = torch.full((300_000,), hvd.rank() + 1.0)  # more than is reduced at once
+    group = [twice, twice.view(3, -1), twice[:7]]  # as tied weights in a state_dict() are
+    results = hvd.grouped_allreduce_(group, op=hvd.Sum)
+    assert all(result is given for result, given in zip(results, group, strict=True))
+    assert twice.unique().tolist() == [6.0]
+
+
+@ranks(2)
+def test_autograd_hears_of_operations_in_place_and_refuses_tangents() -> None:
+    for write in (
+        lambda x: hvd.allreduce_(x),
+        lambda x: hvd.synchronize(hvd.allreduce_async_(x)),
+        lambda x: hvd.grouped_allreduce_([x]),
+        lambda x: hvd.broadcast_(x, 0),
+        lambda x: hvd.synchronize(hvd.broadcast_async_(x, 0)),
+    ):
+        hidden = torch.ones(3, requires_grad=True) * 2
+        loss = hidden.square().sum()  # its gradient needs what `hidden` is now
+        write(hidden)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(torch.ones(2, 2), torch.ones(2, 2))
+        for call in (
+            hvd.allreduce,
+            hvd.allgather,
+            hvd.alltoall,
+            hvd.reducescatter,
+            lambda x: hvd.broadcast(x, 0),
+            lambda x: hvd.grouped_allreduce([x]),
+        ):
+            with pytest.raises(NotImplementedError, match="forward"):
+                call(dual)
+
+
 @ranks(2)
 def test_compression_of_single_operations() -> None:
     exact = torch.tensor([0.5, 1.0, 2.0])

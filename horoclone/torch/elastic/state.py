@@ -98,15 +98,17 @@ class ModelStateHandler(StateHandler):
         self._saved_model_state = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        """Copies the parameters and buffers back, in place."""
-        self.value.load_state_dict(self._saved_model_state)
+        """Copies the parameters and buffers back, in place; of extra state the module gets a copy to keep."""
+        state = copy.copy(self._saved_model_state)
+        state.update(copy.deepcopy(_beside_tensors(state)))
+        self.value.load_state_dict(state)
 
     def sync(self) -> None:
         """Broadcasts the parameters and buffers, and what else the state_dict holds."""
         root = root_of_sync()
         state = self.value.state_dict()
-        broadcast_parameters(state, root)
-        rest = {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
+        rest = _beside_tensors(state)
+        broadcast_parameters({name: value for name, value in state.items() if name not in rest}, root)
         if rest:
             rest = broadcast_object(rest, root, "hvd.elastic.model")
             self.value.load_state_dict({**state, **rest})
@@ -115,6 +117,16 @@ class ModelStateHandler(StateHandler):
     def sync_saves(self) -> bool:
         """Returns True unless a subclass has a sync() of its own."""
         return type(self).sync is ModelStateHandler.sync
+
+
+def _beside_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a model's state what load_state_dict() gives a module as it is, instead of copying it: extra state, which may
+    be a tensor, too."""
+    return {
+        name: value
+        for name, value in state.items()
+        if not isinstance(value, torch.Tensor) or name.split(".")[-1] == "_extra_state"
+    }
 
 
 class OptimizerStateHandler(StateHandler):

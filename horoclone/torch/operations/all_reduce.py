@@ -16,7 +16,7 @@ from horoclone.torch.operations.arguments import compressed
 from horoclone.torch.operations.gradients import anchor, grad_name, in_graph, require_linear
 from horoclone.torch.operations.handles import synchronize, table
 from horoclone.torch.operations.spans import profiler
-from horoclone.torch.operations.tensors import is_compiling, learns, number_of
+from horoclone.torch.operations.tensors import is_compiling, is_written_to, learns, number_of
 
 
 def allreduce_(
@@ -40,7 +40,9 @@ def allreduce_(
             "allreduce_", tensor, True, average, name, op, prescale_factor, postscale_factor, process_set, weight
         )  # fmt: skip
         return synchronize(mean)
-    return _now(tensor, tensor, average, name, op, prescale_factor, postscale_factor, process_set)
+    reduced = _now(tensor, tensor, average, name, op, prescale_factor, postscale_factor, process_set)
+    is_written_to(tensor)
+    return reduced
 
 
 def allreduce_async_(
@@ -64,7 +66,11 @@ def allreduce_async_(
             "allreduce_async_", tensor, True, average, name, op, prescale_factor, postscale_factor, process_set, weight,
             priority,
         )  # fmt: skip
-    return _start(tensor, tensor, average, name, op, prescale_factor, postscale_factor, process_set, priority)
+    handle = _start(
+        tensor, tensor, average, name, op, prescale_factor, postscale_factor, process_set, priority
+    )
+    is_written_to(tensor)
+    return handle
 
 
 def allreduce_async(

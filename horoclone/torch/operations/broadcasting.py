@@ -14,7 +14,7 @@ from horoclone.torch.operations import calls
 from horoclone.torch.operations.all_reduce import allreduce
 from horoclone.torch.operations.gradients import anchor, grad_name, in_graph, zeros_of
 from horoclone.torch.operations.handles import synchronize
-from horoclone.torch.operations.tensors import is_compiling, learns, number_of
+from horoclone.torch.operations.tensors import is_compiling, is_written_to, learns, number_of
 
 
 def broadcast_async_(
@@ -24,7 +24,9 @@ def broadcast_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Starts `broadcast_` and returns a handle."""
-    return calls.start(BROADCAST, name, process_set, tensor, tensor, root=root_rank)
+    handle = calls.start(BROADCAST, name, process_set, tensor, tensor, root=root_rank)
+    is_written_to(tensor)
+    return handle
 
 
 def broadcast_(
@@ -34,7 +36,9 @@ def broadcast_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Overwrites `tensor` with rank root_rank's (a world rank, also within a process set) and returns it."""
-    return calls.call(BROADCAST, name, process_set, tensor, tensor, root=root_rank)
+    received = calls.call(BROADCAST, name, process_set, tensor, tensor, root=root_rank)
+    is_written_to(tensor)
+    return received
 
 
 def broadcast_async(

@@ -23,7 +23,7 @@ from horoclone.torch.operations.calls import call_group, start_group
 from horoclone.torch.operations.gradients import anchor, grad_name, in_graph, require_linear, share_scale
 from horoclone.torch.operations.handles import synchronize, table
 from horoclone.torch.operations.spans import profiler
-from horoclone.torch.operations.tensors import is_compiling, learns, refuse_scalar
+from horoclone.torch.operations.tensors import is_compiling, is_written_to, learns, refuse_scalar
 
 Tensors = Sequence[torch.Tensor]
 
@@ -36,6 +36,12 @@ def _start(
 ) -> int:  # fmt: skip
     """The core's fast path, which declines what it does not know; for that, under a profiler and in a graph, as all
     others."""
+    if outputs is tensors and not is_compiling() and _share_memory(tensors):
+        apart = start_group(
+            ALLREDUCE, name, process_set, tensors, _like(tensors, name), reduce=reduce, prescale=scales[0],
+            postscale=scales[1],
+        )  # fmt: skip
+        return table.copied_back(apart, tensors, lambda target, result: target.detach().copy_(result))
     if not (is_compiling() or profiler._is_profiler_enabled):
         plain = table.start_plain_group(tensors, outputs, None, name, reduce, *scales, process_set, 0)
         if plain is not None:
@@ -43,6 +49,14 @@ def _start(
     return start_group(
         ALLREDUCE, name, process_set, tensors, outputs, reduce=reduce, prescale=scales[0], postscale=scales[1]
     )
+
+
+def _share_memory(tensors: Tensors) -> bool:
+    """Whether some begin at one place, as tied weights of a state_dict() do: in place they would be reduced twice."""
+    try:
+        return len({tensor.data_ptr() for tensor in tensors}) < len(tensors)
+    except (AttributeError, RuntimeError):
+        return False  # some are no tensors, or have no such memory: they are refused
 
 
 def _like(tensors: Tensors, name: str | None) -> Tensors | None:
@@ -74,7 +88,10 @@ def grouped_allreduce_async_(
         return weighted.start(
             "grouped_allreduce_async_", tensors, tensors, name, reduce, scales, process_set, weight
         )
-    return _start(tensors, tensors, name, reduce, scales, process_set)
+    handle = _start(tensors, tensors, name, reduce, scales, process_set)
+    for tensor in tensors:
+        is_written_to(tensor)
+    return handle
 
 
 def grouped_allreduce_(

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
+from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 
 from horoclone import ops
 from horoclone.arguments import given
@@ -142,8 +144,19 @@ def learns(tensors: Iterable[torch.Tensor], name: str | None) -> bool:
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             raise not_a_tensor(tensor, name)
-        needed = needed or tensor.requires_grad
+        needed = needed or tensor.requires_grad or _has_tangent(tensor)
     return needed and torch.is_grad_enabled()
+
+
+def is_written_to(tensor: torch.Tensor) -> None:
+    """Tells autograd of an operation in place, as torch's own do: a backward that needs what was there raises."""
+    if tensor.requires_grad and not is_compiling():
+        increment_version(tensor)
+
+
+def _has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether derivatives are carried forward with it, which autograd refuses for our operations."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def refuse_scalar(tensors: Sequence[torch.Tensor]) -> None:

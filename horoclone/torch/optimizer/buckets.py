@@ -6,6 +6,7 @@ them. Owner: reducer.py; thread: whichever runs backward or step.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -169,6 +170,7 @@ class GradState:
             grad = grad.to_dense()
             if not self.becomes_sparse:
                 self.parameter.grad = grad
+        self._part_from_kept()
         view.copy_(grad.detach())
         if lends and view.dtype == grad.dtype and not self.becomes_sparse:
             self.parameter.grad = self.lend()
@@ -178,9 +180,17 @@ class GradState:
     def take_none(self) -> None:
         """There is no gradient on this rank: zeros."""
         assert self.view is not None
+        self._part_from_kept()
         self.view.zero_()
         same = self.view.dtype == self.dtype and self.parameter.dtype == self.form[1]
         self.apart = not same or self.becomes_sparse
+
+    def _part_from_kept(self) -> None:
+        """Before this step's gradient is written: that of an earlier step, where a script has kept it and cleared
+        parameter.grad, gets memory of its own, since torch's next backward would leave it alone."""
+        if self.lent is not None and sys.getrefcount(self.lent) > 2:  # more than ours and the argument
+            self.lent.data = self.lent.clone()
+            self.lent = None
 
     def hand_out_sparse(self, reduced: torch.Tensor) -> None:
         """Makes parameter.grad what has been reduced dense, without its zeros."""

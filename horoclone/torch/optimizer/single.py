@@ -13,7 +13,7 @@ from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.torch import operations
 from horoclone.torch.compression import Compression
 from horoclone.torch.compressor import GradientCompressor
-from horoclone.torch.optimizer.buckets import GradState
+from horoclone.torch.optimizer.buckets import GradState, is_dense
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ def start_alone(state: GradState, grad: torch.Tensor, terms: Terms, weight: floa
         return
     wire, ctx = _single_compression(terms).compress(grad.detach())
     wire = wire.contiguous()
-    handle = operations.allreduce_async_(
+    # Not in place: another parameter's gradient may lie in the same memory, and would be reduced twice.
+    handle = operations.allreduce_async(
         wire, None, state.name, terms.op, *terms.scales(), terms.process_set, weight=weight
     )
     state.pending = (handle, wire, ctx)
@@ -90,7 +91,7 @@ def finish_alone(state: GradState, terms: Terms) -> None:
     output = _single_compression(terms).decompress(output, ctx)
     if state.becomes_sparse:
         state.hand_out_sparse(output)
-    elif grad is None or grad.is_sparse:
-        parameter.grad = output.clone()
-    elif output.data_ptr() != grad.data_ptr():
+    elif grad is None or grad.is_sparse or not is_dense(grad):
+        parameter.grad = output
+    else:
         grad.copy_(output)

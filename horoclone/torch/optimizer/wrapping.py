@@ -19,6 +19,7 @@ from horoclone.gradient_names import Turn
 from horoclone.process_sets import global_process_set
 from horoclone.runtime import is_initialized
 from horoclone.stand_ins import shown_module
+from horoclone.torch.functions import same_groups
 
 
 class WrappedOptimizer:
@@ -51,6 +52,12 @@ class WrappedOptimizer:
     def set_weight(self, weight: Any) -> None:
         """ValueError: DistributedOptimizer(op=hvd.Average) without a quorum takes the mean of gradients."""
         raise ValueError("optimizer.set_weight() does not work together with op=hvd.Adasum and quorum=")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the wrapped class, but the parameter groups stay the objects that they are, which the optimizer that was
+        wrapped shares, and a scheduler that was made with that one."""
+        with same_groups(self):  # type: ignore[arg-type]
+            super().load_state_dict(state_dict)  # type: ignore[misc]
 
     def _local_parameters(self) -> list[torch.Tensor]:
         """Those whose gradients stay on this rank."""
