@@ -47,14 +47,14 @@ def _allreduce(name: str, doc: str, *, in_place: bool = False, waits: bool = Fal
             sources = outs = [memory.writable(array) for array in arrays]
             if weight is None and len({memory.address(one) for one in sources}) < len(sources):
                 # Some begin at one place, and would be reduced twice there.
-                handle = self._start_group(
+                apart = self._start_group(
                     ops.ALLREDUCE, name, process_set, sources, [memory.empty_like(one) for one in sources],
                     reduce=reduce, prescale=scales[0], postscale=scales[1],
                 )  # fmt: skip
-                handle = table.copied_back(
-                    handle, outs, lambda target, result: operator.setitem(target, ..., result)
+                apart = table.copied_back(
+                    apart, outs, lambda target, result: operator.setitem(target, ..., result)
                 )
-                return synchronize(handle) if waits else handle
+                return synchronize(apart) if waits else apart
         else:
             sources = [memory.readable(array) for array in arrays]
             outs = [memory.empty_like(source) for source in sources]
