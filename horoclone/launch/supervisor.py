@@ -43,6 +43,7 @@ class Worker:
     id: bytes = b""
     ended: bool = False
     has_finished: bool = False  # with success, and its work done
+    has_failed: bool = False
     dismissed: bool = False  # it is not needed any more, so nothing follows from its end
 
 
@@ -406,6 +407,8 @@ class Supervisor:
         elif code == 0:
             worker.has_finished = True
             self.policy.done(worker.number)
+            if end.has_formed and not self.finishing:  # nobody does in their place what these had still to do
+                self.last += [one for one in self.ranks() if one.has_failed]
             self.finishing = True  # it has a value, and nobody is started in its place
             if end.has_formed:
                 self._finish()
@@ -459,6 +462,7 @@ class Supervisor:
         self._ring()
 
     def _failed(self, worker: Worker, end: _End, now: float) -> None:
+        worker.has_failed = True
         closed = self.policy.failed(worker.number, end.progressed, now)
         if end.progressed is None:
             self._unjudged.append((worker, now))

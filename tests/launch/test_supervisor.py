@@ -153,6 +153,20 @@ def test_when_one_has_finished_nobody_new_begins_and_the_failure_of_another_is_t
     assert one.supervisor.is_over(time.monotonic())
 
 
+def test_a_failure_that_no_generation_has_made_up_for_is_the_jobs_when_another_finishes(make: Any) -> None:
+    """As when it comes a moment later. Where the others have gone on without it, they have done its work."""
+    for goes_on in (False, True):
+        one = make([Host("a", 2)], 2, Plan(1, 2))
+        first, second = formed(one)
+        one.end(second, -9)
+        if goes_on:
+            one.come(first, seen=1)
+        one.end(first, 0)
+        one.step()
+        assert one.supervisor.last == ([] if goes_on else [second]) and not one.has_failed
+        assert one.supervisor.is_over(time.monotonic())
+
+
 def test_a_process_that_never_calls_init_keeps_nobody_waiting(make: Any) -> None:
     one = make([Host("a", 2)], 2, Plan(2, 2))
     one.step()
