@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from horoclone.launch import options
 from horoclone.launch.command_line import completing
 from horoclone.launch.usage import LaunchError, parse_ranks, say
-from horoclone.settings import START_TIMEOUT_S, core_defaults
+from horoclone.settings import START_TIMEOUT_S, core_defaults, start_timeout_s
 
 if TYPE_CHECKING:
     from horoclone.launch.job import Job, JobResult
@@ -24,6 +24,7 @@ _DEFAULTS: dict[str, Any] = {"start_timeout": START_TIMEOUT_S, "grace": 30.0, "t
 
 def main(argv: list[str] | None = None, program: str = PROGRAM) -> int:
     """Runs horoclonerun with `argv` (sys.argv[1:] by default) and returns the exit code."""
+    _open_standard_streams()
     try:
         return _run(sys.argv[1:] if argv is None else argv, program)
     except LaunchError as error:
@@ -35,6 +36,16 @@ def main(argv: list[str] | None = None, program: str = PROGRAM) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter complains once more at its end
         return 141
+
+
+def _open_standard_streams() -> None:
+    """Where we are started without one of them, descriptors of ours would take its number: the ranks' output would go
+    into one, and rank 0 would read another."""
+    for stream in range(3):
+        try:
+            os.fstat(stream)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
 
 
 def horovodrun(argv: list[str] | None = None) -> int:
@@ -141,9 +152,9 @@ def _fill(arguments: argparse.Namespace, from_file: dict[str, Any]) -> None:
         raise LaunchError("--nproc-per-node: hosts say how many ranks they take: -np 8 -H node1:4,node2:4")
     if arguments.start_timeout is None and timeout:
         try:
-            arguments.start_timeout = float(timeout)
-        except ValueError:
-            raise LaunchError(f"HOROVOD_START_TIMEOUT={timeout!r} is not a number of seconds") from None
+            arguments.start_timeout = start_timeout_s(os.environ)
+        except ValueError as error:
+            raise LaunchError(str(error)) from None
         origins["start_timeout"] = "environment"
     for name, value in _DEFAULTS.items():
         if getattr(arguments, name) is None:

@@ -26,7 +26,7 @@ from horoclone.launch.hosts import Placement, is_local, is_loopback, usable_core
 from horoclone.launch.job_metrics import LOOK_EVERY_S, JobMetrics
 from horoclone.launch.link import LOST, REFUSED, HostLink, Link, Reach, SshOptions
 from horoclone.launch.output import STDERR, STDOUT, RankStream, Screen, open_files, rank_folder
-from horoclone.launch.process import LocalRank, LocalRanks, is_open, memory_kills, read_memory
+from horoclone.launch.process import LocalRank, LocalRanks, memory_kills, read_memory
 from horoclone.launch.signals import FORWARDED, Signals, empty
 from horoclone.launch.usage import (
     LaunchError,
@@ -256,7 +256,7 @@ class Job:
     def _start_local(self, rank: int, environment: Mapping[str, str]) -> None:
         assert self._owner is not None
         member, request = self._members[rank], self._request
-        stdin = 0 if rank == 0 and request.give_stdin and is_open(0) else None
+        stdin = 0 if rank == 0 and request.give_stdin else None
         folder, metrics = self._folder_of(member), self._metrics.passed(rank)
         local = self._owner.start(rank, request.command, environment, request.cwd, stdin, folder, metrics)
         member.local = local

@@ -51,15 +51,6 @@ def read_memory(descriptor: int) -> bytes:
     return b"".join(parts)
 
 
-def is_open(descriptor: int) -> bool:
-    """Whether this process has it."""
-    try:
-        os.fstat(descriptor)
-        return True
-    except OSError:
-        return False
-
-
 def dies_with_parent() -> Callable[[], None]:
     """For preexec_fn: the kernel kills the child when the thread that started it is gone. Everything is looked up here,
     before the fork, so that the child only makes two system calls."""

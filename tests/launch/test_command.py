@@ -86,8 +86,10 @@ def test_the_secret_is_in_inherited_memory_and_nowhere_else(launch, tmp_path):
 
 
 def test_the_rendezvous_of_a_local_job_listens_on_loopback_only(launch, tmp_path):
-    found = _ranks(launch, tmp_path, ["-np", "2"], ["HOROCLONE_RENDEZVOUS", "HOROCLONE_JOB"])
+    names = ["HOROCLONE_RENDEZVOUS", "HOROCLONE_JOB", "HOROVOD_CROSS_SIZE", "HOROVOD_HOSTNAME"]
+    found = _ranks(launch, tmp_path, ["-np", "2"], names)
     assert found[0] == found[1] and len(found[0]["HOROCLONE_JOB"]) >= 16
+    assert (found[0]["HOROVOD_CROSS_SIZE"], found[0]["HOROVOD_HOSTNAME"]) == ("1", "localhost")
     meeting = found[0]["HOROCLONE_RENDEZVOUS"]
     assert meeting.startswith("127.0.0.1:") and "," not in meeting
 
@@ -265,6 +267,15 @@ def test_user_errors_are_one_message_and_never_a_traceback(called, flags, code, 
     done = called(cli.main, flags)
     assert done.returncode == code and said in done.stderr, done.output
     assert "Traceback" not in done.stderr and done.stderr.startswith("horoclonerun: ")
+
+
+@pytest.mark.parametrize("text", ["soon", "nan", "-5", "inf"])
+def test_a_start_timeout_of_the_environment_is_checked_before_a_rank_starts(called, monkeypatch, text):
+    monkeypatch.setenv("HOROVOD_START_TIMEOUT", text)
+    done = called(cli.main, ["-np", "1", "no-such-command"])
+    assert done.returncode == 2 and f"START_TIMEOUT={text!r} is not a positive number" in done.stderr, (
+        done.output
+    )
 
 
 def test_output_files_hold_every_ranks_raw_bytes(launch, tmp_path):

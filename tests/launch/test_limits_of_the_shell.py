@@ -150,3 +150,16 @@ def test_only_a_fork_that_finds_no_process_is_called_the_limit_on_processes(
         process.LocalRanks(b"secret", None)
     with pytest.raises(LaunchError, match="cannot run ssh: .*ulimit -u"):
         HostLink("elsewhere", SshOptions(), None, None)  # type: ignore[arg-type]
+
+
+def test_a_launcher_without_standard_streams_takes_none_of_its_own_for_them(tmp_path: Path) -> None:
+    """As of a service or a scheduler that closes them: the launcher waited for ever."""
+    program = "import sys; print(repr(sys.stdin.read())); print(2, file=sys.stderr)"
+    command = [HOROCLONERUN, "-np", "2", "--output-filename", tmp_path, sys.executable, "-c", program]
+    closed = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *map(str, command)]
+    done = subprocess.run(closed, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60)
+    assert done.returncode == 0
+    found = [
+        (tmp_path / f"rank.{rank}" / name).read_text() for rank in (0, 1) for name in ("stdout", "stderr")
+    ]
+    assert found == ["''\n", "2\n"] * 2
