@@ -270,3 +270,16 @@ def test_gloo_timeout_is_the_silence_after_which_a_rank_is_lost():
         hvd.allreduce(np.ones(1), name="late")
     os.kill(int(pids[1]), signal.SIGKILL)
     assert caught.value.rank == 1 and time.monotonic() - began < 12  # the default is 15
+
+
+@ranks(2, init=False)
+def test_horovods_placement_variables_start_a_world_without_any_launcher():
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    values = [os.environ[f"HOROCLONE_{name}"] for name in names]
+    for name in [name for name in os.environ if name.startswith("HOROCLONE_")]:
+        del os.environ[name]
+    os.environ.update({f"HOROVOD_{name}": value for name, value in zip(names, values, strict=True)})
+    hvd.init()
+    assert [str(fact()) for fact in (hvd.rank, hvd.size, hvd.local_rank, hvd.local_size)] == values
+    assert hvd.cross_rank() == 0 and hvd.cross_size() == 1
+    assert hvd.allreduce(np.ones(1), op=hvd.Sum).tolist() == [2.0]
