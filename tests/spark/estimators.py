@@ -297,6 +297,9 @@ def keras_whole_way(spark: Any, folder: str) -> Any:
     estimator.save(os.path.join(folder, "estimator"))
     loaded = KerasEstimator.load(os.path.join(folder, "estimator"))
     resumed = estimator.setEpochs(1).setCheckpointCallback(None).fit(frame)
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 100, 0.9)
+    estimator.setOptimizer(keras.optimizers.SGD(schedule)).setRunId("with a schedule")
+    scheduled = [estimator.fit(frame).getHistory()["loss"][0] for _ in range(2)]
     history = fitted.getHistory()
 
     def said(**changes: Any) -> Any:
@@ -319,6 +322,7 @@ def keras_whole_way(spark: Any, folder: str) -> Any:
         "history": {name: len(values) for name, values in history.items()},
         "losses": history["loss"],
         "resumed": resumed.getHistory()["loss"],
+        "scheduled": scheduled,
         "loaded": [
             type(loaded.getModel()).__name__,
             type(loaded.getOptimizer()).__name__,

@@ -75,6 +75,7 @@ def test_a_keras_model_is_trained_saved_loaded_and_predicts(local: Any, tmp_path
     assert set(done["history"]) >= wanted and set(done["history"].values()) == {4}
     assert done["losses"][-1] < done["losses"][0] / 10
     assert done["resumed"][0] < done["losses"][1], "it has not gone on from the checkpoint"
+    assert done["scheduled"][1] < done["scheduled"][0], "nor with a schedule"
     assert done["loaded"] == ["Functional", "SGD", "mae"]
     for name, text in {
         "model": "model must be a keras.Model, not builtins.str",

@@ -73,7 +73,7 @@ def _optimizer(learner: Learner, model: Any, saved: Mapping[str, Any]) -> Any:
         optimizer.build(model.trainable_variables)
         for number, variable in enumerate(_variables(optimizer)):
             assign(variable, saved[f"optimizer.{number}"])
-    rate = float(saved["rate"]) if saved else _rate(optimizer)
+    rate = float(saved["rate"]) if "rate" in saved else _rate(optimizer)
     if rate is None:
         warnings.warn(
             "the optimizer has a learning rate schedule: it is not scaled by the number of ranks",
@@ -203,7 +203,8 @@ def _sealed(model: Any) -> bytes:
     rate = _rate(model.optimizer)
     parts = {f"optimizer.{number}": to_numpy(one) for number, one in enumerate(_variables(model.optimizer))}
     parts["model"] = np.frombuffer(model_bytes(model), dtype=np.uint8)
-    parts["rate"] = np.float64(0.0 if rate is None else rate / hvd.size())
+    if rate is not None:  # a schedule is the optimizer's own
+        parts["rate"] = np.float64(rate / hvd.size())
     content = io.BytesIO()
     np.savez(content, **parts)
     return content.getvalue()
