@@ -9,16 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
+def with_names(text: str, names: Iterable[str]) -> str:
+    """An error's text about tensors of a grouped operation, of which it says the places, with their names."""
+    for place, name in enumerate(names):
+        text = text.replace(f" tensor {place} as ", f" tensor {place} ({name}) as ")
+    return text
+
+
 class HorovodInternalError(RuntimeError):
     """Raised when a collective could not be completed. The parent of every error that the runtime itself raises."""
 
     def name_tensors(self, names: Iterable[str]) -> None:
         """Adds what the tensors of a grouped operation are called on this rank to a text that has their places alone:
         ranks match them by the operation's name and the place, for the names may be others elsewhere."""
-        text = str(self)
-        for place, name in enumerate(names):
-            text = text.replace(f" tensor {place} as ", f" tensor {place} ({name}) as ")
-        self.args = (text, *self.args[1:])
+        self.args = (with_names(str(self), names), *self.args[1:])
 
 
 class PeerLost(HorovodInternalError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from horoclone import errors
+from horoclone import errors, tensor_names
 
 _CLASSES = {
     "PeerLost": errors.PeerLost,
@@ -26,7 +26,7 @@ def horovod_error_of(error: BaseException) -> errors.HorovodInternalError | None
     found = _FORM.search(str(error))
     if not isinstance(error, (RuntimeError, ValueError)) or found is None:
         return None
-    name, text = found.groups()
+    name, text = found[1], tensor_names.completed(found[2])
     if name == "PeerLost":
         rank = re.search(r"\brank (\d+)", text)
         return errors.PeerLost(text, int(rank.group(1)) if rank else -1)

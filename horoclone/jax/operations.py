@@ -10,14 +10,14 @@ the program runs arrives as jax.errors.JaxRuntimeError.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from horoclone import arrays, ops, runtime, weights
+from horoclone import arrays, ops, runtime, tensor_names, weights
 from horoclone.arguments import check, check_compression, given, root, wrong_type
 from horoclone.errors import HorovodInternalError, Unsupported
 from horoclone.jax import native
@@ -28,14 +28,24 @@ from horoclone.jax.random_keys import with_keys, without_keys
 from horoclone.jax.weighted import Weights, check_wires
 from horoclone.process_sets import ProcessSet, global_process_set, set_id
 
+Labels = Callable[[], Sequence[str]]
+
 MOVABLE = {
     *ops.DTYPES, "uint32", "uint64", "complex64", "complex128",
     *(name for name in ops.MOVED if name.startswith("float8")),
 }  # fmt: skip
 
 
-def _call(tree: Any, op: int, name: str | None, process_set: ProcessSet, **more: Any) -> Any:
-    """Checks the leaves, names the call, binds it, and puts the results into the tree's structure."""
+def _call(
+    tree: Any,
+    op: int,
+    name: str | None,
+    process_set: ProcessSet,
+    labels: Any = None,
+    **more: Any,
+) -> Any:
+    """Checks the leaves, names the call, binds it, and puts the results into the tree's structure. labels (a function,
+    or None): what errors call the leaves, in place of their paths."""
     paths, leaves, structure = paths_and_leaves(tree)
     leaves = [_array(NAMES[op], path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
     if not leaves:
@@ -52,8 +62,9 @@ def _call(tree: Any, op: int, name: str | None, process_set: ProcessSet, **more:
         try:
             return jax.tree_util.tree_unflatten(structure, bind(leaves, call))
         except HorovodInternalError as error:
-            error.name_tensors(paths)
+            error.name_tensors(labels() if labels else paths)
             raise
+    tensor_names.remember(call.name, labels() if labels else paths)
     _refuse_local_devices(call)
     with jax.named_scope(f"horoclone.{NAMES[op]}.{call.name}"):  # what XLA's profiles and dumps show
         return jax.tree_util.tree_unflatten(structure, bind(leaves, call))
@@ -186,8 +197,10 @@ def reduce_gradients(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     weight: Any = None,
+    labels: Labels | None = None,
 ) -> Any:
-    """As allreduce, in an optimizer's step: Mismatch where a rank has left one out that others have made."""
+    """As allreduce, in an optimizer's step: Mismatch where a rank has left one out that others have made. labels: what
+    errors call the leaves."""
     return _reduced(
         tree,
         name,
@@ -198,6 +211,7 @@ def reduce_gradients(
         postscale_factor,
         is_step=True,
         weight=weight,
+        labels=labels,
     )
 
 
@@ -211,6 +225,7 @@ def _reduced(
     postscale: float,
     is_step: bool = False,
     weight: Any = None,
+    labels: Labels | None = None,
 ) -> Any:
     paths, leaves, structure = paths_and_leaves(tree)
     leaves = [_array("allreduce", path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
@@ -218,18 +233,27 @@ def _reduced(
     small = jax.tree_util.tree_unflatten(structure, [array for array, _ in pressed])
     scales = {"prescale": float(prescale), "postscale": float(postscale)}
     if weight is None or not leaves:
-        reduced = _call(small, ops.ALLREDUCE, name, process_set, reduce=reduce, **scales, is_step=is_step)
+        reduced = _call(
+            small, ops.ALLREDUCE, name, process_set, labels, reduce=reduce, **scales, is_step=is_step
+        )
         back = jax.tree_util.tree_leaves(reduced)
     else:
         weights.check_mean("allreduce", reduce, (prescale, postscale))
         check_wires("allreduce", leaves, [array for array, _ in pressed])
-        back = _weighted([array for array, _ in pressed], paths, name, process_set, is_step, weight)
+        wires = [array for array, _ in pressed]
+        back = _weighted(wires, paths, name, process_set, is_step, weight, labels or (lambda: paths))
     restored = [compression.decompress(array, kept) for array, (_, kept) in zip(back, pressed, strict=True)]
     return jax.tree_util.tree_unflatten(structure, restored)
 
 
 def _weighted(
-    leaves: list[Any], paths: list[str], name: str | None, process_set: ProcessSet, is_step: bool, weight: Any
+    leaves: list[Any],
+    paths: list[str],
+    name: str | None,
+    process_set: ProcessSet,
+    is_step: bool,
+    weight: Any,
+    labels: Labels,
 ) -> list[Any]:
     """The name is that of the call without weights, which must not wait for one with them."""
     if name is None and (is_tracing() or is_step):
@@ -239,7 +263,8 @@ def _weighted(
     members = _members(process_set)
     ranks = process_set.ranks or list(range(members["size"]))
     own = Weights("allreduce", weight, ranks, members["position"])
-    received = _call(own.weigh(leaves), ops.ALLREDUCE, name, process_set, reduce=ops.Sum, is_step=is_step)
+    weighed = own.weigh(leaves)
+    received = _call(weighed, ops.ALLREDUCE, name, process_set, labels, reduce=ops.Sum, is_step=is_step)
     return own.divide(received, leaves, name)
 
 

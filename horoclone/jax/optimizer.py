@@ -70,7 +70,10 @@ def DistributedOptimizer(
     own_policy, watches = policy(), dict[Any, Watch]()
 
     def reduced(gradients: Any, weight: Any, params: Any, inner: Any, number: Any) -> Any:
-        how: dict[str, Any] = {"op": reduce, "weight": weight}
+        def labels() -> list[str]:
+            return paths_and_leaves(gradients)[0]
+
+        how: dict[str, Any] = {"op": reduce, "weight": weight, "labels": labels}
         if weight is not None and (passes > 1 or gradient_predivide_factor != 1.0):
             raise ValueError(
                 "update(weight=...) does not work with backward_passes_per_step and gradient_predivide_factor"
@@ -89,7 +92,7 @@ def DistributedOptimizer(
         watch = watches.get(tree)
         if watch is None:
             # A program may compare two trees at the same time.
-            forms = zlib.crc32(repr((paths_and_leaves(gradients)[0], tree[2])).encode())
+            forms = zlib.crc32(repr((labels(), tree[2])).encode())
             exchange = f"{name or 'jax.gradients'}{own}.{forms:08x}"
             watch = watches[tree] = Watch(own_policy, exchange, process_set, FORGOTTEN)
         sent = (sent, watch.tail(values, dtype))

@@ -56,6 +56,11 @@ def native_of(variable: Any) -> Any:
 def slots_of(optimizer: Any, variables: Sequence[Any]) -> list[list[Any]]:
     """What the optimizer keeps for each of these variables, momenta for example."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    if isinstance(
+        several := getattr(optimizer, "optimizers", None), list
+    ):  # MultiOptimizer: each has some of them
+        of_each = zip(*(slots_of(one, variables) for one in several), strict=True)
+        return [[slot for slots in one for slot in slots] for one in of_each]
     slots = getattr(optimizer, "_slots", None)
     if slots is not None:  # tf_keras.optimizers.legacy
         return [list(slots.get(getattr(v, "_unique_id", None), {}).values()) for v in variables]
@@ -75,6 +80,11 @@ def slots_of(optimizer: Any, variables: Sequence[Any]) -> list[list[Any]]:
         kept = [] if place is None else [one[place] for one in lists if one[place] is not None]
         found.append([one for one in kept if native_of(one) is not native_of(variable)])
     return found
+
+
+def names_of(variables: Sequence[Any], places: Sequence[int]) -> list[str]:
+    """Those of the variables at these places."""
+    return [name_of(variables[place]) for place in places]
 
 
 def name_of(variable: Any) -> str:

@@ -7,6 +7,7 @@ done, so ranks could wait for each other. A second call, where it is needed, is 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,6 +16,7 @@ import horoclone.jax as hvd
 from horoclone.jax.call import is_tracing
 from horoclone.jax.compared import Values, Watch, takes_tail
 from horoclone.jax.operations import reduce_gradients
+from horoclone.keras.compared import names_of
 
 if TYPE_CHECKING:
     from horoclone.keras.compared import Watched
@@ -66,8 +68,9 @@ def reduce(
             wires = [*wires, watch.tail(values, dtype)]
         tree = {key: wires}
         reduced = reduce_gradients(
-            tree, name, compression, op, settings.process_set, prescale, postscale, members[0].weight
-        )
+            tree, name, compression, op, settings.process_set, prescale, postscale, members[0].weight,
+            partial(names_of, variables, places),
+        )  # fmt: skip
         gradients = list(reduced[key])
         if watch is not None:
             looks.append((watch, gradients.pop(), values, places))

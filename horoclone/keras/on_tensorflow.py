@@ -6,14 +6,17 @@ Sparse gradients (tf.IndexedSlices) are gathered; a row that two ranks touched i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from horoclone.keras.compared import names_of
 from horoclone.ops import Sum
 from horoclone.tensorflow import reduced_gradients
 from horoclone.tensorflow.compared import Watch, takes_tail
 from horoclone.tensorflow.gradient_reduction import cut_by_bytes
+from horoclone.tensorflow.mpi_ops import naming
 from horoclone.tensorflow.reductions import allreduce, grouped_allreduce
 
 if TYPE_CHECKING:
@@ -70,13 +73,15 @@ def reduce(
             takes = watch is not None and not looks and takes_tail(wires, part.op)
             if takes:
                 wires.append(watch.tail(values, wires[0].dtype))
-            reduced = grouped_allreduce(
-                wires,
-                name=part.name if number == 0 else f"{part.name}.{number}",
-                prescale_factor=part.prescale,
-                postscale_factor=part.postscale,
-                **options,
-            )
+            name = part.name if number == 0 else f"{part.name}.{number}"
+            with naming(name, partial(names_of, variables, group)):
+                reduced = grouped_allreduce(
+                    wires,
+                    name=name,
+                    prescale_factor=part.prescale,
+                    postscale_factor=part.postscale,
+                    **options,
+                )
             if takes:
                 *reduced, received = reduced
                 looks.append((group, received))

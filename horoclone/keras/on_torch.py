@@ -15,7 +15,7 @@ import torch
 
 from horoclone.arrays.compared import NOTHING, Bytes, VariableComparison
 from horoclone.errors import HorovodInternalError
-from horoclone.keras.compared import name_of
+from horoclone.keras.compared import names_of
 from horoclone.ops import Max
 from horoclone.torch import operations
 
@@ -106,7 +106,7 @@ def _outcomes(handles: Sequence[int], parts: Sequence[Part], variables: Sequence
             outcomes.append(operations.synchronize(handle))
         except Exception as error:
             if part is not None and isinstance(error, HorovodInternalError):
-                error.name_tensors(name_of(variables[place]) for place in part.places)
+                error.name_tensors(names_of(variables, part.places))
             failed = failed or error
     if failed is not None:
         raise failed

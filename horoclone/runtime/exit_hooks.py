@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from horoclone import errors
+from horoclone import errors, tensor_names
 from horoclone.bootstrap import exchange
 from horoclone.runtime import current, logs, telemetry
 from horoclone.runtime.native_module import bytes_of
@@ -46,6 +46,7 @@ def install_hooks(finish: Callable[[], None], shut_down: Callable[[float], None]
 
     def tell_and_chain(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         try:
+            tensor_names.complete(error)
             _tell_failure(kind, error, trace)
         finally:
             previous(kind, error, trace)

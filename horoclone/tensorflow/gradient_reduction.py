@@ -11,6 +11,7 @@ import weakref
 import zlib
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -117,23 +118,26 @@ class GradientReduction:
         watch, values = self._watch_of([sources[i] for i in shared], f"{name}{which}")
         looks: list[Any] = []  # at what was compared, when all is under way: it may raise
         with tf.name_scope(name):
-            self._reduce_sparse(result, sparse, which)
+            self._reduce_sparse(result, sources, sparse, which)
             for number, places in enumerate(
                 self._groups_of([i for i in shared if i not in sparse], result, keys)
             ):
                 wires = [result[i] for i in places]
                 takes = watch is not None and not looks and takes_tail(wires, self.op)
-                reduced = grouped_allreduce(
-                    [*wires, watch.tail(values, wires[0].dtype)] if takes else wires,
-                    device_dense=self.device_dense,
-                    compression=self.compression,
-                    op=self.op,
-                    prescale_factor=1.0 / self.gradient_predivide_factor,
-                    postscale_factor=self.gradient_predivide_factor,
-                    process_set=self.process_set,
-                    weight=self.weight,
-                    name=_name("HorovodGroupedAllreduce", f"_{number}", which),
-                )
+                sent = [*wires, watch.tail(values, wires[0].dtype)] if takes else wires
+                own = _name("HorovodGroupedAllreduce", f"_{number}", which)
+                with mpi_ops.naming(own, partial(_names, sources, places)):
+                    reduced = grouped_allreduce(
+                        sent,
+                        device_dense=self.device_dense,
+                        compression=self.compression,
+                        op=self.op,
+                        prescale_factor=1.0 / self.gradient_predivide_factor,
+                        postscale_factor=self.gradient_predivide_factor,
+                        process_set=self.process_set,
+                        weight=self.weight,
+                        name=own,
+                    )
                 if takes:
                     *reduced, received = reduced
                     looks.append((places, received))
@@ -180,7 +184,9 @@ class GradientReduction:
             return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
         return gradient / tf.cast(size, gradient.dtype)
 
-    def _reduce_sparse(self, result: list[Any], places: Sequence[int], which: str) -> None:
+    def _reduce_sparse(
+        self, result: list[Any], sources: Sequence[Any], places: Sequence[int], which: str
+    ) -> None:
         """Replaces the IndexedSlices at these places by everybody's rows."""
         if not places:
             return
@@ -196,7 +202,8 @@ class GradientReduction:
         with tf.device(self.device_sparse):
             parts = [part for i in places for part in (result[i].values, result[i].indices)]
             name = _name("HorovodGroupedAllgather", "", which)
-            gathered = mpi_ops.grouped_allgather(parts, name=name, process_set=self.process_set)
+            with mpi_ops.naming(name, partial(_names, sources, places, ("values of ", "indices of "))):
+                gathered = mpi_ops.grouped_allgather(parts, name=name, process_set=self.process_set)
             for i, values, indices in zip(places, gathered[::2], gathered[1::2], strict=True):
                 whole = tf.IndexedSlices(values, indices, result[i].dense_shape)
                 result[i] = self._divided_by_size(whole) if self.op == Average else whole
@@ -223,6 +230,18 @@ class GradientReduction:
 def _name(call: str, number: str, which: str) -> str | None:
     """None for an eager call with all gradients: ranks match those by their order."""
     return None if tf.executing_eagerly() and not which else f"{call}{number}{which}"
+
+
+def _names(sources: Sequence[Any], places: Sequence[int], parts: Sequence[str] = ("",)) -> list[str]:
+    """What errors call the gradients at these places, or each part of them."""
+    found = []
+    for i in places:
+        try:
+            name = getattr(sources[i], "path", None) or sources[i].name
+        except AttributeError:  # a tensor, run eagerly
+            name = f"source {i}"
+        found += [f"{part}{name}" for part in parts]
+    return found
 
 
 def cut_by_bytes(places: Sequence[int], gradients: Sequence[Any]) -> list[list[int]]:

@@ -12,11 +12,12 @@ from __future__ import annotations
 import array
 import re
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from horoclone import ops
+from horoclone import ops, tensor_names
 from horoclone.arguments import SPLITS, check, given, refuse_mask, root, wrong_type
 from horoclone.common.basics import HorovodBasics
 from horoclone.errors import Unsupported
@@ -148,6 +149,15 @@ def _run(
         if factors is not None:
             more |= {"prescale_factor": pre.hex(), "postscale_factor": post.hex()}
     return getattr(functions, f"horovod_{call}")(process_set_id=id_of(process_set), **more)
+
+
+def naming(name: str | None, tensors: Callable[[], Sequence[str]]) -> AbstractContextManager[None]:
+    """Around a grouped operation with gradients of these variables: its errors name them, now and when the graph runs.
+    name: its own; None: its errors in a graph do not."""
+    if name is not None and not tf.executing_eagerly():
+        graph: Any = tf.compat.v1.get_default_graph()
+        tensor_names.remember(graph.unique_name(name, mark_as_used=False), tensors())
+    return tensor_names.called(tensors)
 
 
 _MOVABLE = {

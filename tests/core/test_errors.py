@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
 import warnings
 
 import pytest
 
-from horoclone import errors, ops
+from horoclone import errors, ops, tensor_names
+from horoclone.runtime import exit_hooks
 
 
 def test_every_error_of_the_runtime_is_a_horovod_internal_error():
@@ -18,6 +22,32 @@ def test_every_error_of_the_runtime_is_a_horovod_internal_error():
 def test_peer_lost_names_the_rank():
     assert errors.PeerLost("rank 3 died", 3).rank == 3
     assert errors.PeerLost("somebody died").rank == -1
+
+
+def test_the_error_that_ends_a_process_names_the_tensors_of_compiled_operations(monkeypatch):
+    """By place, else the first few; not where two programs have other tensors under one name."""
+    seen = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: seen.append(str(error)))
+    monkeypatch.setattr(exit_hooks, "_hooks_installed", False)
+    monkeypatch.setattr(exit_hooks, "_tell_failure", lambda *_: None)
+    monkeypatch.setattr(atexit, "register", lambda *_: None)
+    monkeypatch.setattr(os, "register_at_fork", lambda **_: None)
+    monkeypatch.setattr(tensor_names, "_known", {})
+    exit_hooks.install_hooks(lambda: None, lambda _: None)
+    names = ["w", "b", "out/w", "out/b"]
+    for operation, tensors in {"step": names, "tape/op": names, "both": names, "alone": [""]}.items():
+        tensor_names.remember(operation, tensors)
+    tensor_names.remember("both", names[1:])
+    for text, expected in {
+        "'f/tape/op': rank 1 announced tensor 1 as a, rank 0 announced tensor 1 as b":
+        "'f/tape/op': rank 1 announced tensor 1 (b) as a, rank 0 announced tensor 1 (b) as b",
+        "rank 1 has died in 'step' (3 s)": "rank 1 has died in 'step' (w, b, out/w and 1 more) (3 s)",
+        "'both': tensor 1 as a, 'alone'": "'both': tensor 1 as a, 'alone'",
+    }.items():  # fmt: skip
+        for _ in range(2):  # what is complete stays as it is
+            sys.excepthook(RuntimeError, RuntimeError(text), None)
+            assert seen.pop() == expected
+            text = expected
 
 
 def test_hosts_updated_interrupt_is_no_internal_error():

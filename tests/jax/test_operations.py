@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from world import later, ranks
+
+from horoclone import tensor_names
 
 jax = later("jax")
 jnp = later("jax.numpy")
@@ -285,5 +288,12 @@ def test_integers_that_jax_would_cut_are_refused() -> None:
 @ranks(2)
 def test_an_error_names_the_leaf_that_it_is_about() -> None:
     tree = {"b": {"k": jnp.ones(2 + hvd.rank())}, "w": jnp.ones(3)}
-    with pytest.raises(hvd.Mismatch, match=r"tensor 0 \(\['b'\]\['k'\]\) as float32\[3\]"):
+    named = r"tensor 0 \(\['b'\]\['k'\]\) as float32\[3\]"
+    with pytest.raises(hvd.Mismatch, match=named):
         hvd.allreduce(tree)
+    program = jax.jit(lambda tree: hvd.allreduce(tree, name="a tree"))
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        jax.block_until_ready(program(tree))
+    assert re.search(named, str(hvd.horovod_error_of(caught.value)))
+    tensor_names.complete(caught.value)
+    assert re.search(named, str(caught.value))

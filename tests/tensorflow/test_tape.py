@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 from world import later, operations, ranks
+
+from horoclone import tensor_names
 
 tf = later("tensorflow")
 hvd = later("horoclone.tensorflow")
@@ -248,3 +251,20 @@ def test_a_gradient_list_is_few_operations() -> None:
     before = operations()
     large()
     assert operations() - before == 3  # 8 + 8 + 4 MiB, so that they overlap with the backward pass
+
+
+@ranks(2)
+def test_an_error_names_the_variable_that_it_is_about() -> None:
+    """Where a function runs, when the error comes to the end of the program."""
+    weights = [tf.Variable(tf.ones(3), name="first"), tf.Variable(tf.ones(2 + hvd.rank()), name="second")]
+
+    def gradients() -> list[Any]:
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(w) for w in weights])
+        return hvd.DistributedGradientTape(tape).gradient(loss, weights)
+
+    for run in (gradients, tf.function(gradients)):
+        with pytest.raises(tf.errors.FailedPreconditionError) as caught:
+            run()
+        tensor_names.complete(caught.value)
+        assert re.search(r"tensor \d \(second:0\) as float32\[3\]", str(caught.value))
