@@ -27,6 +27,8 @@ class Aggregation:
         self._sums = [self._make(v.shape, v.dtype, f"{_flat_name(v)}_aggregated_gradient") for v in variables]
         self.variables = [self._counts, *self._sums]
         self._present = [False] * len(self._sums)  # outside of programs: there was a gradient in some pass
+        # Their gradients are what they become (scales of float8): of the passes, as of the ranks, the largest counts.
+        self._are_set = [bool(getattr(v, "overwrite_with_gradient", False)) for v in variables]
 
     @staticmethod
     def _make(shape: Any, dtype: str, name: str) -> Any:
@@ -43,16 +45,13 @@ class Aggregation:
             self._at_once(grads, places, update)
             return
         ops = keras.ops
-        totals = [
-            None if g is None else ops.add(self._sums[p], _dense(g))
-            for g, p in zip(grads, places, strict=True)
-        ]
+        totals = [None if g is None else self._with(p, g) for g, p in zip(grads, places, strict=True)]
         mine = np.isin(np.arange(len(self._sums)), places).astype(np.int32)
         counts = ops.add(self._counts, mine)
         last = ops.max(ops.multiply(counts, mine)) >= self._passes
 
         def finish() -> None:
-            update([None if total is None else total * self._factor(total) for total in totals])
+            update(self._scaled(totals, places))
             for place, total in zip(places, totals, strict=True):
                 if total is not None:
                     self._sums[place].assign(ops.zeros_like(total))
@@ -69,19 +68,29 @@ class Aggregation:
         else:
             _jax_cond(last, finish, go_on, [*self.variables, *state])
 
-    def _factor(self, total: Any) -> Any:
-        return keras.ops.cast(self._scale, total.dtype)
+    def _with(self, place: int, gradient: Any) -> Any:
+        join = keras.ops.maximum if self._are_set[place] else keras.ops.add
+        return join(self._sums[place], _dense(gradient))
+
+    def _scaled(self, totals: Sequence[Any], places: Sequence[int]) -> list[Any]:
+        return [
+            total if total is None or self._are_set[p] else total * keras.ops.cast(self._scale, total.dtype)
+            for total, p in zip(totals, places, strict=True)
+        ]
 
     def _at_once(self, grads: Sequence[Any], places: Sequence[int], update: Update) -> None:
         for gradient, place in zip(grads, places, strict=True):
             if gradient is not None:
-                _add(self._sums[place], gradient)
+                if self._are_set[place]:
+                    self._sums[place].assign(self._with(place, gradient))
+                else:
+                    _add(self._sums[place], gradient)
                 self._present[place] = True
         mine, counts = list(places), np.array(to_numpy(self._counts))
         counts[mine] += 1
         if counts[mine].max() >= self._passes:
             sums = [self._sums[p].value if self._present[p] else None for p in mine]
-            update([None if total is None else total * self._factor(total) for total in sums])
+            update(self._scaled(sums, mine))
             for place in mine:
                 _clear(self._sums[place])
                 self._present[place] = False

@@ -47,14 +47,20 @@ def _refuse_schedule(optimizer: Any) -> None:
         raise TypeError(f"the rate comes from {source}")
 
 
+_WITHOUT_RATE = getattr(keras.optimizers, "Muon", ())
+
+
 def rescale_momentum(optimizer: Any, factor: float) -> None:
-    """Multiplies the gathered momentum of SGD and RMSprop, which contains the learning rate; others have none.
+    """Multiplies the gathered momentum of SGD and RMSprop, which contains the learning rate; that of Muon does not, and
+    others have none.
 
     The step m' = momentum * m - rate * g then is what the momentum `momentum * factor` would make of the old m. The
     buffers can be changed between compiled steps; the hyperparameter is a constant in them.
     """
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-    if not getattr(optimizer, "momentum", None) or not _has_momentum(optimizer):
+    if isinstance(optimizer, _WITHOUT_RATE) or not getattr(optimizer, "momentum", None):
+        return
+    if not _has_momentum(optimizer):
         return
     for variable in _momentum_variables(optimizer):
         assign(variable, to_numpy(variable) * factor)

@@ -37,7 +37,7 @@ class State:
         self.reduction = reduction
         self.aggregation: Aggregation | None = None  # made when the optimizer is built
         self.hidden = False  # the sums are not among `variables` for the moment
-        self.handed_over = False  # a LossScaleOptimizer around it reduces
+        self.handed_over = False  # a LossScaleOptimizer or MultiOptimizer around it reduces
         self.implied = False  # made from a saved configuration; DistributedOptimizer may still be called
         self.values: list[Any] | None = None  # of the original's variables, until the copy has them
         self.trained: list[Any] | None = None  # the variables that it, or the original, is built for
@@ -178,6 +178,7 @@ class DistributedMixin(Copied):
         if [id(v) for v in all_of_them] != [id(v) for v in variables]:
             self._horoclone.given = list(variables)
         super().build(all_of_them)  # type: ignore[misc]
+        _hand_over(self)
         self.built = True
         self._take_over()
         _aggregate(self)
@@ -225,7 +226,7 @@ def distribute(optimizer: Any, reduction: Reduction) -> Any:
         raise ValueError("the optimizer is already a DistributedOptimizer")
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ValueError(f"DistributedOptimizer wraps an optimizer of Keras, not {optimizer!r}")
-    _hand_over(getattr(optimizer, "inner_optimizer", None))
+    _hand_over(optimizer)
     base = getattr(type(optimizer), "_horoclone_base", type(optimizer))
     # Set before the class changes: from then on every attribute's assignment goes through the derived class.
     optimizer.__dict__["_horoclone"] = State(reduction)
@@ -236,10 +237,18 @@ def distribute(optimizer: Any, reduction: Reduction) -> Any:
     return optimizer
 
 
-def _hand_over(inner: Any) -> None:
-    """From now on the LossScaleOptimizer around it reduces."""
-    if isinstance(inner, DistributedMixin):
-        inner._horoclone.handed_over, inner._horoclone.aggregation = True, None
+def _hand_over(optimizer: Any) -> None:
+    """It reduces from now on, and not what is inside it."""
+    for inner in _inside(optimizer):
+        if isinstance(inner, DistributedMixin):
+            inner._horoclone.handed_over, inner._horoclone.aggregation = True, None
+
+
+def _inside(optimizer: Any) -> list[Any]:
+    """What a LossScaleOptimizer or a MultiOptimizer is made of."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    found = [*([] if inner is None else [inner]), *getattr(optimizer, "optimizers", ())]
+    return found + [deeper for one in found for deeper in _inside(one)]
 
 
 def _imply(optimizer: Any, reduction: Reduction) -> None:
@@ -302,7 +311,7 @@ def _after_construction(plain: Any) -> Any:
         if not isinstance(inner, DistributedMixin):
             return
         if isinstance(self, DistributedMixin):
-            _hand_over(inner)
+            _hand_over(self)
         else:
             distribute(self, inner._horoclone.reduction)._horoclone.implied = inner._horoclone.implied
 
@@ -314,8 +323,7 @@ def _before_a_step(plain: Any) -> Any:
 
     @functools.wraps(plain)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        inner = self.inner_optimizer
-        if isinstance(inner, DistributedMixin) and not inner._horoclone.handed_over:
+        if any(isinstance(one, DistributedMixin) and not one._horoclone.handed_over for one in _inside(self)):
             raise Unsupported(
                 "DistributedOptimizer is inside a LossScaleOptimizer that does not reduce, so ranks may disagree on "
                 "which steps to skip. Wrap the outer one: "

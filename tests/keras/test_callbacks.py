@@ -248,6 +248,21 @@ def corrects_momentum(correction: bool) -> None:
     np.testing.assert_allclose(probe.seen, expected, rtol=1e-5)
 
 
+def leaves_momentum_without_a_rate() -> None:
+    """That of Muon has gathered gradients alone."""
+    import horoclone.keras as hvd
+    from horoclone.keras.learning_rate import rescale_momentum
+
+    keras = the_keras()
+    variable = keras.Variable(np.zeros((2, 2), "float32"), name="kernel")
+    muon = hvd.DistributedOptimizer(keras.optimizers.Muon(0.1))
+    muon.apply([keras.ops.ones((2, 2))], [variable])
+    (gathered,) = (one for one in muon.momentums if one is not None)
+    before = keras.ops.convert_to_numpy(gathered).copy()
+    rescale_momentum(muon, 0.5)
+    assert before.any() and (keras.ops.convert_to_numpy(gathered) == before).all()
+
+
 def writes_the_best_on_one_rank(folder: str) -> None:
     from pathlib import Path
 
@@ -432,6 +447,10 @@ def test_callbacks(on: On, backend: str, body: Any) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_momentum_is_rescaled_with_the_rate_or_not(on: On, backend: str, correction: bool) -> None:
     on(backend, corrects_momentum, correction=correction)
+
+
+def test_momentum_without_a_rate_is_left_alone(on: On) -> None:
+    on("torch", leaves_momentum_without_a_rate)
 
 
 @pytest.mark.in_turn("backend")
