@@ -42,7 +42,7 @@ GROUP_OF_MODULE = {
     "init and exit": ("runtime.lifecycle", "runtime.exit_hooks", "runtime.exported"),
     "arrays": ("arrays", "objects"),
     "handles": ("handles", "compression", "ops"),
-    "errors and settings": ("errors", "settings", "numbers", "stand_ins"),
+    "errors and settings": ("errors", "settings", "numbers", "stand_ins", "tensor_names"),
     "common": ("common", "data"),
     "horovod": ("runner", "horovod"),
     "tools": ("simulate", "tools"),

@@ -48,7 +48,7 @@ handles: arguments errors process_sets
 horoclone: optional
 horovod_alias: stand_ins
 jax: arguments arrays comparison compression elastic errors evaluation gradient_names objects ops optional owned
-    process_sets requests runtime runtime.lifecycle weights
+    process_sets requests runtime runtime.lifecycle tensor_names weights
 keras: arguments arrays comparison compression elastic errors evaluation gradient_names jax objects ops optional owned process_sets
     runtime runtime.exported stand_ins tensorflow torch torch.operations tracking
 launch: anonymous_file bootstrap connection_limits errors failpoints live membership optional selection settings simulate
@@ -72,7 +72,7 @@ requests: arguments ops
 runner: bootstrap common launch
 runtime: bootstrap connection_limits errors live membership settings
 runtime.elastic_sets: membership process_sets
-runtime.exit_hooks: bootstrap errors
+runtime.exit_hooks: bootstrap errors tensor_names
 runtime.exported: process_sets runtime.lifecycle
 runtime.lifecycle: bootstrap errors failpoints process_sets runtime.elastic_sets runtime.exit_hooks selection
     settings
@@ -84,8 +84,9 @@ spark: bootstrap connection_limits errors launch runner
 spark.keras: keras
 spark.torch: torch
 stand_ins: errors
+tensor_names: errors
 tensorflow: arguments arrays bootstrap common comparison compression elastic errors evaluation gradient_names objects ops
-    optional owned process_sets runtime runtime.exported runtime.lifecycle weights
+    optional owned process_sets runtime runtime.exported runtime.lifecycle tensor_names weights
 tensorflow.keras: common keras ops process_sets runtime runtime.exported
 torch: common errors evaluation ops optional runtime runtime.exported runtime.lifecycle torch.c10d torch.compression
     torch.elastic torch.functions torch.local_sgd torch.mpi_ops torch.operations torch.optimizer
