@@ -167,8 +167,14 @@ class DistributedMixin(Copied):
     def finalize_variable_values(self, var_list: Any) -> None:
         """As the wrapped class, which gives the model the moving averages of use_ema when fit() ends. On JAX fit() does
         so when an exception ends it, too: after an interrupt training goes on from the weights themselves."""
-        if backend() != "jax" or not isinstance(sys.exc_info()[1], HostsUpdatedInterrupt):
-            super().finalize_variable_values(var_list)  # type: ignore[misc]
+        if backend() == "jax" and isinstance(sys.exc_info()[1], HostsUpdatedInterrupt):
+            return
+        super().finalize_variable_values(var_list)  # type: ignore[misc]
+        if (
+            backend() == "jax"
+        ):  # Keras leaves averages and weights in one memory, which the next fit() cannot donate
+            for variable in var_list:
+                variable.assign(keras.ops.copy(variable.value))
 
     # --- state --------------------------------------------------------------------------------------------------------
 

@@ -335,6 +335,16 @@ def reduces_once_for_several_optimizers() -> None:
         assert [len(slots) for slots in slots_of(optimizer, variables)] == [1, 0]
 
 
+def fits_again_with_moving_averages() -> None:
+    import horoclone.keras as hvd
+
+    optimizer = hvd.DistributedOptimizer(optimizer_named("ema"))
+    model = training.compiled(training.network(0), optimizer)
+    for _ in range(2):
+        training.fit(model, training.shard(hvd.rank()), epochs=1)
+    assert training.same_everywhere(model)
+
+
 def takes_the_largest_scale_of_all_passes() -> None:
     """What Keras overwrites with its gradient, as the scales of float8, is neither added up nor averaged."""
     import keras
@@ -431,6 +441,10 @@ def test_a_saved_model_is_a_plain_one(on: On, backend: str, passes: int, tmp_pat
 
 def test_process_sets(on: On) -> None:
     on("torch", stays_in_its_process_set, size=3, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
+
+
+def test_a_second_fit_with_moving_averages(on: On) -> None:
+    on("jax", fits_again_with_moving_averages)
 
 
 def test_several_optimizers(on: On) -> None:
