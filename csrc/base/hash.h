@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <string_view>
+#include <vector>
 
 namespace hc {
 
@@ -25,14 +26,12 @@ constexpr uint64_t hash_of_text(std::string_view text) {
 // A hash of 64 bits in 32.
 constexpr uint32_t halved(uint64_t hash) { return static_cast<uint32_t>(hash ^ hash >> 32); }
 
-// Both halves of the product of 64 bits each.
-constexpr uint64_t folded(uint64_t a, uint64_t b) {
-  const auto product = static_cast<unsigned __int128>(a) * b;
-  return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
-}
-
-// Of memory, as fast as it is read: four chains of 16 bytes each, which do not wait for one another. Words are those of
-// this machine's byte order. It does not matter into which parts the memory is cut. Thread: one at a time.
+// Of memory, as fast as it is read. Eight lanes of 64 bits take one block of 64 bytes together, so that a vector unit
+// does them at once: a lane adds the product of its word's halves, masked by a key that differs for each block, as NH
+// does (Black, Halevi, Krawczyk, Krovetz and Rogaway, "UMAC: Fast and Secure Message Authentication", 1999), and the
+// word of its neighbour, so that a change counts even where the other half of its word is zero. Words are those of this
+// machine's byte order; every instruction set gives the same value. It does not matter into which parts the memory is
+// cut. Thread: one at a time.
 class MemoryHash {
  public:
   void add(const void* data, size_t bytes) {
@@ -58,28 +57,28 @@ class MemoryHash {
     std::memset(rest_ + waiting_, 0, kBlock - waiting_);
     take_in(rest_, 1);
     uint64_t hash = bytes_;
-    for (const uint64_t one : chain_) mix(&hash, one);
+    for (const uint64_t one : lanes_.sum) mix(&hash, one);
     return hash;
   }
 
+  struct Lanes {
+    alignas(64) uint64_t sum[8] = {};
+    alignas(64) uint64_t key[8] = {0xa0761d6478bd642fu, 0xe7037ed1a0b428dbu, 0x8ebc6af09c88c6e3u, 0x589965cc75374cc3u,
+                                   0xc4ceb9fe1a85ec53u, 0x2545f4914f6cdd1du, 0xd6e8feb86659fd93u, 0x94d049bb133111ebu};
+  };
+  static constexpr size_t kBlock = sizeof(Lanes::sum);
+
+  // The loops that this processor has, the fastest first. All give the same.
+  using TakeIn = void (*)(Lanes*, const std::byte* at, size_t blocks);
+  static std::vector<TakeIn> loops();
+
  private:
-  static constexpr size_t kBlock = 64;
-  static constexpr uint64_t kSecret[4] = {0xa0761d6478bd642fu, 0xe7037ed1a0b428dbu, 0x8ebc6af09c88c6e3u,
-                                          0x589965cc75374cc3u};
-  static uint64_t word(const std::byte* at) {
-    uint64_t value;
-    std::memcpy(&value, at, sizeof value);
-    return value;
-  }
   void take_in(const std::byte* at, size_t blocks) {
-    uint64_t chain[4] = {chain_[0], chain_[1], chain_[2], chain_[3]};
-    for (; blocks > 0; --blocks, at += kBlock)
-      for (size_t i = 0; i < 4; ++i)
-        chain[i] = folded(word(at + 16 * i) ^ kSecret[i], word(at + 16 * i + 8) ^ chain[i]);
-    std::memcpy(chain_, chain, sizeof chain);
+    static const TakeIn run = loops().front();
+    if (blocks > 0) run(&lanes_, at, blocks);
   }
 
-  uint64_t chain_[4] = {kSecret[1], kSecret[2], kSecret[3], kSecret[0]};
+  Lanes lanes_;
   uint64_t bytes_ = 0;
   size_t waiting_ = 0;  // bytes in rest_
   std::byte rest_[kBlock] = {};
