@@ -20,7 +20,7 @@ LEFT_S = 60.0  # a slot whose worker left on notice is not used for so long: its
 LONGEST_COOLDOWN_S = 3600
 FREE_RESTARTS = 2  # of a slot without a pause; then 1 s, 2 s, 4 s, until a worker was there for STEADY_S
 LONGEST_PAUSE_S = 60.0
-STEADY_S = 60.0
+STEADY_S = 10.0
 
 
 class Cooldown:
