@@ -16,6 +16,7 @@ import torch
 
 import horoclone.torch as hvd
 from horoclone.torch import functions
+from horoclone.torch.c10d.work import Future
 from horoclone.torch.operations import (
     all_gather,
     all_reduce,
@@ -195,7 +196,7 @@ class Fake:
             "on_stream": lambda stream: contextlib.nullcontext(),
             "mark": lambda stream: stream,
             "stream_behind": lambda stream: stream and self.synchronize(),
-            "future_on": lambda place: Settled(self),
+            "Future": lambda work, place: Settled(self, work),
             "in_use_by": lambda stream, kept: self.in_use.append(kept),
         }
         self.fakes = fakes
@@ -226,16 +227,16 @@ class SideStream:
         return self.handle
 
 
-class Settled(torch.futures.Future):
+class Settled(Future):
     """Settled when the stream has come so far: who waits for it reads at once."""
 
-    def __init__(self, fake: Fake) -> None:
-        super().__init__()
+    def __init__(self, fake: Fake, work) -> None:
+        super().__init__(work, gpu.HOST)
         self.fake = fake
 
-    def set_result(self, result) -> None:
+    def settle(self, outputs, error) -> None:
         self.fake.synchronize()
-        super().set_result(result)
+        super().settle(outputs, error)
 
 
 def begin() -> Fake:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -26,7 +27,7 @@ from horoclone.torch.operations import spans
 from horoclone.torch.operations.gpu import (
     HOST,
     Place,
-    future_on,
+    devices_of,
     in_use_by,
     mark,
     on_stream,
@@ -43,6 +44,8 @@ SWEEP_AT = (
     64  # works in flight from which a new one first looks for those that ended and that nobody waited for
 )
 CLOSE_S = 5.0  # how long the end of a group waits for our threads, which may be in callbacks of the user's
+# Callbacks of this module start no operation, so those of its hooks run beside the backward pass.
+ONLY_CASTS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 GRACE_S = 2.0  # for rank 0 to say who is late; its time limit may have begun later
 
 
@@ -195,13 +198,64 @@ class InFlight:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
 
+class _Failed(list[torch.Tensor]):
+    """The value of a future of an operation that has failed. To C++ what Python sets is a value, whatever it is; DDP
+    looks for the tensors in it by way of pickle, which raises the error."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self._error = error
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self._error
+
+
+class Future(torch.futures.Future[list[torch.Tensor]]):
+    """Of a work's outputs, or its error.
+
+    What then() calls during a backward pass may start collectives, as the hooks of torch's PowerSGD do, and every rank
+    must start them in the same order. So it is called at once, when the operation has been waited for, as with NCCL:
+    called whenever the operation ends, it would start them before what DDP starts meanwhile on one rank, and behind it
+    on another. Plain DDP sets no callback, so that its backward pass does not wait.
+    """
+
+    def __init__(self, work: Work, place: Place) -> None:
+        super().__init__(devices=devices_of(place))
+        self._work = weakref.ref(work)  # which has this future
+
+    def then(self, callback: Callable[..., Any]) -> torch.futures.Future[Any]:
+        """A future of what `callback` returns."""
+        work = self._work()
+        if (
+            work is not None
+            and work.is_ordered
+            and getattr(callback, "__module__", "") != ONLY_CASTS
+            and torch._C._current_graph_task_id() != -1
+        ):
+            with contextlib.suppress(HorovodInternalError, ValueError):  # the callback gets the error
+                work.wait_no_longer()
+        return super().then(callback)
+
+    def settle(self, outputs: list[torch.Tensor], error: BaseException | None) -> None:
+        """Calls the callbacks."""
+        if error is None:
+            self.set_result(outputs)
+            return
+
+        def fail(_: object) -> None:
+            raise error
+
+        self._set_unwrap_func(fail)
+        self.set_result(_Failed(error))
+
+
 class Work(dist.Work):
     """What torch.distributed returns for async_op=True. Thread: any."""
 
     _behind: Any = None  # on a GPU: where the group's stream has the result
     _error: BaseException | None = None
-    _future: torch.futures.Future[list[torch.Tensor]] | None = None
-    _promise: torch.futures.Future[list[torch.Tensor]] | None = None  # settles _future; until then
+    _future: Future | None = None
+    _promise: Future | None = None  # the same, until it is settled
     _done = _watched = False
     # Set when done; made for the first who waits for another thread.
     _wakeup: threading.Event | None = None
@@ -293,15 +347,12 @@ class Work(dist.Work):
         self.wait()
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """A future with the list of outputs, or with the error (as a RuntimeError with its name and text)."""
+        """A future with the list of outputs, or with the error."""
         if not self._done and self._place is HOST and self._flight.runtime.advance(self.handle):
             self.complete()
         with self._lock:
             if self._future is None:
-                # What Python sets as an exception is a value to C++, which DDP would read as tensors: a callback that
-                # raises makes a true error of it.
-                self._promise = future_on(self._place)
-                self._future = self._promise.then(lambda done: done.value())
+                self._future = self._promise = Future(self, self._place)
                 if not self._done:
                     self._watch()
                     if self._limit_s is not None:
@@ -358,16 +409,13 @@ class Work(dist.Work):
             promise, self._promise = self._promise, None
         if promise is None:
             return
-        if self._error is None:
-            with on_stream(None if self._place is HOST else self._flight.stream_for(self._place)):
-                promise.set_result(self._outputs)
-        else:
-            promise.set_exception(self._error)  # type: ignore[arg-type]  # torch's annotation is wrong
+        with on_stream(None if self._place is HOST else self._flight.stream_for(self._place)):
+            promise.settle(self._outputs, self._error)
 
     def _settle_now(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
         """As in torch's own backends, where a future is done when wait() returns."""
         self._settle()
-        with contextlib.suppress(RuntimeError):  # the operation's error
+        with contextlib.suppress(HorovodInternalError, ValueError, RuntimeError):  # the operation's error
             future.wait()  # another thread is settling it
 
     def _is_done_within(self, limit_s: float | None) -> bool:

@@ -163,11 +163,9 @@ def in_use_by(stream: Any, kept: Any) -> None:
             in_use_by(stream, part)
 
 
-def future_on(place: Place) -> torch.futures.Future[Any]:
-    """A future whose result the streams of those who wait for it come behind."""
-    if place[0] < 0:
-        return torch.futures.Future()
-    return torch.futures.Future(devices=[torch.device("cuda", place[0])])
+def devices_of(place: Place) -> list[torch.device]:
+    """For a future: the streams of those who wait for it come behind its result."""
+    return [] if place[0] < 0 else [torch.device("cuda", place[0])]
 
 
 def follow(runtime: Runtime, handle: int, place: Place) -> None:
