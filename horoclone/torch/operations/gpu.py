@@ -163,7 +163,7 @@ def in_use_by(stream: Any, kept: Any) -> None:
             in_use_by(stream, part)
 
 
-def devices_of(place: Place) -> list[torch.device]:
+def devices_of(place: Place) -> list[int | str | torch.device]:
     """For a future: the streams of those who wait for it come behind its result."""
     return [] if place[0] < 0 else [torch.device("cuda", place[0])]
 
