@@ -1,7 +1,14 @@
-"""Step time on GPUs: horoclone's optimizer against DistributedDataParallel with NCCL, and both against one rank alone.
+r"""Step time on GPUs: horoclone's optimizer against DistributedDataParallel with NCCL, and both against one rank alone.
 
-torchrun --nproc-per-node 2 benchmarks/gpu.py --model resnet50 --json gpu.json    (one rank for each GPU)
-python benchmarks/gpu.py --graphs --buckets 16 --json gpu.json                    (one rank)
+One rank for each GPU:
+torchrun --nproc-per-node 2 benchmarks/gpu.py --model resnet50 --bytes 65536 1048576 67108864 268435456 --buckets 16 \
+    --json out/gpu-2.json
+torchrun --nproc-per-node 2 benchmarks/gpu.py --model gpt --batch-size 8 --graphs --json out/gpu-2-gpt.json
+Two ranks on one GPU through NCCL, from 2.30.3 on:
+NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 torchrun --nproc-per-node 2 benchmarks/gpu.py --bytes 67108864 \
+    --json out/one-gpu-nccl.json
+One rank:
+python benchmarks/gpu.py --graphs --buckets 16 --json gpu.json
 
 All contestants live in every rank and take turns in random order, a round each; the ratios are of rounds that follow
 each other. --graphs adds captured steps, --buckets what a persistent bucket costs the host, --bytes plain allreduces,

@@ -277,10 +277,10 @@ def test_failures_odd_names_and_gaps_make_spans_as_well() -> None:
     assert one.status.description == "rank 1 is lost" and not one.status.is_ok
 
 
-def test_the_page_has_every_metric_under_both_names() -> None:
+def test_the_list_has_every_metric_under_both_names() -> None:
     from horoclone.live import exposition
 
-    page = (ROOT / "docs" / "observing.md").read_text()
+    page = (ROOT / "deploy" / "grafana" / "README.md").read_text()
     told = list(measurements.of(a_mixed_job(3).ranks()))
     assert {one.name for one in told} == {one.name for one in measurements.of([])}
     for one in told:

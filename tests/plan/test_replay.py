@@ -12,7 +12,7 @@ from horoclone.replay import Compute, Mark, Send, Wait
 from horoclone.simulate import LAYERS, step_ms
 
 ROOT = Path(__file__).resolve().parents[2]
-LINE = 0.956  # of the nominal rate: what plain sockets carry over the cable of docs/priority.md
+LINE = 0.956  # of the nominal rate: what plain sockets carry over the cable of docs/decisions/priorities.md
 NAMES = {"VGG-16": "vgg16", "ResNet-50": "resnet50"}
 ROW = (
     r"\| like (?P<name>[\w-]+), (?P<mb>\d+) MB(?:, (?P<gbit>\d+) Gbit/s)? \| (?P<compute>\d+) ms \| \d+ ms"
@@ -21,7 +21,8 @@ ROW = (
 
 
 def measured() -> list[dict[str, str]]:
-    found = [match.groupdict() for match in re.finditer(ROW, (ROOT / "docs" / "priority.md").read_text())]
+    page = (ROOT / "docs" / "decisions" / "priorities.md").read_text()
+    found = [match.groupdict() for match in re.finditer(ROW, page)]
     assert len(found) == 4
     return found
 
