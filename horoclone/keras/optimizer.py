@@ -166,13 +166,17 @@ class DistributedMixin(Copied):
 
     def finalize_variable_values(self, var_list: Any) -> None:
         """As the wrapped class, which gives the model the moving averages of use_ema when fit() ends. On JAX fit() does
-        so when an exception ends it, too: after an interrupt training goes on from the weights themselves."""
-        if backend() == "jax" and isinstance(sys.exc_info()[1], HostsUpdatedInterrupt):
+        so when an exception ends it, too: after an interrupt training goes on from the weights themselves, and after a
+        step that failed there are none, since they were donated to it."""
+        if backend() != "jax":
+            super().finalize_variable_values(var_list)  # type: ignore[misc]
+            return
+        interrupted = isinstance(sys.exc_info()[1], HostsUpdatedInterrupt)
+        if interrupted or any(map(_is_gone, [*var_list, *self.variables])):
             return
         super().finalize_variable_values(var_list)  # type: ignore[misc]
-        if (
-            backend() == "jax"
-        ):  # Keras leaves averages and weights in one memory, which the next fit() cannot donate
+        if any(getattr(one, "use_ema", False) for one in (self, *_inside(self))):
+            # Keras leaves averages and weights in one memory, which the next fit() cannot donate.
             for variable in var_list:
                 variable.assign(keras.ops.copy(variable.value))
 
@@ -255,6 +259,11 @@ def _inside(optimizer: Any) -> list[Any]:
     inner = getattr(optimizer, "inner_optimizer", None)
     found = [*([] if inner is None else [inner]), *getattr(optimizer, "optimizers", ())]
     return found + [deeper for one in found for deeper in _inside(one)]
+
+
+def _is_gone(variable: Any) -> bool:
+    """On JAX: the value was donated to a step that has not come back; fit() has taken it out of the variable first."""
+    return variable._value is None or variable._value.is_deleted()
 
 
 def _imply(optimizer: Any, reduction: Reduction) -> None:

@@ -183,6 +183,39 @@ def keeps_averages_out_of_the_weights() -> None:
     assert alike(values_of(model), averages), "as Keras has it, when fit() ends"
 
 
+def trains_again_after_a_step_that_failed() -> None:
+    """Its weights are gone, since JAX has donated them to it, and fit() ends with what went wrong all the same."""
+    import jax
+
+    import horoclone.keras as hvd
+    from horoclone.keras.flavor import keras
+
+    steps: list[int] = []
+
+    def count(_: Any) -> Any:
+        steps.append(len(steps))
+        if len(steps) in fails_in:
+            raise hvd.HorovodInternalError("a double of a loss")
+        return np.float32(0)
+
+    def loss(y: Any, z: Any) -> Any:
+        counted = jax.pure_callback(count, jax.ShapeDtypeStruct((), np.float32), jax.lax.stop_gradient(y.sum()))
+        return ((y - z) ** 2).mean() + counted
+
+    fails_in = {1, 3}
+    model = a_model()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, use_ema=True))
+    model.compile(optimizer=optimizer, loss=loss)
+    state = hvd.elastic.KerasState(model)
+    for done in (1, 3):
+        with pytest.raises(Exception, match="a double of a loss"):
+            model.fit(X, X.sum(1), batch_size=4, epochs=1, verbose=0)
+        assert len(steps) == done
+        state.restore()
+    model.fit(X, X.sum(1), batch_size=4, epochs=1, verbose=0)
+    assert all(np.isfinite(one).all() for one in values_of(model))
+
+
 def commits_seldom() -> None:
     import horoclone.keras as hvd
 
@@ -224,3 +257,7 @@ def test_commits_can_be_seldom(on: On) -> None:
 
 def test_an_interrupt_leaves_the_weights_as_they_are(on: On) -> None:
     on("jax", keeps_averages_out_of_the_weights, size=1)
+
+
+def test_a_step_that_failed_is_what_fit_ends_with(on: On) -> None:
+    on("jax", trains_again_after_a_step_that_failed, size=1)
