@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from horoclone.errors import with_names
 
@@ -75,11 +75,15 @@ def called(names: Callable[[], Iterable[str]]) -> Iterator[None]:
 
 
 def _change(error: BaseException, change: Callable[[str], str]) -> None:
-    message = getattr(error, "_message", None)  # TensorFlow's errors
-    if isinstance(message, str):
-        error._message = change(message)  # type: ignore[attr-defined]
-    elif error.args and isinstance(error.args[0], str):
-        text = change(error.args[0])
-        error.args = (text, *error.args[1:])
-        if text not in str(error):  # JAX's have it elsewhere, too
-            error.__init__(text)  # type: ignore[misc]
+    """Best effort: the class may be the user's, and what goes wrong here must not take the error's place."""
+    with suppress(Exception):
+        message = getattr(error, "_message", None)  # TensorFlow's errors
+        if isinstance(message, str):
+            if (text := change(message)) != message:
+                error._message = text  # type: ignore[attr-defined]
+        elif (
+            error.args and isinstance(error.args[0], str) and (text := change(error.args[0])) != error.args[0]
+        ):
+            error.args = (text, *error.args[1:])
+            if type(error).__module__ == "jax.errors":  # which have it elsewhere, too
+                error.__init__(text)  # type: ignore[misc]

@@ -50,6 +50,31 @@ def test_the_error_that_ends_a_process_names_the_tensors_of_compiled_operations(
             text = expected
 
 
+class OfAUser(Exception):
+    """Made from other arguments than its text; the names of tensors cannot be put into it."""
+
+    def __init__(self, operation: str, code: int) -> None:
+        self.code = code
+
+    def __str__(self) -> str:
+        return f"code {self.code}"
+
+
+class ReadOnly(Exception):
+    _message = property(lambda self: self.args[0])
+
+
+@pytest.mark.parametrize("quoted", ["'step'", "a.yaml"])
+@pytest.mark.parametrize("make", [lambda quoted: OfAUser(quoted, 7), ReadOnly])
+def test_an_error_of_a_class_of_the_user_stays_what_it_is(monkeypatch, make, quoted):
+    """The hook that ends the process called its __init__ again, and told the other ranks of a TypeError."""
+    monkeypatch.setattr(tensor_names, "_known", {"step": ("w",)})
+    error = make(quoted)
+    before = str(error)
+    tensor_names.complete(error)
+    assert str(error) == before
+
+
 def test_hosts_updated_interrupt_is_no_internal_error():
     interrupt = errors.HostsUpdatedInterrupt(skip_sync=True)
     assert interrupt.skip_sync and not errors.HostsUpdatedInterrupt().skip_sync

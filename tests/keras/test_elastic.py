@@ -199,7 +199,9 @@ def trains_again_after_a_step_that_failed() -> None:
         return np.float32(0)
 
     def loss(y: Any, z: Any) -> Any:
-        counted = jax.pure_callback(count, jax.ShapeDtypeStruct((), np.float32), jax.lax.stop_gradient(y.sum()))
+        counted = jax.pure_callback(
+            count, jax.ShapeDtypeStruct((), np.float32), jax.lax.stop_gradient(y.sum())
+        )
         return ((y - z) ** 2).mean() + counted
 
     fails_in = {1, 3}
