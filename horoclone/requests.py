@@ -6,7 +6,8 @@ the device, and the stream. The caller keeps the tensors alive until the operati
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from horoclone.arguments import explained
@@ -19,6 +20,11 @@ Place = tuple[int, int]
 HOST: Place = (-1, 0)
 # A binding may add it to the number of a dtype where the tensor is on a GPU: then host memory costs one comparison.
 ON_GPU = 64
+
+
+def overlap(spans: Iterable[tuple[int, int]]) -> bool:
+    """Whether some of them, each an address and a number of bytes, have memory in common."""
+    return any(begin + size > after for (begin, size), (after, _) in pairwise(sorted(spans)))
 
 
 class Requests:

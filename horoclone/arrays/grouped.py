@@ -13,6 +13,7 @@ from horoclone.arrays.collectives import scatterable
 from horoclone.arrays.handles import synchronize, table
 from horoclone.ops import ReduceOp
 from horoclone.process_sets import ProcessSet, global_process_set
+from horoclone.requests import overlap
 
 
 def listed(call: str, arrays: Sequence[Any]) -> Sequence[Any]:
@@ -45,8 +46,8 @@ def _allreduce(name: str, doc: str, *, in_place: bool = False, waits: bool = Fal
         arrays = listed("grouped_allreduce", arrays)
         if in_place:
             sources = outs = [memory.writable(array) for array in arrays]
-            if weight is None and len({memory.address(one) for one in sources}) < len(sources):
-                # Some begin at one place, and would be reduced twice there.
+            if weight is None and overlap([(memory.address(one), one.nbytes) for one in sources]):
+                # What some have in common would be reduced twice there.
                 apart = self._start_group(
                     ops.ALLREDUCE, name, process_set, sources, [memory.empty_like(one) for one in sources],
                     reduce=reduce, prescale=scales[0], postscale=scales[1],
@@ -92,7 +93,8 @@ class Grouped(Operations[Array]):
     )
     grouped_allreduce_async_ = _allreduce(
         "grouped_allreduce_async_",
-        "Starts grouped_allreduce_ and returns one handle for the group at once.",
+        "Starts grouped_allreduce_ and returns one handle for the group at once. Arrays that share memory get their "
+        "results in synchronize(), also where poll() says that they are done.",
         in_place=True,
     )
 

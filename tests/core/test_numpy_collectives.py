@@ -195,6 +195,9 @@ def test_groups_are_one_operation():
     twice = np.full(200_000, hvd.rank() + 1.0)  # more than is reduced at once
     hvd.grouped_allreduce_([twice, twice[:9], twice], op=hvd.Sum)
     assert set(twice.tolist()) == {sum(range(1, hvd.size() + 1))}, "what is in a group twice is reduced once"
+    shifted = np.full(200_000, hvd.rank() + 1.0)
+    hvd.grouped_allreduce_([shifted[50_000:], shifted[:150_000]], op=hvd.Sum)
+    assert set(shifted.tolist()) == {sum(range(1, hvd.size() + 1))}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

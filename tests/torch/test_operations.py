@@ -7,6 +7,7 @@ import torch
 from world import ranks
 
 import horoclone.torch as hvd
+from horoclone.torch.operations import grouped
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.uint8, torch.int8, torch.uint16, torch.int16, torch.int32, torch.int64]
@@ -106,6 +107,16 @@ def test_what_is_in_a_group_twice_is_reduced_once() -> None:
     results = hvd.grouped_allreduce_(group, op=hvd.Sum)
     assert all(result is given for result, given in zip(results, group, strict=True))
     assert twice.unique().tolist() == [6.0]
+    shifted = torch.full((400_000,), hvd.rank() + 1.0)
+    hvd.grouped_allreduce_([shifted[100_000:], torch.empty(0), shifted[:300_000], torch.empty(0)], op=hvd.Sum)
+    assert shifted.unique().tolist() == [6.0]
+
+
+def test_tensors_without_elements_share_no_memory() -> None:
+    """They all have the address 0."""
+    one = torch.ones(4)
+    assert not grouped._share_memory([torch.empty(0), one[:2], torch.empty(0), one[2:]])
+    assert grouped._share_memory([one[:3], torch.empty(0), one[2:]])
 
 
 @ranks(2)

@@ -14,6 +14,7 @@ import torch
 
 from horoclone.ops import ALLGATHER, ALLREDUCE, REDUCESCATTER, Average, ReduceOp, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
+from horoclone.requests import overlap
 from horoclone.torch.compression import Compression
 from horoclone.torch.operations import weighted
 from horoclone.torch.operations.all_gather import rows_before
@@ -52,9 +53,9 @@ def _start(
 
 
 def _share_memory(tensors: Tensors) -> bool:
-    """Whether some begin at one place, as tied weights of a state_dict() do: in place they would be reduced twice."""
+    """Whether some lie in the same memory, as tied weights of a state_dict() do: in place it would be reduced twice."""
     try:
-        return len({tensor.data_ptr() for tensor in tensors}) < len(tensors)
+        return overlap([(tensor.data_ptr(), tensor.nbytes) for tensor in tensors])
     except (AttributeError, RuntimeError):
         return False  # some are no tensors, or have no such memory: they are refused
 
@@ -81,7 +82,11 @@ def grouped_allreduce_async_(
     *,
     weight: Any = None,
 ) -> int:
-    """Starts one reduction of several tensors in place (all or nothing); one handle, whose output is a tuple."""
+    """Starts one reduction of several tensors in place (all or nothing); one handle, whose output is a tuple.
+
+    Memory that some of them share is reduced once: such a group gets its results in synchronize(), also where poll()
+    says that it is done.
+    """
     tensors = tuple_of("grouped_allreduce_async_", tensors)
     reduce, scales = resolve_reduce(average, op), (prescale_factor, postscale_factor)
     if weight is not None:
