@@ -137,14 +137,35 @@ def test_autograd_hears_of_operations_in_place_and_refuses_tangents() -> None:
         dual = torch.autograd.forward_ad.make_dual(torch.ones(2, 2), torch.ones(2, 2))
         for call in (
             hvd.allreduce,
+            hvd.allreduce_,
+            hvd.allreduce_async,
             hvd.allgather,
             hvd.alltoall,
             hvd.reducescatter,
             lambda x: hvd.broadcast(x, 0),
+            lambda x: hvd.broadcast_(x, 0),
+            lambda x: hvd.reduce(x, 0),
+            lambda x: hvd.gather(x, 0),
+            lambda x: hvd.scatter(x, hvd.rank()),
             lambda x: hvd.grouped_allreduce([x]),
+            lambda x: hvd.grouped_allreduce_([x]),
+            lambda x: hvd.grouped_allgather([x]),
+            lambda x: hvd.allreduce(x, weight=1.0),
         ):
-            with pytest.raises(NotImplementedError, match="forward"):
-                call(dual)
+            for without_backward in (False, True):  # which does not end forward mode
+                with (
+                    torch.set_grad_enabled(not without_backward),
+                    pytest.raises(NotImplementedError, match="forward mode"),
+                ):
+                    call(dual)
+        assert hvd.allreduce(torch.ones(2)).tolist() == [1.0, 1.0]
+
+
+@ranks(2)
+def test_an_alltoall_of_more_rows_than_an_int32_says() -> None:
+    many = (1 << 31) + 5  # rows of no width: they take no memory
+    _, received = hvd.alltoall(torch.empty(many, 0), splits=[many, 0])
+    assert received.tolist() == ([many] * 2 if hvd.rank() == 0 else [0, 0])
 
 
 @ranks(2)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from horoclone.ops import ALLREDUCE, ReduceOp, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
@@ -160,12 +161,13 @@ def _like(tensor: torch.Tensor, name: str | None) -> torch.Tensor | None:
         raise
 
 
-# The core's fast path, which declines what it does not know; for that, under a profiler and in a graph, as all others.
+# The core's fast path, which declines what it does not know; for that, under a profiler, in forward mode and in a
+# graph, as all others.
 def _now(
     tensor: torch.Tensor, output: torch.Tensor | None, average: bool | None, name: str | None, op: int | None,
     prescale: float, postscale: float, process_set: ProcessSet,
 ) -> torch.Tensor:  # fmt: skip
-    if not (is_compiling() or profiler._is_profiler_enabled):
+    if not (is_compiling() or profiler._is_profiler_enabled or forward_ad._current_level >= 0):
         plain = table.call_plain(tensor, output, average, name, op, prescale, postscale, process_set, 0)
         if plain is not None:
             return output if plain is output else synchronize(plain)
@@ -179,7 +181,7 @@ def _start(
     tensor: torch.Tensor, output: torch.Tensor | None, average: bool | None, name: str | None, op: int | None,
     prescale: float, postscale: float, process_set: ProcessSet, priority: int,
 ) -> int:  # fmt: skip
-    if not (is_compiling() or profiler._is_profiler_enabled):
+    if not (is_compiling() or profiler._is_profiler_enabled or forward_ad._current_level >= 0):
         plain = table.start_plain(
             tensor, output, average, name, op, prescale, postscale, process_set, priority
         )

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from horoclone.ops import ALLGATHER, ALLREDUCE, REDUCESCATTER, Average, ReduceOp, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
@@ -35,15 +36,15 @@ def _start(
     tensors: Tensors, outputs: Tensors | None, name: str | None, reduce: int, scales: tuple[float, float],
     process_set: ProcessSet,
 ) -> int:  # fmt: skip
-    """The core's fast path, which declines what it does not know; for that, under a profiler and in a graph, as all
-    others."""
+    """The core's fast path, which declines what it does not know; for that, under a profiler, in forward mode and in a
+    graph, as all others."""
     if outputs is tensors and not is_compiling() and _share_memory(tensors):
         apart = start_group(
             ALLREDUCE, name, process_set, tensors, _like(tensors, name), reduce=reduce, prescale=scales[0],
             postscale=scales[1],
         )  # fmt: skip
         return table.copied_back(apart, tensors, lambda target, result: target.detach().copy_(result))
-    if not (is_compiling() or profiler._is_profiler_enabled):
+    if not (is_compiling() or profiler._is_profiler_enabled or forward_ad._current_level >= 0):
         plain = table.start_plain_group(tensors, outputs, None, name, reduce, *scales, process_set, 0)
         if plain is not None:
             return plain

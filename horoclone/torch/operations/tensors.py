@@ -61,12 +61,15 @@ def number_of(tensor: torch.Tensor, name: str | None, gpu: bool = False) -> int:
     """The core's number for the dtype of a tensor that it can read where it lies: dense, contiguous, in host memory.
 
     gpu: the caller also takes tensors on CUDA devices, whose numbers have ON_GPU added (see gpu.py). Raises ValueError
-    for other layouts and dtypes, Unsupported for other devices, NotATensor for what is no tensor.
+    for other layouts and dtypes, Unsupported for other devices, NotATensor for what is no tensor, NotImplementedError
+    where derivatives are carried forward with it.
     """
     try:
         number = NUMBER_OF.get(tensor.dtype)
     except AttributeError:
         raise not_a_tensor(tensor, name) from None
+    if forward_ad._current_level >= 0:
+        _refuse_tangent(tensor, name)
     if (
         number is None
         or not tensor.is_cpu
@@ -144,7 +147,7 @@ def learns(tensors: Iterable[torch.Tensor], name: str | None) -> bool:
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             raise not_a_tensor(tensor, name)
-        needed = needed or tensor.requires_grad or _has_tangent(tensor)
+        needed = needed or tensor.requires_grad
     return needed and torch.is_grad_enabled()
 
 
@@ -154,9 +157,14 @@ def is_written_to(tensor: torch.Tensor) -> None:
         increment_version(tensor)
 
 
-def _has_tangent(tensor: torch.Tensor) -> bool:
-    """Whether derivatives are carried forward with it, which autograd refuses for our operations."""
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+def _refuse_tangent(tensor: torch.Tensor, name: str | None) -> None:
+    """torch.no_grad() does not end forward mode, so autograd's own refusal is not enough."""
+    if isinstance(tensor, torch.Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+        label = f"tensor {name!r}" if name else f"unnamed tensor of shape {list(tensor.shape)}"
+        raise NotImplementedError(
+            f"{label} has a tangent: operations of horoclone have no derivative in forward mode. Pass what "
+            "torch.autograd.forward_ad.unpack_dual(tensor).primal gives, and the tangent by an operation of its own."
+        )
 
 
 def refuse_scalar(tensors: Sequence[torch.Tensor]) -> None:
