@@ -52,6 +52,19 @@ def test_reduce_gives_the_root_the_reduction_and_the_others_none():
     assert result is None if hvd.rank() else result.tolist() == [1.5 * hvd.size()] * 4
 
 
+@ranks(3)
+def test_many_rows_are_gathered_and_scattered_by_handles():
+    rank, parts = hvd.rank(), [np.full((900 + 50 * other, 6), other, np.float32) for other in range(3)]
+    gathered = hvd.synchronize(hvd.gather_async(parts[rank], 1))
+    assert (gathered is None) == (rank != 1)
+    whole = np.concatenate(parts)
+    if rank == 1:
+        same(gathered, whole, np.float32)
+    splits = [len(part) for part in parts]
+    mine = hvd.synchronize(hvd.scatter_async(whole if rank == 1 else None, 1, splits if rank == 1 else None))
+    same(mine, parts[rank], np.float32)
+
+
 @ranks(2)
 def test_what_numpy_cannot_pass_is_refused_and_the_runtime_goes_on():
     """The rest is the core's: csrc/tests/engine/test_rooted.cc, and tests/torch/test_rooted.py for its texts."""

@@ -46,6 +46,14 @@ def test_tensors_that_cannot_be_passed() -> None:
     still_works()
 
 
+@ranks(2)
+def test_a_handle_that_nobody_waits_for_is_no_harm() -> None:
+    handle = hvd.allreduce_async(torch.ones(1), name="waited for on rank 1")
+    if hvd.rank() == 1:
+        hvd.synchronize(handle)
+    still_works()
+
+
 @ranks(2, dies=[1])
 def test_death_of_a_rank_during_an_optimizer_step_names_it_and_the_bucket() -> None:
     import os
