@@ -275,13 +275,15 @@ def _batch(arrays: Sequence[Any], dims: Sequence[Any], *, call: Call) -> tuple[l
 
 
 def _batch_of_arrays(arrays: Sequence[Any], dims: Sequence[Any], call: Call) -> tuple[list[Any], list[Any]]:
-    examples = [
-        [array] if dim is None else list(jnp.moveaxis(array, dim, 0))
-        for array, dim in zip(arrays, dims, strict=True)
-    ]
+    """Of a batch of none, the empty array takes part."""
+    moved = [a if dim is None else jnp.moveaxis(a, dim, 0) for a, dim in zip(arrays, dims, strict=True)]
+    split = [dim is not None and len(array) > 0 for array, dim in zip(moved, dims, strict=True)]
+    examples = [list(array) if is_split else [array] for array, is_split in zip(moved, split, strict=True)]
     found = iter(collective_p.bind(*itertools.chain(*examples), call=call))
     results = [list(itertools.islice(found, len(some))) for some in examples]
-    batched = [some[0] if dim is None else jnp.stack(some) for some, dim in zip(results, dims, strict=True)]
+    batched = [
+        jnp.stack(some) if is_split else some[0] for some, is_split in zip(results, split, strict=True)
+    ]
     return batched, [dim if dim is None else 0 for dim in dims]
 
 

@@ -121,6 +121,8 @@ def test_in_scan_cond_while_checkpoint_and_under_vmap() -> None:
     apart = [hvd.allreduce(jnp.asarray(row), op=hvd.Adasum) for row in rows[me]]
     for out in both(jax.vmap(lambda x: hvd.allreduce(x, op=hvd.Adasum)), jnp.asarray(rows[me])):
         assert np.allclose(out, np.stack(apart), rtol=1e-5), "each example is an array of its own"
+    for out in both(jax.vmap(lambda x: hvd.allreduce(x, op=hvd.Adasum)), jnp.ones((0, 3))):
+        assert out.shape == (0, 3)
     text = jax.jit(jax.vmap(total)).lower(batch).as_text()
     assert text.count("custom_call @horoclone_") == 1 and "while" not in text
 
