@@ -188,7 +188,7 @@ class DistributedMixin(Copied):
         if [id(v) for v in all_of_them] != [id(v) for v in variables]:
             self._horoclone.given = list(variables)
         super().build(all_of_them)  # type: ignore[misc]
-        _hand_over(self)
+        _hand_over(self, self._horoclone.reduction)
         self.built = True
         self._take_over()
         _aggregate(self)
@@ -236,7 +236,7 @@ def distribute(optimizer: Any, reduction: Reduction) -> Any:
         raise ValueError("the optimizer is already a DistributedOptimizer")
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ValueError(f"DistributedOptimizer wraps an optimizer of Keras, not {optimizer!r}")
-    _hand_over(optimizer)
+    _hand_over(optimizer, reduction)
     base = getattr(type(optimizer), "_horoclone_base", type(optimizer))
     # Set before the class changes: from then on every attribute's assignment goes through the derived class.
     optimizer.__dict__["_horoclone"] = State(reduction)
@@ -247,17 +247,34 @@ def distribute(optimizer: Any, reduction: Reduction) -> Any:
     return optimizer
 
 
-def _hand_over(optimizer: Any) -> None:
-    """It reduces from now on, and not what is inside it."""
-    for inner in _inside(optimizer):
-        if isinstance(inner, DistributedMixin):
-            inner._horoclone.handed_over, inner._horoclone.aggregation = True, None
+def _hand_over(optimizer: Any, reduction: Reduction) -> None:
+    """It reduces from now on, and not what is inside it. ValueError where that would have reduced otherwise."""
+    handed = [one for one in _inside(optimizer) if isinstance(one, DistributedMixin)]
+    for inner in handed:
+        state = inner._horoclone
+        if not (state.handed_over or state.implied) and _differs(state.reduction, reduction):
+            raise ValueError(
+                f"the {type(inner).__name__} inside the {type(optimizer).__name__} is a DistributedOptimizer with "
+                "another op, gradient_predivide_factor, compression, process_set, backward_passes_per_step or other "
+                "local variables, and only the outer one reduces: give the options to that, and plain optimizers to it"
+            )
+    for inner in handed:
+        inner._horoclone.handed_over, inner._horoclone.aggregation = True, None
+
+
+def _differs(inner: Reduction, outer: Reduction) -> bool:
+    """Whether gradients would become something else by the inner one's options."""
+    options = "op", "predivide", "compression", "process_set", "passes", "average_passes"
+    kept = {id(one) for one in (*outer.local_variables, *outer.local_layers)}
+    return any(getattr(inner, name) != getattr(outer, name) for name in options) or any(
+        id(one) not in kept for one in (*inner.local_variables, *inner.local_layers)
+    )
 
 
 def _inside(optimizer: Any) -> list[Any]:
     """What a LossScaleOptimizer or a MultiOptimizer is made of."""
-    inner = getattr(optimizer, "inner_optimizer", None)
-    found = [*([] if inner is None else [inner]), *getattr(optimizer, "optimizers", ())]
+    inner, several = getattr(optimizer, "inner_optimizer", None), getattr(optimizer, "optimizers", None)
+    found = [*([] if inner is None else [inner]), *(several if isinstance(several, (list, tuple)) else ())]
     return found + [deeper for one in found for deeper in _inside(one)]
 
 
@@ -326,7 +343,7 @@ def _after_construction(plain: Any) -> Any:
         if not isinstance(inner, DistributedMixin):
             return
         if isinstance(self, DistributedMixin):
-            _hand_over(self)
+            _hand_over(self, self._horoclone.reduction)
         else:
             distribute(self, inner._horoclone.reduction)._horoclone.implied = inner._horoclone.implied
 

@@ -333,6 +333,11 @@ def reduces_once_for_several_optimizers() -> None:
         values = [keras.ops.convert_to_numpy(one)[0] for one in variables]
         assert values == [-3.0, -1.5], values
         assert [len(slots) for slots in slots_of(optimizer, variables)] == [1, 0]
+    choose = keras.optimizers.OptimizerMap(hvd.DistributedOptimizer(first, op=hvd.Sum))
+    with pytest.raises(ValueError, match="inside the MultiOptimizer .* another op"):
+        hvd.DistributedOptimizer(keras.optimizers.MultiOptimizer(choose))
+    second.optimizers = None  # a user's attribute
+    hvd.DistributedOptimizer(second)
 
 
 def fits_again_with_moving_averages() -> None:
