@@ -127,10 +127,17 @@ def test_autograd_hears_of_operations_in_place_and_refuses_tangents() -> None:
         lambda x: hvd.grouped_allreduce_([x]),
         lambda x: hvd.broadcast_(x, 0),
         lambda x: hvd.synchronize(hvd.broadcast_async_(x, 0)),
+        lambda x: hvd.reduce_(x, 0),
+        lambda x: hvd.broadcast_parameters([("x", x)], 0),
     ):
         hidden = torch.ones(3, requires_grad=True) * 2
         loss = hidden.square().sum()  # its gradient needs what `hidden` is now
         write(hidden)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        plain, weight = torch.ones(3), torch.ones(3, requires_grad=True)
+        loss = (plain * weight).sum()
+        write(plain)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
     with torch.autograd.forward_ad.dual_level():

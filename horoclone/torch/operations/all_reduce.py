@@ -17,7 +17,7 @@ from horoclone.torch.operations.arguments import compressed
 from horoclone.torch.operations.gradients import anchor, grad_name, in_graph, require_linear
 from horoclone.torch.operations.handles import synchronize, table
 from horoclone.torch.operations.spans import profiler
-from horoclone.torch.operations.tensors import is_compiling, is_written_to, learns, number_of
+from horoclone.torch.operations.tensors import are_written_to, count_versions, is_compiling, learns, number_of
 
 
 def allreduce_(
@@ -41,9 +41,7 @@ def allreduce_(
             "allreduce_", tensor, True, average, name, op, prescale_factor, postscale_factor, process_set, weight
         )  # fmt: skip
         return synchronize(mean)
-    reduced = _now(tensor, tensor, average, name, op, prescale_factor, postscale_factor, process_set)
-    is_written_to(tensor)
-    return reduced
+    return _now(tensor, tensor, average, name, op, prescale_factor, postscale_factor, process_set)
 
 
 def allreduce_async_(
@@ -70,7 +68,7 @@ def allreduce_async_(
     handle = _start(
         tensor, tensor, average, name, op, prescale_factor, postscale_factor, process_set, priority
     )
-    is_written_to(tensor)
+    are_written_to((tensor,))
     return handle
 
 
@@ -170,11 +168,18 @@ def _now(
     if not (is_compiling() or profiler._is_profiler_enabled or forward_ad._current_level >= 0):
         plain = table.call_plain(tensor, output, average, name, op, prescale, postscale, process_set, 0)
         if plain is not None:
-            return output if plain is output else synchronize(plain)
-    return calls.call(
+            if plain is not output:
+                return synchronize(plain)
+            if output is tensor:
+                count_versions((tensor,))
+            return output
+    reduced = calls.call(
         ALLREDUCE, name, process_set, tensor, output, reduce=resolve_reduce(average, op), prescale=prescale,
         postscale=postscale,
     )  # fmt: skip
+    if output is tensor:
+        are_written_to((tensor,))
+    return reduced
 
 
 def _start(

@@ -14,7 +14,7 @@ from horoclone.torch.operations import calls
 from horoclone.torch.operations.all_reduce import allreduce
 from horoclone.torch.operations.gradients import anchor, grad_name, in_graph, zeros_of
 from horoclone.torch.operations.handles import synchronize
-from horoclone.torch.operations.tensors import is_compiling, is_written_to, learns, number_of
+from horoclone.torch.operations.tensors import are_written_to, is_compiling, learns, number_of
 
 
 def broadcast_async_(
@@ -25,7 +25,7 @@ def broadcast_async_(
 ) -> int:
     """Starts `broadcast_` and returns a handle."""
     handle = calls.start(BROADCAST, name, process_set, tensor, tensor, root=root_rank)
-    is_written_to(tensor)
+    are_written_to((tensor,))
     return handle
 
 
@@ -37,7 +37,7 @@ def broadcast_(
 ) -> torch.Tensor:
     """Overwrites `tensor` with rank root_rank's (a world rank, also within a process set) and returns it."""
     received = calls.call(BROADCAST, name, process_set, tensor, tensor, root=root_rank)
-    is_written_to(tensor)
+    are_written_to((tensor,))
     return received
 
 

@@ -25,7 +25,7 @@ from horoclone.torch.operations.calls import call_group, start_group
 from horoclone.torch.operations.gradients import anchor, grad_name, in_graph, require_linear, share_scale
 from horoclone.torch.operations.handles import synchronize, table
 from horoclone.torch.operations.spans import profiler
-from horoclone.torch.operations.tensors import is_compiling, is_written_to, learns, refuse_scalar
+from horoclone.torch.operations.tensors import are_written_to, is_compiling, learns, refuse_scalar
 
 Tensors = Sequence[torch.Tensor]
 
@@ -95,8 +95,7 @@ def grouped_allreduce_async_(
             "grouped_allreduce_async_", tensors, tensors, name, reduce, scales, process_set, weight
         )
     handle = _start(tensors, tensors, name, reduce, scales, process_set)
-    for tensor in tensors:
-        is_written_to(tensor)
+    are_written_to(tensors)
     return handle
 
 

@@ -18,7 +18,7 @@ from horoclone.ops import RECEIVE, SEND, peer_number
 from horoclone.process_sets import ProcessSet, global_process_set, set_id
 from horoclone.torch.operations.gpu import arrived, place_to_receive
 from horoclone.torch.operations.handles import submit, synchronize
-from horoclone.torch.operations.tensors import number_of
+from horoclone.torch.operations.tensors import are_written_to, number_of
 
 __all__ = ["irecv", "isend", "recv", "send"]
 
@@ -55,7 +55,9 @@ def irecv(
     if tensor is None:
         return submit(RECEIVE, None, number, make=arrived, place=place_to_receive(), root=root, tag=tag)
     dtype = _number_of(tensor, "recv")
-    return submit(RECEIVE, None, number, None, tensor, tensor, dtype=dtype, root=root, tag=tag)
+    handle = submit(RECEIVE, None, number, None, tensor, tensor, dtype=dtype, root=root, tag=tag)
+    are_written_to((tensor,))
+    return handle
 
 
 def recv(

@@ -21,7 +21,7 @@ from horoclone.torch.operations.broadcasting import broadcast_async
 from horoclone.torch.operations.gpu import HOST, arrived, place_of, place_to_receive, to_gpu
 from horoclone.torch.operations.gradients import anchor, grad_name, in_graph, require_linear, zeros_of
 from horoclone.torch.operations.handles import submit, synchronize
-from horoclone.torch.operations.tensors import ON_GPU, is_written_to, number_of
+from horoclone.torch.operations.tensors import ON_GPU, are_written_to, number_of
 
 __all__ = [
     "gather", "gather_async", "reduce", "reduce_", "reduce_async", "reduce_async_", "scatter", "scatter_async",
@@ -108,7 +108,7 @@ def reduce_async_(
 ) -> int:
     """Starts `reduce_` and returns a handle."""
     handle = _reduced(tensor, tensor, root_rank, op, name, (prescale_factor, postscale_factor), process_set)
-    is_written_to(tensor)
+    are_written_to((tensor,))
     return handle
 
 
