@@ -207,7 +207,7 @@ class _Failed(list[torch.Tensor]):
         self._error = error
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise self._error
+        raise self._error.with_traceback(None)
 
 
 class Future(torch.futures.Future[list[torch.Tensor]]):
