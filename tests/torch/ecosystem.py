@@ -16,6 +16,7 @@ import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -478,6 +479,7 @@ def ddp_power() -> float:
     state = power.PowerSGDState(
         None, matrix_approximation_rank=8, start_powerSGD_iter=3, min_compression_rate=0
     )
+    dist.group.WORLD.set_timeout(timedelta(seconds=60))  # callbacks wait within it
     # Its callbacks start collectives while DDP starts those of other buckets, and one of its own for what is unused.
     return with_hook(power.powerSGD_hook, state, bucket_cap_mb=1e-4, find_unused_parameters=True)
 

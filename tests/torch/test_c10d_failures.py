@@ -239,6 +239,11 @@ def breaking_hook(state, bucket):  # without annotations, which torch compares w
     return default_hooks.allreduce_hook(None, bucket)
 
 
+def hook_with_a_callback(group, bucket):
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
 def trained_until_death(how: str) -> None:
     dist.init_process_group("horoclone")
     rank = dist.get_rank()
@@ -387,7 +392,7 @@ def test_the_rank_that_made_the_store_is_lost(waiting: Any) -> None:
 # --- ranks that never call ------------------------------------------------------------------------------
 
 
-LIMITED = ("all_reduce", "broadcast_to_lost", "future", "monitored_barrier", "ddp", "per call")
+LIMITED = ("all_reduce", "broadcast_to_lost", "future", "monitored_barrier", "ddp", "ddp, hook", "per call")
 
 
 def error_at_the_limit(through: str, group: Group) -> Exception:
@@ -400,8 +405,10 @@ def error_at_the_limit(through: str, group: Group) -> Exception:
         return error
     if through == "monitored_barrier":
         return raised(lambda: group.monitored_barrier(timedelta(seconds=0.5), wait_all_ranks=True))
-    if through == "ddp":
+    if through.startswith("ddp"):
         model = DistributedDataParallel(torch.nn.Linear(3, 3), init_sync=False, process_group=group)
+        if through == "ddp, hook":
+            model.register_comm_hook(group, hook_with_a_callback)
         return raised(lambda: model(T(2, 3)).sum().backward())
     return raised(lambda: OPERATIONS[through](group))
 

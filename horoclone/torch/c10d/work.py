@@ -9,13 +9,14 @@ been enqueued: results arrive on a stream of the group, and wait() makes the cal
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -200,14 +201,27 @@ class InFlight:
 
 class _Failed(list[torch.Tensor]):
     """The value of a future of an operation that has failed. To C++ what Python sets is a value, whatever it is; DDP
-    looks for the tensors in it by way of pickle, which raises the error."""
+    looks for the tensors in it by way of pickle, which raises the error.
+
+    Only copies are raised: what C++ holds is never collected, nor what a traceback in it refers to.
+    """
 
     def __init__(self, error: BaseException) -> None:
         super().__init__()
-        self._error = error
+        self._error = _copied(error)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise self._error.with_traceback(None)
+    def fail(self) -> NoReturn:
+        raise _copied(self._error)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self.fail()
+
+
+def _copied(error: BaseException) -> BaseException:
+    try:
+        return copy.copy(error)
+    except Exception:  # a class of its own
+        return HorovodInternalError(f"{type(error).__name__}: {error}")
 
 
 class Future(torch.futures.Future[list[torch.Tensor]]):
@@ -232,21 +246,16 @@ class Future(torch.futures.Future[list[torch.Tensor]]):
             and getattr(callback, "__module__", "") != ONLY_CASTS
             and torch._C._current_graph_task_id() != -1
         ):
-            with contextlib.suppress(HorovodInternalError, ValueError):  # the callback gets the error
-                work.wait_no_longer()
+            work.wait_for_the_end()
         return super().then(callback)
 
     def settle(self, outputs: list[torch.Tensor], error: BaseException | None) -> None:
         """Calls the callbacks."""
         if error is None:
             self.set_result(outputs)
-            return
-
-        def fail(_: object) -> None:
-            raise error
-
-        self._set_unwrap_func(fail)
-        self.set_result(_Failed(error))
+        else:
+            self._set_unwrap_func(_Failed.fail)
+            self.set_result(_Failed(error))
 
 
 class Work(dist.Work):
@@ -257,6 +266,7 @@ class Work(dist.Work):
     _future: Future | None = None
     _promise: Future | None = None  # the same, until it is settled
     _done = _watched = False
+    is_ordered = True  # among the collectives of its group
     # Set when done; made for the first who waits for another thread.
     _wakeup: threading.Event | None = None
 
@@ -412,10 +422,16 @@ class Work(dist.Work):
         with on_stream(None if self._place is HOST else self._flight.stream_for(self._place)):
             promise.settle(self._outputs, self._error)
 
+    def wait_for_the_end(self) -> None:
+        """Until the future that was asked for has the outputs or the error. Its time limit is looked after already."""
+        if not self._done:
+            self._is_done_within(None)
+        self._settle_now(self.get_future())
+
     def _settle_now(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
         """As in torch's own backends, where a future is done when wait() returns."""
         self._settle()
-        with contextlib.suppress(HorovodInternalError, ValueError, RuntimeError):  # the operation's error
+        with contextlib.suppress(Exception):  # the operation's error
             future.wait()  # another thread is settling it
 
     def _is_done_within(self, limit_s: float | None) -> bool:
