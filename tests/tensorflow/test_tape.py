@@ -261,7 +261,8 @@ def test_an_error_names_the_variable_that_it_is_about() -> None:
     def gradients() -> list[Any]:
         with tf.GradientTape() as tape:
             loss = tf.add_n([tf.reduce_sum(w) for w in weights])
-        return hvd.DistributedGradientTape(tape).gradient(loss, weights)
+        with tf.name_scope("named"):  # no other program of this process has operations of this name
+            return hvd.DistributedGradientTape(tape).gradient(loss, weights)
 
     for run in (gradients, tf.function(gradients)):
         with pytest.raises(tf.errors.FailedPreconditionError) as caught:

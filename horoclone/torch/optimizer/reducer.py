@@ -52,7 +52,7 @@ from horoclone.torch.optimizer.buckets import (
 from horoclone.torch.optimizer.compared import Comparison
 from horoclone.torch.optimizer.gradient_bucket import OptimizerBucket, run_compressors
 from horoclone.torch.optimizer.residuals import Residuals
-from horoclone.torch.optimizer.single import Terms, finish_alone, reduces_buckets, start_alone, submit_alone
+from horoclone.torch.optimizer.single import Terms, reduces_buckets, start_alone, submit_alone, wait_alone
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
@@ -739,13 +739,19 @@ class Reducer:
                     self._finish(bucket)
                 except (HorovodInternalError, ValueError) as error:
                     errors.append(error)
+        alone = []
         for state in self.states:
             if state.pending is not None:
                 try:
-                    finish_alone(state, self._terms)
-                    state.note()
+                    alone.append((state, wait_alone(state)))
                 except (HorovodInternalError, ValueError) as error:
                     errors.append(error)
+        for state, hand_out in alone:
+            try:
+                hand_out(self._terms)
+                state.note()
+            except (HorovodInternalError, ValueError) as error:
+                errors.append(error)
         if errors:
             raise errors[0]
         self._look_at_marks(changed)

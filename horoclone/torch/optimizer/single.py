@@ -3,6 +3,7 @@
 # mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,14 +77,19 @@ def _single_compression(terms: Terms) -> Any:
     return Compression.none if reduces_buckets(chosen) else chosen
 
 
-def finish_alone(state: GradState, terms: Terms) -> None:
-    """Waits for it and puts the result into parameter.grad."""
+def wait_alone(state: GradState) -> Callable[[Terms], None]:
+    """Waits for the result, and returns what puts it into parameter.grad: when all are there, since several gradients
+    may lie in one memory, from which another reduction still reads."""
     (handle, wire, ctx), state.pending = state.pending, None
     output = operations.synchronize(handle)
     state.reduced = True
+    return lambda terms: _hand_out_alone(state, output, ctx, wire is None, terms)
+
+
+def _hand_out_alone(state: GradState, output: Any, ctx: Any, is_sparse: bool, terms: Terms) -> None:
     parameter = state.parameter
     grad = parameter.grad
-    if wire is None:  # sparse
+    if is_sparse:
         parameter.grad = output
         return
     if grad is None and not parameter.requires_grad:
