@@ -7,7 +7,6 @@ the device, and the stream. The caller keeps the tensors alive until the operati
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from horoclone.arguments import explained
@@ -24,7 +23,12 @@ ON_GPU = 64
 
 def overlap(spans: Iterable[tuple[int, int]]) -> bool:
     """Whether some of them, each an address and a number of bytes, have memory in common."""
-    return any(begin + size > after for (begin, size), (after, _) in pairwise(sorted(spans)))
+    end = 0
+    for begin, size in sorted(spans):
+        if begin < end:
+            return True
+        end = begin + size
+    return False
 
 
 class Requests:
