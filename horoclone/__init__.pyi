@@ -203,7 +203,7 @@ def grouped_allreduce_async_(
     *,
     weight: Any = None,
 ) -> int:
-    """Starts grouped_allreduce_ and returns one handle for the group at once."""
+    """Starts grouped_allreduce_ and returns one handle for the group at once. Arrays that share memory get their results in synchronize(), also where poll() says that they are done."""
 
 def allgather(
     array: ArrayLike,
