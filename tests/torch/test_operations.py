@@ -115,8 +115,8 @@ def test_what_is_in_a_group_twice_is_reduced_once() -> None:
 def test_tensors_without_elements_share_no_memory() -> None:
     """They all have the address 0."""
     one = torch.ones(4)
-    assert not grouped._share_memory([torch.empty(0), one[:2], torch.empty(0), one[2:]])
-    assert grouped._share_memory([one[:3], torch.empty(0), one[2:]])
+    assert not grouped._are_tied([torch.empty(0), one[:2], torch.empty(0), one[2:]])
+    assert grouped._are_tied([one[:3], torch.empty(0), one[2:]])
 
 
 @ranks(2)

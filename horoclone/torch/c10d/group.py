@@ -35,7 +35,6 @@ from horoclone.torch.c10d.tensors import (
     listed,
     number_at,
     ops_name,
-    overlap,
     put_back,
     reducible,
     reduction,
@@ -46,7 +45,7 @@ from horoclone.torch.c10d.tensors import (
 from horoclone.torch.c10d.work import Finish, Finished, InFlight, PlainWork, Work
 from horoclone.torch.operations import requests
 from horoclone.torch.operations.gpu import HOST, Place, arrived, place_of, place_of_all, rows_of
-from horoclone.torch.operations.tensors import NUMBER_OF
+from horoclone.torch.operations.tensors import NUMBER_OF, share_memory
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
@@ -273,7 +272,7 @@ class HorocloneGroup(GroupFacts):
             len(outputs) == 1
             and outputs[0].dtype is flat.dtype
             and whole(outputs[0]).data_ptr() == outputs[0].data_ptr()
-            and not overlap(flat, outputs[0])
+            and not share_memory((flat, outputs[0]))
         )
 
         def finish(runtime: Runtime, handle: int) -> None:
@@ -375,7 +374,7 @@ class HorocloneGroup(GroupFacts):
         data, target = as_row(source), as_row(output)
         back = put_back([output], [target])
         own = target.chunk(self._size)[self._rank] if target.numel() else target
-        if overlap(data, target) and data.data_ptr() != own.data_ptr():
+        if share_memory((data, target)) and data.data_ptr() != own.data_ptr():
             return self._gather_apart(data, [output], source)
 
         def finish(runtime: Runtime, handle: int) -> None:

@@ -134,11 +134,6 @@ def put_back(targets: Tensors, results: Tensors) -> Finish | None:
     return finish
 
 
-def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two contiguous tensors have memory in common."""
-    return one.data_ptr() < other.data_ptr() + other.nbytes and other.data_ptr() < one.data_ptr() + one.nbytes
-
-
 def number_at(tensor: torch.Tensor) -> int:
     """The core's number of the dtype, wherever the tensor lies."""
     return number_of(tensor, None, True) % ON_GPU

@@ -426,7 +426,8 @@ class Work(dist.Work):
         """Until the future that was asked for has the outputs or the error. Its time limit is looked after already."""
         if not self._done:
             self._is_done_within(None)
-        self._settle_now(self.get_future())
+        if self._future is not None:
+            self._settle_now(self._future)
 
     def _settle_now(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
         """As in torch's own backends, where a future is done when wait() returns."""

@@ -15,7 +15,6 @@ from torch.autograd import forward_ad
 
 from horoclone.ops import ALLGATHER, ALLREDUCE, REDUCESCATTER, Average, ReduceOp, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
-from horoclone.requests import overlap
 from horoclone.torch.compression import Compression
 from horoclone.torch.operations import weighted
 from horoclone.torch.operations.all_gather import rows_before
@@ -25,7 +24,13 @@ from horoclone.torch.operations.calls import call_group, start_group
 from horoclone.torch.operations.gradients import anchor, grad_name, in_graph, require_linear, share_scale
 from horoclone.torch.operations.handles import synchronize, table
 from horoclone.torch.operations.spans import profiler
-from horoclone.torch.operations.tensors import are_written_to, is_compiling, learns, refuse_scalar
+from horoclone.torch.operations.tensors import (
+    are_written_to,
+    is_compiling,
+    learns,
+    refuse_scalar,
+    share_memory,
+)
 
 Tensors = Sequence[torch.Tensor]
 
@@ -38,7 +43,7 @@ def _start(
 ) -> int:  # fmt: skip
     """The core's fast path, which declines what it does not know; for that, under a profiler, in forward mode and in a
     graph, as all others."""
-    if outputs is tensors and not is_compiling() and _share_memory(tensors):
+    if outputs is tensors and not is_compiling() and _are_tied(tensors):
         apart = start_group(
             ALLREDUCE, name, process_set, tensors, _like(tensors, name), reduce=reduce, prescale=scales[0],
             postscale=scales[1],
@@ -53,10 +58,10 @@ def _start(
     )
 
 
-def _share_memory(tensors: Tensors) -> bool:
+def _are_tied(tensors: Tensors) -> bool:
     """Whether some lie in the same memory, as tied weights of a state_dict() do: in place it would be reduced twice."""
     try:
-        return overlap([(tensor.data_ptr(), tensor.nbytes) for tensor in tensors])
+        return share_memory(tensors)
     except (AttributeError, RuntimeError):
         return False  # some are no tensors, or have no such memory: they are refused
 

@@ -16,6 +16,7 @@ from horoclone import ops
 from horoclone.arguments import given
 from horoclone.errors import NotATensor, Unsupported
 from horoclone.requests import ON_GPU as ON_GPU
+from horoclone.requests import overlap
 
 if TYPE_CHECKING:
     from horoclone._core import Result
@@ -177,6 +178,11 @@ def _refuse_tangent(tensor: torch.Tensor, name: str | None) -> None:
             f"{label} has a tangent: operations of horoclone have no derivative in forward mode. Pass what "
             "torch.autograd.forward_ad.unpack_dual(tensor).primal gives, and the tangent by an operation of its own."
         )
+
+
+def share_memory(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether some of these contiguous tensors have memory in common."""
+    return overlap((tensor.data_ptr(), tensor.nbytes) for tensor in tensors)
 
 
 def refuse_scalar(tensors: Sequence[torch.Tensor]) -> None:

@@ -743,12 +743,12 @@ class Reducer:
         for state in self.states:
             if state.pending is not None:
                 try:
-                    alone.append((state, wait_alone(state)))
+                    alone.append((state, wait_alone(state, self._terms)))
                 except (HorovodInternalError, ValueError) as error:
                     errors.append(error)
         for state, hand_out in alone:
             try:
-                hand_out(self._terms)
+                hand_out()
                 state.note()
             except (HorovodInternalError, ValueError) as error:
                 errors.append(error)

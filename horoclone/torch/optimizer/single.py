@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,13 +78,13 @@ def _single_compression(terms: Terms) -> Any:
     return Compression.none if reduces_buckets(chosen) else chosen
 
 
-def wait_alone(state: GradState) -> Callable[[Terms], None]:
+def wait_alone(state: GradState, terms: Terms) -> Callable[[], None]:
     """Waits for the result, and returns what puts it into parameter.grad: when all are there, since several gradients
     may lie in one memory, from which another reduction still reads."""
     (handle, wire, ctx), state.pending = state.pending, None
     output = operations.synchronize(handle)
     state.reduced = True
-    return lambda terms: _hand_out_alone(state, output, ctx, wire is None, terms)
+    return partial(_hand_out_alone, state, output, ctx, wire is None, terms)
 
 
 def _hand_out_alone(state: GradState, output: Any, ctx: Any, is_sparse: bool, terms: Terms) -> None:
