@@ -11,6 +11,7 @@ for an optimizer of torch. docs/parameter_server.md has the rest. Needs CPU tens
 # mypy: disable-error-code="misc"
 from __future__ import annotations
 
+import gc
 import math
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -38,7 +39,9 @@ class EmbeddingBag(torch.nn.Module):
 
     A forward pass in training pulls the rows of its ids once each, and the backward pass pushes their gradients: one
     step of the table. In evaluation nothing is pushed and nobody is waited for. Rows begin as torch's do, normal with
-    deviation 1, or as `initial` and `spread` say. staleness, average: see Table.
+    deviation 1, or as `initial` and `spread` say. staleness, average: see Table. scaler: the torch.amp.GradScaler of
+    the loss, which may also be set later; what is pushed is divided by its scale, and a step without rows where it is
+    not finite. Without it a scaler that this process has is a RuntimeError in the first backward pass.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class EmbeddingBag(torch.nn.Module):
         average: bool = True,
         initial: str = "normal",
         spread: float = 1.0,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         super().__init__()
         if mode not in ("sum", "mean", "max"):
@@ -74,6 +78,7 @@ class EmbeddingBag(torch.nn.Module):
             spread=spread,
             seed=seed_of(name),
         )
+        self.scaler = scaler
         self._ahead: tuple[torch.Tensor, Future[torch.Tensor]] | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._second: Servers | None = None  # connections of the prefetching thread
@@ -157,8 +162,23 @@ class EmbeddingBag(torch.nn.Module):
             return
         gradient = rows.grad.to("cpu", torch.float32).contiguous()
         ids = unique.cpu()
+        if self.scaler is not None and self.scaler.is_enabled():
+            gradient = gradient / self.scaler.get_scale()
+            if not gradient.isfinite().all():  # the other workers wait for its step nevertheless
+                ids = ids[:0]
+        elif self.scaler is None and self.table.steps == 0:
+            self._check_not_scaled()
         self.table.push_from(ids.data_ptr(), len(ids), gradient.data_ptr())
         rows.grad = None
+
+    def _check_not_scaled(self) -> None:
+        """RuntimeError where there is a gradient scaler: gradients do not show whether their loss was scaled."""
+        if any(issubclass(type(one), torch.amp.GradScaler) and one.is_enabled() for one in gc.get_objects()):
+            raise RuntimeError(
+                f"table {self.table.name!r}: a GradScaler is enabled, and backward() pushes gradients before it takes "
+                "its factor out. Give it to EmbeddingBag(..., scaler=scaler); or, if this table's loss is not scaled, "
+                "scaler=torch.amp.GradScaler(enabled=False)"
+            )
 
 
 class KVStore:

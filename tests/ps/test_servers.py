@@ -201,6 +201,23 @@ def test_rows_can_be_pulled_ahead(servers: Servers) -> None:
         rounds.prefetch(ids)
 
 
+def test_gradients_lose_the_factor_of_a_scaler(servers: Servers) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    ids = torch.tensor([[1, 2]])
+    bag = ps.EmbeddingBag("scaled", 50, 8, servers, mode="sum", optimizer=ps.SGD(lr=1.0), initial="zeros")
+    with pytest.raises(RuntimeError, match=r"table 'scaled': a GradScaler is enabled.*scaler=scaler"):
+        scaler.scale(bag(ids).sum()).backward()
+    bag.scaler = scaler
+    scaler.scale(bag(ids).sum()).backward()
+    np.testing.assert_array_equal(bag.table.pull([1, 2]), np.full((2, 8), -1))
+    scaler.scale(bag(ids).sum() * 1e38).backward()
+    np.testing.assert_array_equal(bag.table.pull([1, 2]), np.full((2, 8), -1))
+    assert bag.table.steps == 2
+    bag.scaler = torch.amp.GradScaler(enabled=False)
+    bag(ids).sum().backward()
+    np.testing.assert_array_equal(bag.table.pull([1, 2]), np.full((2, 8), -2))
+
+
 def test_a_save_is_loaded_with_the_optimizers_state(servers: Servers, tmp_path: Path) -> None:
     table = Table(servers, "saved", 4, ps.Adam(lr=0.1), initial="normal", spread=1.0)
     ids = np.arange(-500, 500) * 7919
