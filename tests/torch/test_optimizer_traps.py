@@ -123,6 +123,37 @@ def test_a_hook_that_raises_can_be_survived() -> None:
 
 
 @ranks(2)
+@pytest.mark.parametrize("options", [{}, {"shard_optimizer_state": True}])
+def test_what_a_later_hook_does_to_a_gradient_is_reduced(options: dict[str, Any]) -> None:
+    def triple(parameter: torch.Tensor) -> None:
+        parameter.grad.mul_(3.0)
+
+    model = layers()
+    optimizer = wrapped(model, **options)
+    handles = [p.register_post_accumulate_grad_hook(triple) for p in model.parameters()]
+    for step in range(4):
+        twin = copy.deepcopy(model)
+
+        def gradients(x: torch.Tensor, twin: Model = twin) -> list[torch.Tensor]:
+            return [*torch.autograd.grad(3.0 * twin(x).square().mean(), list(twin.parameters()))]
+
+        expected = average_of(gradients, step)
+        optimizer.zero_grad()
+        model(inputs(step)).square().mean().backward()
+        optimizer.step()
+        for after, before, want in zip(model.parameters(), twin.parameters(), expected, strict=True):
+            assert torch.allclose(before - after, 0.1 * want, rtol=1e-4, atol=1e-6), step
+    for handle in handles:
+        handle.remove()
+    nodes = [p.expand_as(p).grad_fn.next_functions[0][0] for p in model.parameters()]
+    for node, parameter in zip(nodes, model.parameters(), strict=True):
+        node.register_hook(lambda *_, parameter=parameter: triple(parameter))
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=r"weight' was changed by a hook while it was being reduced"):
+        model(inputs(9)).square().mean().backward()
+
+
+@ranks(2)
 def test_a_sparse_table_that_one_rank_does_not_use() -> None:
     torch.manual_seed(0)
     table = torch.nn.Embedding(20, 6, sparse=True)

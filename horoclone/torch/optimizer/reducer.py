@@ -80,6 +80,10 @@ DIFFERS = (
     "    torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p not in local], max_norm)\n"
     "    torch.nn.utils.clip_grad_norm_(local, max_norm)"
 )
+CHANGED_BY_HOOK = (
+    "the gradient of {name!r} was changed by a hook while it was being reduced. Change it in one that was registered "
+    "with parameter.register_hook() or parameter.register_post_accumulate_grad_hook(), or after backward()"
+)
 ADDED_LATE = (
     "a gradient scaler has looked at local gradients to which, on some rank, a further call of backward() had added: "
     "the other ranks know of no overflow in it, and would not leave out the same steps. Tell them, on every rank:\n"
@@ -244,9 +248,10 @@ class Reducer:
         def hook(parameter: torch.Tensor) -> None:
             reducer = reducer_of()
             if reducer is not None:
-                reducer._fired(parameter)
+                hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+                reducer._fired(parameter, is_last=next(reversed(hooks)) == handle.id)
 
-        parameter.register_post_accumulate_grad_hook(hook)
+        handle = parameter.register_post_accumulate_grad_hook(hook)
 
     def _watch_local(self, parameter: torch.Tensor) -> None:
         # Before a further backward of a step adds to a gradient that is divided already.
@@ -297,7 +302,8 @@ class Reducer:
     # --- hooks -----------------------------------------------------------------------------------------------------
 
     @uncompiled
-    def _fired(self, parameter: torch.Tensor) -> None:
+    def _fired(self, parameter: torch.Tensor, is_last: bool) -> None:
+        """is_last: no hook of the user's comes after this one, which may change the gradient."""
         if self._is_superseded():
             return
         with self._lock:
@@ -321,6 +327,10 @@ class Reducer:
                 not state.prompt or state.left > 0
             ):  # else sent by synchronize(), from what parameter.grad is then
                 self._note(state)
+                return
+            if state.left == 0 and not is_last:  # sent at the end of backward, as the hook has left it
+                state.noted = state.bits = None
+                self._awaited -= state.counted
                 return
         if state.left < 0:
             raise AssertionError(f"{TOO_MANY} (parameter {state.name!r})")
@@ -462,8 +472,11 @@ class Reducer:
                 False  # ranks run the passes of several optimizers in different orders
             )
             return
+        changed = next((state.name for state in self.states if state.arrived and state.is_changed()), None)
         self._send(prompt=True)
         self._collect()
+        if changed is not None:
+            raise RuntimeError(CHANGED_BY_HOOK.format(name=changed))
         self._scale_local()
         self._spread_overflow()
         if not self._was_skipped():  # what is changed from now on is changed too early, through .data as well
