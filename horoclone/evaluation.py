@@ -61,7 +61,8 @@ def metric_sum(values: Any, name: str | None = None, process_set: ProcessSet = g
     """Returns the sum over the ranks of a number, an array or a tensor, or of each entry of a dictionary of those.
 
     Integers are added as integers and anything else in float64. Numbers and tensors of one element come back as
-    Python's numbers, arrays as NumPy's. ValueError on every rank where names or shapes differ.
+    Python's numbers, arrays as NumPy's. On every rank ValueError where names or shapes differ, and OverflowError where
+    64 bits do not hold the sum of an array of integers.
     """
     told = _gathered("metric_sum", lambda: _on_host(values), name, process_set)
     return _each(told, "metric_sum", lambda parts: _added(parts, [1] * len(parts)))
@@ -76,7 +77,12 @@ def metric_mean(
     are not looked at. Computed in float64; numbers come back as Python's, arrays as NumPy's. ValueError on every rank
     where names or shapes differ, where a count is negative or not finite, and where all are 0.
     """
-    told = _gathered("metric_mean", lambda: (_on_host(values), _on_host(count)), name, process_set)
+
+    def mine() -> Any:
+        number = _on_host(count)
+        return None if np.all(number == 0) else _on_host(values), number
+
+    told = _gathered("metric_mean", mine, name, process_set)
     counts = [weight for _, weight in told.values()]
     for rank, (_, weight) in told.items():
         if not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
@@ -88,8 +94,8 @@ def metric_mean(
         raise ValueError(
             "metric_mean: the counts of all ranks are 0, so there is no mean. Was the data set empty?"
         )
-    used = {rank: part if weight else None for rank, (part, weight) in told.items()}
-    return _each(used, "metric_mean", lambda parts: _added(parts, counts) / whole)
+    used = {rank: part for rank, (part, _) in told.items()}
+    return _each(used, "metric_mean", lambda parts: _added(parts, [float(one) for one in counts]) / whole)
 
 
 def _gathered(
@@ -135,10 +141,13 @@ def _each(told: Mapping[int, Any], call: str, combine: Callable[[Sequence[Any]],
     first = next(iter(forms))
     if any(form != forms[first] for form in forms.values()):
         raise ValueError(f"{call}: the ranks have different names or shapes: {forms}. Give the same on all.")
-    parts = list(told.values())
-    if not isinstance(told[first], Mapping):
+    return _combined(list(told.values()), told[first], combine)
+
+
+def _combined(parts: Sequence[Any], first: Any, combine: Callable[[Sequence[Any]], Any]) -> Any:
+    if not isinstance(first, Mapping):
         return combine(parts)
-    return {key: combine([part and part[key] for part in parts]) for key in told[first]}
+    return {key: _combined([part and part[key] for part in parts], first[key], combine) for key in first}
 
 
 def _form(value: Any) -> Any:
@@ -154,4 +163,7 @@ def _added(parts: Sequence[Any], weights: Sequence[float]) -> Any:
         return sum(terms)
     if all(np.ndim(term) == 0 for term in terms):
         return math.fsum(terms) if all(map(math.isfinite, terms)) else sum(terms)
-    return np.sum(terms, axis=0)
+    total = np.sum(terms, axis=0)
+    if not np.allclose(total, np.sum(terms, axis=0, dtype=np.float64), equal_nan=True):
+        raise OverflowError(f"a sum of arrays of integers is too large for {total.dtype}; give float64")
+    return total

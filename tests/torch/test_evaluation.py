@@ -38,6 +38,11 @@ def test_numbers_tensors_arrays_and_dictionaries_of_them() -> None:
         {"loss": torch.tensor(float(me), requires_grad=True), "right": np.array([me, 0])}, count=me
     )
     assert found["loss"] == pytest.approx(14 / 6) and found["right"].tolist() == pytest.approx([14 / 6, 0])
+    large = np.array([2**61, 3])
+    assert hvd.metric_mean({"ns": {"at": large}}, count=4)["ns"]["at"].tolist() == [2.0**61, 3.0]
+    with pytest.raises(OverflowError, match="int64; give float64"):
+        hvd.metric_sum(2 * large)
+    assert hvd.metric_mean(None if me == 2 else 3.0, 0 if me == 2 else 1) == 3.0  # no samples, no value
     assert plain.metric_mean(1.0, 0.5 * me) == 1.0  # weights need not be whole
     evens = hvd.add_process_set([0, 2])
     if hvd.rank() != 1:
