@@ -124,9 +124,9 @@ def _cannot(value: Any, where: str) -> str:
 
 
 def _without_values(node: Any) -> Any:
-    if not isinstance(node, dict):
+    if not isinstance(node, dict) or "float" in node:
         return None
-    return {"float": None} if "float" in node else mapped(node, _without_values)
+    return mapped(node, _without_values)
 
 
 def mapped(node: Any, change: Callable[[Any], Any]) -> Any:

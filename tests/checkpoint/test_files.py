@@ -349,6 +349,8 @@ def test_states_that_differ_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"the state of rank 1 differs from that of rank 0"):
         save_on(tmp_path, [{"w": np.ones(3)}, {"w": np.ones(4)}])
     assert inside(tmp_path) == []
+    save_on(tmp_path, [{"best": 0.5}, {"best": math.inf}])
+    assert load(tmp_path) == {"best": 0.5}, "of numbers those of rank 0 are kept, whatever the others have"
 
 
 def test_a_full_disk_leaves_the_save_before(tmp_path: Path) -> None:
