@@ -85,7 +85,7 @@ class SyncBatchNorm(_BatchNorm):
                 factor = 1.0 / float(self.num_batches_tracked)
         if factor and self.running_mean is not None and self.running_var is not None:
             unbiased = variance * (count / (count - 1).clamp(min=1))
-            weight = factor * (count > 0)  # nothing is learned from no rows at all
+            weight = factor * (count > 0).to(count.dtype)  # nothing is learned from no rows at all
             for kept, new in ((self.running_mean, mean), (self.running_var, unbiased)):
                 kept.lerp_(new.to(kept.dtype), weight.to(kept.dtype))
 
