@@ -13,6 +13,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -115,6 +116,25 @@ IN_SHARDS = "with shard_optimizer_state each rank has the result of its own shar
 _living: weakref.WeakSet[Reducer] = weakref.WeakSet()
 
 
+def _may_train(parameter: torch.Tensor) -> bool:
+    """Whether it has a gradient, now or once somebody unfreezes it."""
+    differentiable = parameter.is_floating_point() or parameter.is_complex()
+    return parameter.requires_grad or (differentiable and not parameter.is_inference())
+
+
+@contextmanager
+def _unfrozen(parameter: torch.Tensor) -> Iterator[None]:
+    """torch takes no hook of a tensor that requires no gradient, and keeps those that it has while it requires none."""
+    is_frozen = not parameter.requires_grad
+    if is_frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        if is_frozen:
+            parameter.requires_grad_(False)
+
+
 class Reducer:
     """The gradients of one optimizer."""
 
@@ -136,6 +156,7 @@ class Reducer:
         self._terms = terms
         self.residuals = Residuals(terms.compression)
         self._state_of: dict[torch.Tensor, GradState] = {}
+        self._frozen: dict[torch.Tensor, str] = {}  # names of parameters that require no gradient yet
         self.local: dict[torch.Tensor, None] = {}  # parameters whose gradients stay here
         self.some_local = False  # some rank has such ones, as far as the ranks have agreed
         self._scaled: set[torch.Tensor] = set()  # local ones whose gradient is divided already in this step
@@ -181,14 +202,22 @@ class Reducer:
     # --- registration ----------------------------------------------------------------------------------------------
 
     def add(self, parameter: torch.Tensor, name: str) -> None:
-        """Takes a parameter that requires a gradient under this name; the next step is a learning step."""
+        """Takes a parameter under this name; the next step is a learning step. A frozen one is taken at the beginning
+        of the first backward after it is unfrozen."""
+        if not _may_train(parameter):
+            return
+        if parameter not in self._frozen:
+            self._watch(parameter)
+        if not parameter.requires_grad:
+            self._frozen[parameter] = name
+            return
+        self._frozen.pop(parameter, None)
         state = GradState(parameter, name)
         state.expected = state.left = self.passes
         self.states.append(state)
         self._state_of[parameter] = state
         self._learned = False
         self._take_over(parameter)
-        self._watch(parameter)
 
     def add_local(self, parameters: Iterable[torch.Tensor]) -> None:
         """Parameters whose gradients are not reduced from now on; also ones that were until now."""
@@ -201,10 +230,11 @@ class Reducer:
             if state is not None:
                 self.states.remove(state)
                 self._forget_layout()
-            elif parameter not in self.local and parameter.requires_grad:
+            elif parameter not in self.local and _may_train(parameter):
                 self._take_over(parameter)
-                self._watch(parameter)
-            if parameter not in self.local and parameter.requires_grad:
+                if self._frozen.pop(parameter, None) is None:
+                    self._watch(parameter)
+            if parameter not in self.local and _may_train(parameter):
                 self._watch_local(parameter)
             self.local[parameter] = None
 
@@ -251,7 +281,8 @@ class Reducer:
                 hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
                 reducer._fired(parameter, is_last=next(reversed(hooks)) == handle.id)
 
-        handle = parameter.register_post_accumulate_grad_hook(hook)
+        with _unfrozen(parameter):
+            handle = parameter.register_post_accumulate_grad_hook(hook)
 
     def _watch_local(self, parameter: torch.Tensor) -> None:
         # Before a further backward of a step adds to a gradient that is divided already.
@@ -266,7 +297,8 @@ class Reducer:
                     with torch.no_grad():
                         parameter.grad.mul_(reducer._terms.process_set.size() or 1)
 
-        parameter.register_hook(hook)
+        with _unfrozen(parameter):
+            parameter.register_hook(hook)
 
     def knows(self, parameter: torch.Tensor) -> bool:
         """Whether `add` or `add_local` has been called for it."""
@@ -314,8 +346,8 @@ class Reducer:
                 self._end()  # its gradient was cleared: the step was left out
                 self._begin()
             self._calls.note()
-            if state is None:  # local
-                self._added_late |= self._settled
+            if state is None:  # local, or unfrozen between two passes
+                self._added_late |= self._settled and parameter in self.local
                 return
             state.fired = True
             if not self._learned:
@@ -344,6 +376,9 @@ class Reducer:
 
     def _begin(self) -> None:
         """First hook, or synchronize without one, since the last synchronize()."""
+        for parameter, name in list(self._frozen.items()):
+            if parameter.requires_grad:
+                self.add(parameter, name)
         runtime = native()
         if runtime is not self._runtime:
             self._forget_layout()
@@ -577,10 +612,14 @@ class Reducer:
             is_late = (self._learned or self._agreed) and not changed[0].prompt
             why = NOT_EVERYWHERE if is_late else UNREDUCED
             return CHANGED.format(changed=changed[0].name, pending="it", why=why)
-        pending = next((state for state in self.states if state.fired and not state.reduced), None)
+        pending = next((state.name for state in self.states if state.fired and not state.reduced), None)
+        why = NOT_EVERYWHERE
+        if pending is None:
+            unfrozen = (n for p, n in self._frozen.items() if p.requires_grad and p.grad is not None)
+            pending, why = next(unfrozen, None), "it was unfrozen after this step had begun"
         if pending is None:
             return None
-        return CHANGED.format(changed=name, pending=f"that of {pending.name!r}", why=NOT_EVERYWHERE)
+        return CHANGED.format(changed=name, pending=f"that of {pending!r}", why=why)
 
     # --- submission ------------------------------------------------------------------------------------------------
 
