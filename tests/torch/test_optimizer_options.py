@@ -114,6 +114,36 @@ def test_a_step_on_local_gradients_alone() -> None:
             assert torch.allclose(parameter.grad, gradient / hvd.size(), rtol=1e-12)
 
 
+@ranks(3, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
+def test_local_parameters_beside_a_scalar_one_a_scaler_and_a_rank_outside_of_the_process_set() -> None:
+    """After a step that was left out, too, when a gradient on one rank was not finite."""
+
+    class Scaled(torch.nn.Sequential):
+        def __init__(self, *layers: torch.nn.Module) -> None:
+            super().__init__(*layers)
+            self.factor = torch.nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.factor * super().forward(x)
+
+    model = Scaled(*layers(3))
+    optimizer = sgd(model, local_parameters=model[2], process_set=hvd.add_process_set([0, 1]))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=100)
+    for step in range(4):
+        if step == 2:
+            optimizer.register_local(model[1])
+        before = model[0].weight.detach().clone()
+        optimizer.zero_grad()
+        bad = float("inf") if step == 1 and hvd.rank() == 1 else 1.0
+        scaler.scale(model(inputs(step)).square().mean() * bad).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(before, model[0].weight) == (step == 1 and hvd.rank() < 2)
+    weights = [hvd.allgather(model[layer].weight.detach()[None].contiguous()) for layer in range(3)]
+    assert torch.equal(weights[0][0], weights[0][1]) and not torch.equal(weights[0][0], weights[0][2])
+    assert not any(torch.equal(weight[0], weight[1]) for weight in weights[1:])
+
+
 # --- unused parameters ---------------------------------------------------------------------------------------------
 
 

@@ -221,10 +221,12 @@ class Reducer:
 
     def add_local(self, parameters: Iterable[torch.Tensor]) -> None:
         """Parameters whose gradients are not reduced from now on; also ones that were until now."""
-        if self.outstanding:
+        if self.outstanding and not self.drop_overflow():
             raise RuntimeError(
                 "register_local() between backward and optimizer.step(): call it before backward"
             )
+        if self._terms.process_set.included() is False:  # this rank trains alone
+            return
         for parameter in parameters:
             state = self._state_of.pop(parameter, None)
             if state is not None:
@@ -542,7 +544,7 @@ class Reducer:
         operations.allreduce_(found, None, "horoclone.overflow", Max, process_set=self._terms.process_set)
         if found.is_cpu and not found.item():
             return
-        nothing = torch.where(found > 0, float("inf"), 0.0)
+        nothing = torch.where(found[0] > 0, float("inf"), 0.0)
         parts = [shown[0]._values() if shown[0].is_sparse else shown[0]] if shown and self.some_local else []
         if self.partial:
             floating = [bucket for bucket in self.buckets if bucket.flat.is_floating_point()]
