@@ -184,9 +184,10 @@ def _without_xla(model: Any) -> None:
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Replaces, at the end of each epoch, the metrics in `logs` by their averages over the ranks.
+    """Replaces, at the end of each epoch, the metrics in `logs` by their averages over the ranks, also arrays of them
+    (one for each class).
 
-    ValueError, on every rank, when the ranks have different metrics. device has no effect.
+    ValueError, on every rank, when the ranks have different metrics, or of different shapes. device has no effect.
     """
 
     def __init__(self, device: str = "") -> None:
@@ -194,15 +195,16 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Averages; logs is changed in place, for the callbacks that come after this one."""
-        mine = {key: float(value) for key, value in (logs or {}).items() if np.ndim(value) == 0}
+        mine = {key: np.asarray(to_numpy(value), np.float64) for key, value in (logs or {}).items()}
         everybody = allgather_object(mine)
-        names = [sorted(metrics) for metrics in everybody]
-        if any(keys != names[0] for keys in names):
+        forms = [{key: metrics[key].shape for key in sorted(metrics)} for metrics in everybody]
+        if any(form != forms[0] for form in forms):
             raise ValueError(
-                f"the ranks have different metrics: {dict(enumerate(names))}. Compile the same ones on all."
+                f"the ranks have different metrics: {dict(enumerate(forms))}. Compile the same ones on all."
             )
+        means = {key: np.mean([metrics[key] for metrics in everybody], axis=0) for key in mine}
         if logs is not None:
-            logs.update({key: float(np.mean([metrics[key] for metrics in everybody])) for key in mine})
+            logs.update({key: mean if mean.ndim else float(mean) for key, mean in means.items()})
 
 
 class MetricsCallback(keras.callbacks.Callback):

@@ -28,9 +28,9 @@ __all__ = [
 
 
 def _array(value: Any) -> Any:
-    """The value as an array; numbers of Python as float32 and int64, as in Keras."""
-    if isinstance(value, (float, int, bool)):
-        return np.asarray(value, np.float32 if isinstance(value, float) else None)
+    """The value as an array; numbers of Python as float32 and int64, as in Keras. NumPy's float64 is a float, too."""
+    if type(value) in (float, int, bool):
+        return np.asarray(value, np.float32 if type(value) is float else None)
     return np.asarray(to_numpy(value))
 
 

@@ -178,6 +178,9 @@ def averages_metrics() -> None:
             np.testing.assert_allclose(history[name][epoch], mean, rtol=1e-6)
     with pytest.raises(ValueError, match="different metrics"):
         hvd.callbacks.MetricAverageCallback().on_epoch_end(0, {f"metric{hvd.rank()}": 1.0})
+    for_each_class: Any = {"f1": np.arange(3) + hvd.rank()}
+    hvd.callbacks.MetricAverageCallback().on_epoch_end(0, for_each_class)
+    assert for_each_class["f1"].tolist() == [0.5, 1.5, 2.5]
 
 
 def warms_up() -> None:
@@ -319,6 +322,8 @@ def works_on_values() -> None:
         hvd.allreduce(tensor, name="named", compression=hvd.Compression.fp16), np.arange(4) + (size - 1) / 2
     )
     assert hvd.allreduce(3) == 3 and hvd.allreduce(2.5) == 2.5
+    precise = np.asarray(hvd.allreduce(np.float64(1) / 3))
+    assert precise.dtype == np.float64 and precise == 1 / 3
     gathered = hvd.allgather(to_tensor(np.full((rank + 1, 2), rank, np.int32)))
     assert np.asarray(gathered).tolist() == [[r, r] for r in range(size) for _ in range(r + 1)]
     np.testing.assert_array_equal(hvd.broadcast(tensor, 1), np.arange(4) + 1)
