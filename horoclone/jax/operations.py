@@ -50,7 +50,7 @@ def _call(
     leaves = [_array(NAMES[op], path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
     if not leaves:
         return tree
-    _check_dtypes(op, paths, leaves)
+    _check_dtypes(op, paths, leaves, labels)
     members = native.members_of(process_set)
     if name is None and (is_tracing() or more.get("is_step")):  # gradients of different parameters never meet
         alike = [value for key, value in sorted(more.items()) if key != "position"]
@@ -110,10 +110,11 @@ def _check(call: str, process_set: ProcessSet, **more: Any) -> None:
     set_id(process_set)
 
 
-def _check_dtypes(op: int, paths: list[str], leaves: list[Any]) -> None:
+def _check_dtypes(op: int, paths: Sequence[str], leaves: list[Any], labels: Labels | None) -> None:
     accepted = set(ops.DTYPES) if op in (ops.ALLREDUCE, ops.REDUCESCATTER) else MOVABLE
-    for path, leaf in zip(paths, leaves, strict=True):
+    for i, leaf in enumerate(leaves):
         if str(leaf.dtype) not in accepted:
+            path = (labels() if labels else paths)[i]
             raise ValueError(
                 f"{NAMES[op]}: the array at {path or 'the root'} is {leaf.dtype}[{','.join(map(str, leaf.shape))}]. "
                 f"Accepted: {', '.join(sorted(accepted))}."

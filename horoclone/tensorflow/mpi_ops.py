@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import array
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -131,7 +131,7 @@ def _run(
     pre, post = map(float, factors or (1.0, 1.0))
     check(call, name=name)
     tensors = given if is_group else [given]
-    _refuse_dtypes(call, tensors)
+    _refuse_dtypes(call, tensors, _MOVABLE if factors is None else ops.DTYPES)
     kind = "Horovod" + "".join(word.capitalize() for word in call.split("_"))
     eager = tf.executing_eagerly()
     more |= {"tensors" if is_group else "tensor": given, "ignore_name_scope": ignore_name_scope}
@@ -170,9 +170,9 @@ class WrongDtype(tf.errors.InvalidArgumentError, TypeError):
     """A tensor that no operation takes: TensorFlow's error of an eager operation, and that of a graph."""
 
 
-def _refuse_dtypes(call: str, tensors: Sequence[Any]) -> None:
-    for name in {tensor.dtype.base_dtype.name for tensor in tensors} - _MOVABLE:
-        text = f"Tensor type {name} is not supported, only {', '.join(sorted(_MOVABLE))}. Convert it first."
+def _refuse_dtypes(call: str, tensors: Sequence[Any], accepted: Iterable[str]) -> None:
+    for name in {tensor.dtype.base_dtype.name for tensor in tensors}.difference(accepted):
+        text = f"Tensor type {name} is not supported, only {', '.join(sorted(accepted))}. Convert it first."
         raise WrongDtype(None, None, f"{call}: {text}")
 
 

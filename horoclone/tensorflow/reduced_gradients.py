@@ -3,7 +3,8 @@
 A tape marks the gradients that it returns. A marked gradient is recognised by identity (for tf.IndexedSlices also by
 its values), whether a function made, captured or returned it. In a graph so is everything computed from marked
 gradients, constants and variables alone: clipped, scaled, summed, made dense. Values into which data flows are not
-recognised, because they may differ between ranks. In eager mode a changed gradient is a new object without a mark;
+recognised, because they may differ between ranks; random numbers, for the same reason, only where the reduction changes
+what it reduces twice. In eager mode a changed gradient is a new object without a mark;
 there the variable remembers, until its next update, that a tape has reduced its gradient. Nothing is checked in a
 process that has marked none.
 """
@@ -65,12 +66,13 @@ def mark(gradients: Sequence[Any], variables: Iterable[Any] = ()) -> None:
 def are_reduced(gradients: Sequence[Any], variables: Sequence[Any], by_variable: bool) -> list[bool]:
     """For each gradient whether a tape has reduced it. None is not.
 
-    by_variable: eagerly, to ask the variables too. That is for reductions that change the result when they are done
-    twice (Sum); for others it is not worth the risk of a gradient of another origin.
+    by_variable: eagerly, to ask the variables too, and in a graph to recognise what random numbers were added to. That
+    is for reductions that change the result when they are done twice (Sum); for others it is not worth the risk of a
+    gradient of another origin.
     """
     if not _used:
         return [False] * len(gradients)
-    walk = _Walk()
+    walk = _Walk(by_variable)
     found = []
     for gradient, variable in zip(gradients, map(native_of, variables), strict=True):
         parts = _parts(gradient)
@@ -87,7 +89,8 @@ def are_reduced(gradients: Sequence[Any], variables: Sequence[Any], by_variable:
 class _Walk:
     """From tensors of graphs back to what they are made of; remembers what it has found out."""
 
-    def __init__(self) -> None:
+    def __init__(self, random_is_neutral: bool) -> None:
+        self._random_is_neutral = random_is_neutral
         self._known: dict[tuple[int, str], int] = {}
         self._captures: dict[
             int, dict[str, Any]
@@ -128,7 +131,8 @@ class _Walk:
         if (
             tensor.dtype == tf.resource
             or op.type in _NEUTRAL_OPS
-            or op.type.startswith(("Random", "StatelessRandom"))
+            or (op.type.startswith("Random") and self._random_is_neutral)
+            or op.type.startswith("StatelessRandom")
         ):
             return _NEUTRAL
         if op.type == "Placeholder":

@@ -179,6 +179,8 @@ def test_gradients_of_optimizers_of_one_form_never_meet(how: str) -> None:
         update = jax.jit(tx.update) if how == "jit" else tx.update
         changes, _ = update({"a": jnp.full(2, hvd.rank() + 1.0)}, tx.init(p), p)
         assert changes["a"].tolist() == [-1.5, -1.5]
+        with pytest.raises(ValueError, match=r"the array at \['a'\] is uint32"):
+            update({"a": jnp.zeros(2, jnp.uint32)}, tx.init(p), p)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="the example needs scikit-learn")

@@ -180,3 +180,25 @@ def test_what_data_flows_into_is_reduced() -> None:
             opt.apply_gradients(zip(outer, variables, strict=True))
 
         check(tf.function(step) if function else step, variables, times=1)
+
+
+@ranks(N)
+def test_random_numbers_of_a_rank_do_not_make_ranks_differ() -> None:
+    """Noise is added to what a tape has averaged."""
+    import keras
+
+    import horoclone.tensorflow.keras as hk
+
+    for function in (False, True):
+        variable, opt = tf.Variable([START]), hk.DistributedOptimizer(keras.optimizers.SGD(1.0))
+        opt.build([variable])
+
+        def step(variable: Any = variable, opt: Any = opt) -> None:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(variable) * (hvd.rank() + 1.0)
+            gradient = hvd.DistributedGradientTape(tape).gradient(loss, variable)
+            opt.apply_gradients([(gradient + tf.random.normal([1], seed=hvd.rank()), variable)])
+
+        (tf.function(step) if function else step)()
+        first, second = hvd.allgather(variable).numpy().tolist()
+        assert first == second != -1.5
