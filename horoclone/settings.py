@@ -132,13 +132,13 @@ def with_own_files(settings: Mapping[str, str], mark: str) -> dict[str, str]:
 
 def start_timeout_s(environ: Mapping[str, str]) -> float:
     """HOROCLONE_START_TIMEOUT (or HOROVOD_START_TIMEOUT) in seconds."""
-    text = environ.get("HOROCLONE_START_TIMEOUT") or environ.get("HOROVOD_START_TIMEOUT") or START_TIMEOUT_S
+    text = setting(environ, "START_TIMEOUT", f"{START_TIMEOUT_S:g}")
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < 1e9:
-        raise ValueError(f"HOROCLONE_START_TIMEOUT={text!r} is not a positive number of seconds.")
+        raise ValueError(f"{_set(environ, 'START_TIMEOUT')}={text!r} is not a positive number of seconds.")
     return seconds
 
 
@@ -150,14 +150,19 @@ def seconds(environ: Mapping[str, str], name: str, default: float) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < 1e9:
-        raise ValueError(f"HOROCLONE_{name}={text!r} is not a number of seconds.")
+        raise ValueError(f"{_set(environ, name)}={text!r} is not a number of seconds.")
     return value
 
 
 def setting(environ: Mapping[str, str], name: str, default: str) -> str:
     """HOROCLONE_<name> or HOROVOD_<name>, without case or blanks around; `default` when unset or empty."""
-    text = environ.get(f"HOROCLONE_{name}") or environ.get(f"HOROVOD_{name}") or default
-    return text.strip().lower()
+    return (environ.get(_set(environ, name)) or default).strip().lower()
+
+
+def _set(environ: Mapping[str, str], name: str) -> str:
+    """The variable that counts: HOROCLONE_<name>, or HOROVOD_<name> where that alone is set."""
+    own, horovods = f"HOROCLONE_{name}", f"HOROVOD_{name}"
+    return horovods if environ.get(horovods) and not environ.get(own) else own
 
 
 def check(environ: Mapping[str, str]) -> None:

@@ -86,7 +86,7 @@ def parse_hosts(text: str) -> list[Host]:
 def parse_hostfile(path: str) -> list[Host]:
     """One host a line: `name slots=4`, `name:4` or `name`; `#` begins a comment. Open MPI and MPICH files fit."""
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             lines = file.read().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(f"--hostfile {path}: {getattr(error, 'strerror', None) or error}") from None

@@ -211,10 +211,11 @@ class RankStream:
         lines: list[bytes] = []
         for line in whole:
             lines += self._visible(line, len(lines))
-        if len(self._partial) > _LONGEST_LINE and b"\r" not in self._partial:
-            lines.append(self._partial)
+        too_long = len(self._partial) > _LONGEST_LINE
+        if too_long:
+            lines.append(shown(self._partial))
             self._partial = b""
-        live: bytes | None = b"" if complete and self._live else None
+        live: bytes | None = b"" if (complete or too_long) and self._live else None
         if b"\r" in self._partial:
             self._partial = (
                 b"\r" + self._partial.rpartition(b"\r")[2]

@@ -263,6 +263,9 @@ def test_start_timeout_must_be_a_number():
     for wrong in ("soon", "-1", "0", "inf", "nan"):
         with pytest.raises(ValueError, match="START_TIMEOUT"):
             settings.start_timeout_s({"HOROCLONE_START_TIMEOUT": wrong})
+    for check in (settings.start_timeout_s, lambda e: settings.seconds(e, "START_TIMEOUT", 1.0)):
+        with pytest.raises(ValueError, match="^HOROVOD_START_TIMEOUT='soon'"):
+            check({"HOROVOD_START_TIMEOUT": "soon"})
 
 
 def test_the_secret_does_not_reach_the_core_through_its_settings():

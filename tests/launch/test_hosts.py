@@ -40,7 +40,7 @@ def test_a_wrong_host_list_is_refused_with_the_text_itself(text):
 
 def test_hostfiles_of_open_mpi_mpich_and_horovod_are_read(tmp_path):
     file = tmp_path / "hosts"
-    file.write_text("# cluster\nnode-a slots=4\n\nnode-b:2   # two\nnode-c\nnode-d slots=1 max_slots=8\n")
+    file.write_text("\ufeffnode-a slots=4\n\nnode-b:2   # two\nnode-c\nnode-d slots=1 max_slots=8\n")
     assert parse_hostfile(str(file)) == [
         Host("node-a", 4),
         Host("node-b", 2),

@@ -73,6 +73,14 @@ def test_a_line_without_end_is_shown_in_pieces_and_loses_nothing(launch):
     assert text == "y" + "x" * (20 * 65536) + "z"
 
 
+def test_a_line_without_end_after_a_carriage_return_is_not_kept(capfd):
+    stream = output.RankStream(0, output.STDOUT, output.Screen(output.Style()), None)
+    stream.feed(b"50%\r")
+    for _ in range(5):
+        stream.feed(b"x" * 65536)
+    assert capfd.readouterr().out == "[0] " + "x" * (4 * 65536) + "\n"
+
+
 def test_a_progress_bar_in_a_log_is_its_last_state(launch):
     body = RANK + (
         "for i in range(50): sys.stderr.write(f'\\r{i:3d}%'); sys.stderr.flush()\n"
