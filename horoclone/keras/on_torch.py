@@ -77,7 +77,9 @@ def reduce(
             )
             watched.kept[watched.name] = compared
         checks = compared.fill(watched.values)
-    had = torch.tensor([*(grads[place] is not None for place in places), *checks], dtype=torch.uint8)
+    had = torch.tensor(
+        [*(grads[place] is not None for place in places), *checks], dtype=torch.uint8, device="cpu"
+    )
     someone = operations.allreduce_async(
         had, name=f"{parts[0].name}.present", op=Max, process_set=settings.process_set
     )

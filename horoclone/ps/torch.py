@@ -153,7 +153,7 @@ class EmbeddingBag(torch.nn.Module):
 
     def _pull(self, unique: torch.Tensor, by: Servers | None) -> torch.Tensor:
         unique = unique.cpu()
-        rows = torch.empty(len(unique), self.embedding_dim)
+        rows = torch.empty(len(unique), self.embedding_dim, dtype=torch.float32, device="cpu")
         self.table.pull_into(unique.data_ptr(), len(unique), rows.data_ptr(), alone=not self.training, by=by)
         return rows
 
@@ -225,7 +225,7 @@ class KVStore:
             average=self._average,
             dense=True,
         )
-        entry = _Key(table, torch.arange(rows), value.shape)
+        entry = _Key(table, torch.arange(rows, device="cpu"), value.shape)
         ready = f"ready/{table.name}"
         if self.servers.rank == 0:
             pieces = entry.filled(key, "value", value)
@@ -309,7 +309,7 @@ class _Key:
     def room(self) -> torch.Tensor:
         """Memory for the pieces, where the tensor's own will not do."""
         if self._room is None:
-            self._room = torch.zeros(len(self.ids), self.table.dim)
+            self._room = torch.zeros(len(self.ids), self.table.dim, dtype=torch.float32, device="cpu")
         return self._room
 
     def lies_as_pieces(self, tensor: torch.Tensor) -> bool:

@@ -122,7 +122,11 @@ def _on_a_gpu(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
 
 def _memory(beside: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Where the root has it: its step counters are in host memory, the rest is where the parameters are."""
-    return torch.empty(shape, dtype=dtype) if beside is None else memory_beside(beside, shape, dtype)
+    return (
+        torch.empty(shape, dtype=dtype, device="cpu")
+        if beside is None
+        else memory_beside(beside, shape, dtype)
+    )
 
 
 class _Place:

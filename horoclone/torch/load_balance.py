@@ -110,7 +110,7 @@ class LoadBalancedBatchSampler(torch.utils.data.Sampler[list[int]]):
             self._samples, self._own_s = 0, 0.0
         elif third == 2:
             speed = self._samples / self._own_s if self._own_s > MEASURED_S else 0.0
-            mine = torch.zeros(self._size, dtype=torch.float64)
+            mine = torch.zeros(self._size, dtype=torch.float64, device="cpu")
             mine[self._rank] = speed
             self._told = operations.allreduce_async_(
                 mine, op=Sum

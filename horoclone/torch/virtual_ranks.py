@@ -179,7 +179,7 @@ class VirtualRanks:
         told = [self.size, self.seed, step, len(there)]
         checks = [-1, -(1 << 40)] if check is None else [check, -check]
         limits = allreduce(
-            torch.tensor([*told, *(-one for one in told), *checks], dtype=torch.int64),
+            torch.tensor([*told, *(-one for one in told), *checks], dtype=torch.int64, device="cpu"),
             op=Max,
             name="virtual_ranks.limits",
         ).tolist()
@@ -192,7 +192,9 @@ class VirtualRanks:
         if limits[3] != -limits[7] or limits[8] > -limits[9]:
             raise Mismatch(MODELS_DIFFER.format(step=step))
         self._compared_in = native()
-        agreed = allreduce(torch.tensor(there, dtype=torch.uint8), op=Max, name="virtual_ranks.there")
+        agreed = allreduce(
+            torch.tensor(there, dtype=torch.uint8, device="cpu"), op=Max, name="virtual_ranks.there"
+        )
         return [bool(one) for one in agreed.tolist()]
 
     def _mean(self, parts: dict[_Node, torch.Tensor], empty: torch.Tensor, length: int) -> torch.Tensor:
@@ -208,7 +210,7 @@ class VirtualRanks:
         slices = [part[cuts[one] : cuts[one + 1]] for one in range(processes) for part in parts.values()]
         received = alltoall(
             torch.cat([empty, *slices]),
-            splits=torch.tensor([len(parts) * one for one in lengths], dtype=torch.int32),
+            splits=torch.tensor([len(parts) * one for one in lengths], dtype=torch.int32, device="cpu"),
             name=f"virtual_ranks.parts.{empty.dtype}.{empty.device.type}",
         )[0]
         nodes = [node for one in range(processes) for node in _nodes(_share(one, processes, self.size))]
@@ -303,9 +305,9 @@ class _Plan(NamedTuple):
 
     def order(self, epoch: int) -> torch.Tensor:
         if not self.shuffle:
-            return torch.arange(self.samples)
+            return torch.arange(self.samples, device="cpu")
         generator = torch.Generator().manual_seed(_seed(_ORDER, self.seed, epoch))
-        return torch.randperm(self.samples, generator=generator)
+        return torch.randperm(self.samples, generator=generator, device="cpu")
 
 
 class _Batch(NamedTuple):

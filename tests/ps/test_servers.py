@@ -218,6 +218,23 @@ def test_gradients_lose_the_factor_of_a_scaler(servers: Servers) -> None:
     np.testing.assert_array_equal(bag.table.pull([1, 2]), np.full((2, 8), -2))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_rows_are_float32_whatever_torchs_default_is(servers: Servers, dtype: torch.dtype) -> None:
+    torch.set_default_dtype(dtype)
+    try:
+        bag = ps.EmbeddingBag(
+            f"rows {dtype}", 50, 8, servers, mode="sum", optimizer=ps.SGD(lr=1.0), initial="zeros"
+        )
+        bag(torch.tensor([[1]])).sum().backward()
+        assert bag(torch.tensor([[1]])).tolist() == [[-1.0] * 8]
+        store = ps.KVStore(servers)
+        store.init(f"key {dtype}", torch.ones(5))
+        store.push(f"key {dtype}", torch.ones(5))
+        assert store.pull(f"key {dtype}", torch.zeros(5)).tolist() == [2.0] * 5
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_a_save_is_loaded_with_the_optimizers_state(servers: Servers, tmp_path: Path) -> None:
     table = Table(servers, "saved", 4, ps.Adam(lr=0.1), initial="normal", spread=1.0)
     ids = np.arange(-500, 500) * 7919

@@ -42,7 +42,7 @@ class _Tensors:
             torch.from_numpy(into).view(value.dtype).reshape(value.shape).copy_(value.detach())
 
     def made(self, form: Form, data: Bytes, like: Any | None) -> torch.Tensor:
-        tensor = torch.empty(form.shape, dtype=_DTYPES[form.dtype])
+        tensor = torch.empty(form.shape, dtype=_DTYPES[form.dtype], device="cpu")
         if form.nbytes:  # torch views no empty array as another dtype
             tensor = torch.from_numpy(data).view(tensor.dtype).reshape(form.shape)
         tensor = tensor if like is None else tensor.to(like.device)

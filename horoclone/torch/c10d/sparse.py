@@ -71,7 +71,9 @@ def start_sparse_sum(
         shapes = wholes.tolist()
         if any(shape != shapes[0] for shape in shapes):
             raise Mismatch(f"all_reduce: the ranks' sparse tensors differ in size: {shapes}, by rank")
-        total = torch.sparse_coo_tensor(everywhere.t(), entries, shapes[0], check_invariants=False).coalesce()
+        total = torch.sparse_coo_tensor(
+            everywhere.t(), entries, shapes[0], device=entries.device, check_invariants=False
+        ).coalesce()
         with torch.no_grad():
             tensor.copy_(total / size if kind == _RedOp.AVG else total)  # in new memory
             also_used_at(place, (tensor._indices(), tensor._values()))

@@ -168,7 +168,7 @@ def room_for(outputs: Tensors) -> tuple[torch.Tensor, Callable[[], None] | None]
     row = joined(outputs)
     if row is not None:
         return row, None
-    row = torch.empty(sum(output.numel() for output in outputs), dtype=outputs[0].dtype)
+    row = torch.empty(sum(output.numel() for output in outputs), dtype=outputs[0].dtype, device="cpu")
     return row, partial(copy_apart, row, outputs)
 
 

@@ -96,7 +96,9 @@ class PowerSGDCompressor(GradientCompressor):
         first = bucket.state.get(("first", i))
         if first is None:
             chance = torch.Generator().manual_seed(zlib.crc32(bucket.names[i].encode()))
-            made = torch.randn(rows, self.rank, generator=chance).to(bucket.gradients[i].device)
+            made = torch.randn(rows, self.rank, generator=chance, dtype=torch.float32, device="cpu").to(
+                bucket.gradients[i].device
+            )
             first = bucket.state["first", i] = made
         return first  # type: ignore[no-any-return]
 

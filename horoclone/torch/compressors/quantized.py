@@ -88,7 +88,7 @@ class Int8Compressor(GradientCompressor):
         """Returns what was lost on the way to the sums, and, of this rank's shard, on the way back."""
         if not any(isinstance(key, tuple) and key[0] in ("sent", "returned") for key in bucket.state):
             return {}
-        flat = torch.zeros(bucket.flat.numel(), device=bucket.flat.device)
+        flat = torch.zeros(bucket.flat.numel(), dtype=torch.float32, device=bucket.flat.device)
         for part in self._parts(flat.numel(), bucket.size):
             sent, returned = (bucket.state.get((which, part.number)) for which in ("sent", "returned"))
             if sent is not None:
@@ -109,7 +109,7 @@ class Int8Compressor(GradientCompressor):
         flat = bucket.joined(residuals)
         for part in self._parts(flat.numel(), bucket.size):
             rows = bucket.state["sent", part.number] = torch.zeros(
-                (bucket.size, part.shard), device=flat.device
+                (bucket.size, part.shard), dtype=torch.float32, device=flat.device
             )
             for rank, row in enumerate(rows):
                 piece = flat[part.of_rank(rank)]
@@ -132,11 +132,11 @@ class Int8Compressor(GradientCompressor):
         if self.error_feedback:
             key = (which, part.number)
             if key not in bucket.state:
-                bucket.state[key] = torch.zeros((len(pieces), part.shard), device=values.device)
+                bucket.state[key] = values.new_zeros((len(pieces), part.shard))
             lost = bucket.state[key]
         if bucket.on_gpu:
             return self._encode_there(values, pieces, part, lost, bucket)
-        message = torch.empty((len(pieces), self._bytes_of(part.shard)), dtype=torch.uint8)
+        message = torch.empty((len(pieces), self._bytes_of(part.shard)), dtype=torch.uint8, device="cpu")
         for row, piece in enumerate(pieces):
             source = values[piece]
             residual = 0 if lost is None else lost[row].data_ptr()

@@ -63,7 +63,7 @@ def _rank_in(process_set: ProcessSet) -> int:
 
 def rows_before(rows: int, process_set: ProcessSet, name: str | None) -> int:
     """How many rows the lower ranks contributed to an allgather to which this rank gave `rows`."""
-    everybody = allgather(torch.tensor([rows]), grad_name(name) and f"{name}.rows", process_set)
+    everybody = allgather(torch.tensor([rows], device="cpu"), grad_name(name) and f"{name}.rows", process_set)
     return int(everybody[: _rank_in(process_set)].sum())
 
 
@@ -82,7 +82,7 @@ class SparseHandle:
         indices, values = (synchronize(part) for part in self.parts)
         if self._divisor > 1:
             values = values / self._divisor
-        return torch.sparse_coo_tensor(indices.t().contiguous(), values, self._shape)
+        return torch.sparse_coo_tensor(indices.t().contiguous(), values, self._shape, device=values.device)
 
 
 def sparse_allreduce_async(

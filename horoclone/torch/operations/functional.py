@@ -70,7 +70,7 @@ def _start(kind: str, tensors: Tensors, *options: Any) -> torch.Tensor:
         target, output = (None, ROWS) if outputs is None else (outputs[0], outputs[0])
         rows = splits if op == ops.ALLTOALL else None
         handle = submit(op, name, set_number, whole[0], target, output, splits=rows, **terms)
-    return torch.tensor(handle)
+    return torch.tensor(handle, device="cpu")
 
 
 def _wait(kind: str, ticket: torch.Tensor, tensors: Tensors, *options: Any) -> list[torch.Tensor]:
@@ -107,7 +107,7 @@ def _share(rows: int, size: int) -> list[int]:
 
 
 def _fake_start(tensors: Tensors, *options: Any) -> torch.Tensor:
-    return torch.empty((), dtype=torch.int64)
+    return torch.empty((), dtype=torch.int64, device="cpu")
 
 
 def _fake_wait(kind: str, tensors: Tensors, options: Sequence[Any]) -> list[torch.Tensor]:
@@ -116,7 +116,7 @@ def _fake_wait(kind: str, tensors: Tensors, options: Sequence[Any]) -> list[torc
         rows = tensors[0].shape[0] if options[6] is None else torch.library.get_ctx().new_dynamic_size()
         return [
             tensors[0].new_empty((rows, *tensors[0].shape[1:])),
-            torch.empty(size, dtype=torch.int32),  # in host memory, wherever the rows are
+            torch.empty(size, dtype=torch.int32, device="cpu"),  # in host memory, wherever the rows are
         ]
     shapes = _shapes(kind, tensors, options)
     return [tensor.new_empty(shape) for tensor, shape in zip(tensors, shapes, strict=True)]

@@ -293,7 +293,7 @@ class Gather(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
         root_rank, name, group = ctx.arguments
         name = grad_name(name)
-        rows = gather(torch.tensor([ctx.rows]), root_rank, name and f"{name}.rows", group)
+        rows = gather(torch.tensor([ctx.rows], device="cpu"), root_rank, name and f"{name}.rows", group)
         mine = scatter(in_graph(ctx, grad), root_rank, rows.tolist(), name, group)
         return mine, None, None, None
 

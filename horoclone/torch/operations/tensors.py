@@ -29,7 +29,7 @@ NUMBER_OF: dict[torch.dtype, int] = {
 DTYPE_OF = {number: dtype for dtype, number in NUMBER_OF.items()}
 
 # An empty tensor has address 0, which means "the core owns the result" in a submission; it gets this address instead.
-_nowhere = torch.empty(16, dtype=torch.uint8)
+_nowhere = torch.empty(16, dtype=torch.uint8, device="cpu")
 NOWHERE = _nowhere.data_ptr()
 
 
@@ -209,14 +209,14 @@ def _address_of_nothing(tensor: torch.Tensor) -> int:
 def from_result(result: Result, row: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A core-owned result as a tensor of shape [first_dimension, *row] over the same memory, which it keeps alive."""
     if not result.nbytes:
-        return torch.empty((result.first_dimension, *row), dtype=dtype)
+        return torch.empty((result.first_dimension, *row), dtype=dtype, device="cpu")
     flat = torch.frombuffer(result, dtype=dtype)
     return flat.view(result.first_dimension, *row) if row else flat
 
 
 def received_counts(rows_from: Sequence[int]) -> torch.Tensor:
     """How many rows of an alltoall came from each rank."""
-    return torch.tensor(rows_from, dtype=getattr(torch, ops.counts_dtype(rows_from)))
+    return torch.tensor(rows_from, dtype=getattr(torch, ops.counts_dtype(rows_from)), device="cpu")
 
 
 def dtype_of(result: Result) -> torch.dtype:
@@ -234,5 +234,5 @@ def received(result: Result) -> torch.Tensor:
     """What another rank sent, in its dtype and shape, over the core's memory, which the tensor keeps alive."""
     dtype = dtype_of(result)
     if result.nbytes == 0:
-        return torch.empty(result.shape, dtype=dtype)
+        return torch.empty(result.shape, dtype=dtype, device="cpu")
     return torch.frombuffer(result, dtype=dtype).view(result.shape)

@@ -47,7 +47,7 @@ def weigh(tensor: torch.Tensor, tail: torch.Tensor, weight: float, process_set: 
     else:
         tensor.mul_(own)
     rank, size = process_set.rank() or 0, process_set.size() or 1
-    tail.copy_(torch.tensor(weights.tail(own, wire, rank, size), dtype=tail.dtype))
+    tail.copy_(torch.tensor(weights.tail(own, wire, rank, size), dtype=tail.dtype, device="cpu"))
 
 
 def divide(sums: torch.Tensor, tail: torch.Tensor, label: str, process_set: ProcessSet) -> float:

@@ -88,7 +88,7 @@ def agree_on_parameters(
         own = turn.name(begins=False, joins=joins()) if turn else ""
         optimizer = zlib.crc32(own.encode())
         asked = [digest, -digest, optimizer, -optimizer, int(complete is not None), int(local)]
-        said = torch.tensor([*asked, *checks, *policy, *here])
+        said = torch.tensor([*asked, *checks, *policy, *here], device="cpu")
         operations.allreduce_(said, name=f"{operation}.parameters", op=Max, process_set=process_set)
         most, least, last, first, in_backward, some_local, *rest = said.tolist()
         greatest, smallest, action, steps, *present = rest
@@ -110,7 +110,7 @@ def agree_on_parameters(
     if last != -first:
         raise Mismatch(OTHER_OPTIMIZER.format(count=len(ordered), name=ordered[0].name))
     flags = [(_flag(s), _dtype_number(s), int(complete is None or not complete(s))) for s in ordered]
-    table = torch.tensor(flags, dtype=torch.uint8).reshape(-1, 3)
+    table = torch.tensor(flags, dtype=torch.uint8, device="cpu").reshape(-1, 3)
     operations.allreduce_(table, name=f"{operation}.sparse", op=Max, process_set=process_set)
     agreed = table.tolist()
     return Parameters(
@@ -134,12 +134,12 @@ def first_that_differs(
     ordered = by_name(states)
     grads = [(i, state.parameter.grad) for i, state in enumerate(ordered)]
     there = [(i, bits_of(grad)) for i, grad in grads if grad is not None]
-    content = torch.zeros(len(ordered), dtype=torch.int64)
+    content = torch.zeros(len(ordered), dtype=torch.int64, device="cpu")
     if there:
         device = there[0][1].device
         sums = torch.stack([bits.to(device) for _, bits in there]).bitwise_and((1 << 62) - 1)
         content[[i for i, _ in there]] = sums.cpu()
-    said = torch.cat([content, -content, torch.tensor([flag])])
+    said = torch.cat([content, -content, torch.tensor([flag], device="cpu")])
     operations.allreduce_(said, name="horoclone.optimizer.alike", op=Max, process_set=process_set)
     most, least = said[:-1].chunk(2)
     differ = (state for state, same in zip(ordered, (most == -least).tolist(), strict=True) if not same)
@@ -160,7 +160,7 @@ def agree_on_order(
     _formed += 1
     own = [_formed, *(place[state] for state in ordered)] if leads else [0] * (1 + len(ordered))
     unused = [int(state.fires == 0) for state in ordered]
-    said = torch.tensor([*own, *unused, *(1 - flag for flag in unused)])
+    said = torch.tensor([*own, *unused, *(1 - flag for flag in unused)], device="cpu")
     operations.allreduce_(said, name="horoclone.optimizer.order", op=Max, process_set=process_set)
     layout, *rest = said.tolist()
     count = len(ordered)

@@ -119,7 +119,7 @@ class GradState:
             return torch.zeros_like(self.parameter, dtype=self.dtype, requires_grad=False)
         indices = torch.empty((self.sparse_dim, 0), dtype=torch.int64, device=device)
         values = torch.empty((0, *shape[self.sparse_dim :]), dtype=self.dtype, device=device)
-        return torch.sparse_coo_tensor(indices, values, shape)
+        return torch.sparse_coo_tensor(indices, values, shape, device=device)
 
     # --- in a bucket -----------------------------------------------------------------------------------------------
 
@@ -356,7 +356,7 @@ def _allocate(runtime: Runtime, count: int, dtype: torch.dtype, like: torch.Tens
     try:
         block = runtime.allocate(count * dtype.itemsize)
     except HorovodInternalError:
-        return torch.zeros(count, dtype=dtype)
+        return torch.zeros(count, dtype=dtype, device="cpu")
     return torch.frombuffer(block, dtype=dtype, count=count)
 
 

@@ -79,7 +79,7 @@ class Comparison(comparison.Comparison):
             self._reduced, self._fresh = self._fresh, []
             share = [self._states[i] for i in self._rotation.shares[self._share]]
             parts = self._hashes(share) + [bits for _, bits in self._reduced]
-            places.copy_(torch.tensor(comparison.places(comparison.joined(parts))))
+            places.copy_(torch.tensor(comparison.places(comparison.joined(parts)), device="cpu"))
 
     def look(self, places: torch.Tensor) -> None:
         """At what the reduction has made of them."""
@@ -109,8 +109,10 @@ class Comparison(comparison.Comparison):
         own = [bits for _, bits in self._reduced] + self._hashes(states)
         ranks = process_set.ranks or [0]
         mine = process_set.rank() or 0
-        table = torch.zeros(len(ranks), 1 + len(own), dtype=torch.int64)
-        table[mine] = torch.tensor([1, *(bits - (1 << 64) if bits >> 63 else bits for bits in own)])
+        table = torch.zeros(len(ranks), 1 + len(own), dtype=torch.int64, device="cpu")
+        table[mine] = torch.tensor(
+            [1, *(bits - (1 << 64) if bits >> 63 else bits for bits in own)], device="cpu"
+        )
         operations.allreduce_(table, name="horoclone.optimizer.values", op=Sum, process_set=process_set)
         rows = [row[1:] if row[0] else [] for row in table.tolist()]
 

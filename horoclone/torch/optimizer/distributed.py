@@ -284,7 +284,8 @@ class DistributedMixin(WrappedOptimizer):
             if self._included:
                 self._reducer.check_alike()
             if isinstance(self, torch.optim.LBFGS) and self._included:
-                loss = torch.as_tensor(loss, dtype=torch.float64).detach().clone()
+                place = getattr(loss, "device", "cpu")
+                loss = torch.as_tensor(loss, dtype=torch.float64, device=place).detach().clone()
                 weight = self._reducer.weight
                 operations.allreduce_(loss, op=Average, process_set=self._process_set, weight=weight)
             return loss

@@ -53,7 +53,11 @@ class OptimizerBucket(GradientBucket):
         self.flat.index_fill_(0, self._gaps, 0)
 
     def memory(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return memory_beside(self.flat, shape, dtype) if self.on_gpu else torch.empty(shape, dtype=dtype)
+        return (
+            memory_beside(self.flat, shape, dtype)
+            if self.on_gpu
+            else torch.empty(shape, dtype=dtype, device="cpu")
+        )
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         first = int(self.flat.storage_offset())
@@ -63,7 +67,7 @@ class OptimizerBucket(GradientBucket):
         ]
 
     def joined(self, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        flat = torch.zeros(self.flat.numel(), device=self.flat.device)
+        flat = torch.zeros(self.flat.numel(), dtype=torch.float32, device=self.flat.device)
         for name, view in zip(self.names, self.views_of(flat), strict=True):
             if name in values:
                 view.copy_(values[name])

@@ -32,6 +32,7 @@ from horoclone.torch.optimizer.wrapping import WrappedOptimizer
 ARRIVALS, BEGINNINGS = 0, 1  # messages of a rank to rank 0, and of rank 0 to a rank
 FIRST_TAG = 0x71_0000  # of the first optimizer's; each has two
 READY, LATE, ENDED = range(3)  # has contributed; has come without a contribution; has no more data
+WORD: Any = {"dtype": torch.float32, "device": "cpu"}  # of the numbers that ranks add up
 OVER = -1  # instead of a round's number
 ONE_CHANGED = (
     "quorum=: rank {rank} has changed dtypes, that of {name!r} first, and some other rank has not, so that their steps "
@@ -137,7 +138,7 @@ class _Agent:
         self._lock = threading.Condition()
         self._given, self._count = self._new(), 0  # what the next round takes from here
         self._dtypes = self._dtypes_at_first = [p.dtype for _, p in parameters]  # at the last contribution
-        self._trains = torch.ones(len(parameters))  # which of them, at the last contribution
+        self._trains = torch.ones(len(parameters), **WORD)  # which of them, at the last contribution
         self._results: deque[Result] = deque()
         self.rounds = 0  # finished, of which the trainer may not have applied all
         self._error: BaseException | None = None
@@ -151,7 +152,7 @@ class _Agent:
     def give(self, gradients: list[torch.Tensor], parameters: list[torch.Tensor]) -> None:
         with self._lock:
             self._dtypes = [p.dtype for p in parameters]
-            self._trains = torch.tensor([float(p.requires_grad) for p in parameters])
+            self._trains = torch.tensor([float(p.requires_grad) for p in parameters], **WORD)
             for mine, more in zip(self._given, gradients, strict=True):
                 mine.add_(more)
             self._count += 1
@@ -160,7 +161,9 @@ class _Agent:
         """To rank 0, in order."""
         while self._sent and operations.poll(self._sent[0]):
             operations.synchronize(self._sent.popleft())
-        self._sent.append(messages.isend(torch.tensor([self._rank, what]), 0, self._tags[ARRIVALS]))
+        self._sent.append(
+            messages.isend(torch.tensor([self._rank, what], device="cpu"), 0, self._tags[ARRIVALS])
+        )
 
     def take(self, wanted: int) -> list[Result]:
         """The results that there are, once round `wanted` is finished or all is over."""
@@ -197,15 +200,15 @@ class _Agent:
             rank, what = messages.recv(tag=self._tags[ARRIVALS]).tolist()
             self._tally.note(rank, what)
         number = OVER if self._tally.is_over() else self._tally.rounds
-        word = torch.tensor([number])
+        word = torch.tensor([number], device="cpu")
         for handle in [messages.isend(word, rank, self._tags[BEGINNINGS]) for rank in range(1, self._size)]:
             operations.synchronize(handle)
         return number
 
     def _round(self, number: int) -> None:
         with self._lock:
-            given, said = self._given, torch.zeros(3, self._size)
-            said[:, self._rank] = torch.tensor([self._count, *self._change()])
+            given, said = self._given, torch.zeros(3, self._size, **WORD)
+            said[:, self._rank] = torch.tensor([self._count, *self._change()], **WORD)
             trains = self._trains.clone()
             self._given, self._count = self._new(), 0
         handles = [

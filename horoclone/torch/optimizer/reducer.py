@@ -536,7 +536,9 @@ class Reducer:
         # What is not reduced yet is not to be touched.
         shared = [state.parameter.grad for state in self.states if state.reduced] + own
         shown = [grad for grad in shared if grad is not None and grad.is_floating_point() and grad.numel()]
-        like = values[0] if values else self.states[0].parameter if self.states else torch.empty(0)
+        like = (
+            values[0] if values else self.states[0].parameter if self.states else torch.empty(0, device="cpu")
+        )
         finite = [value.isfinite().all().to(like.device) for value in values]
         found = torch.zeros(1, dtype=torch.uint8, device=like.device)
         if finite:
@@ -893,7 +895,7 @@ class Reducer:
     def _clear_unused(self) -> None:
         """Gradients that no rank has computed go back to None."""
         ordered = by_name(self.states)
-        used = torch.tensor([state.used for state in ordered], dtype=torch.uint8)
+        used = torch.tensor([state.used for state in ordered], dtype=torch.uint8, device="cpu")
         operations.allreduce_(
             used, name="horoclone.optimizer.used", op=Max, process_set=self._terms.process_set
         )
@@ -1010,7 +1012,7 @@ class Reducer:
 
     def _send_mark(self, prompt: bool | None) -> None:
         if self._marks_apart and prompt not in self._marks:
-            mark = torch.zeros(1 + PLACES, dtype=torch.uint8)
+            mark = torch.zeros(1 + PLACES, dtype=torch.uint8, device="cpu")
             mark[0] = self._changed
             if not self._marks and not self._changed:
                 self.comparison.fill(mark[1:])

@@ -69,7 +69,7 @@ class Box(NamedTuple):
 
     def tensor(self, beside: torch.Tensor) -> torch.Tensor:
         """In memory of its own; on the device of `beside` where it was on a GPU."""
-        made = torch.empty(self.shape, dtype=self.dtype)
+        made = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         if self.data.size:
             made.view(-1).view(torch.uint8).copy_(torch.from_numpy(self.data))
         return made.to(beside.device) if self.on_gpu else made

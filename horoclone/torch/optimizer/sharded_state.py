@@ -77,7 +77,7 @@ def gather_state(sharding: Owners, state: State, to: int | None) -> State | None
             elif form.on_gpu:
                 part = memory_beside(piece.parameter.detach(), form.shape, form.dtype)
             else:
-                part = torch.empty(form.shape, dtype=form.dtype)
+                part = torch.empty(form.shape, dtype=form.dtype, device="cpu")
             if sharding.size > 1:
                 operations.broadcast_(part, roots[piece.owner], None, group)
             if wanted:
