@@ -3,7 +3,10 @@ call: a digest that is keyed with the job's secret says so, as the streams betwe
 
 from __future__ import annotations
 
+import functools
+import io
 import secrets
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +22,59 @@ def _part(name: str | None, part: str) -> str | None:
     return None if name is None else f"{name}.{part}"
 
 
+@functools.cache
+def pickler() -> Any:
+    """cloudpickle's class, for ranks that run one script: it sends classes of the script by their content, and here one
+    arrives as the class that is there already. Else an Enum's member would be none of the members of the reader."""
+    import cloudpickle
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def reducer_override(self, value: Any) -> Any:
+            reduced = super().reducer_override(value)
+            if isinstance(value, type) and isinstance(reduced, tuple) and _is_of_script(value):
+                make, arguments, content, *_, fill = reduced
+                return (
+                    _class_here,
+                    (value.__qualname__, make, arguments),
+                    (fill, content),
+                    None,
+                    None,
+                    _filled,
+                )
+            return reduced
+
+    return Pickler
+
+
+def pickled(obj: Any, **options: Any) -> bytes:
+    """An object's pickle; options: those of the class."""
+    stream = io.BytesIO()
+    pickler()(stream, **options).dump(obj)
+    return stream.getvalue()
+
+
+def _of_script(name: str) -> Any:
+    found: Any = sys.modules.get("__main__")
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _is_of_script(kind: type) -> bool:
+    return kind.__module__ == "__main__" and _of_script(kind.__qualname__) is kind
+
+
+def _class_here(name: str, make: Callable[..., Any], arguments: Any) -> Any:
+    own = _of_script(name)
+    return own if isinstance(own, type) else make(*arguments)
+
+
+def _filled(kind: type, content: Any) -> None:
+    if not _is_of_script(kind):
+        fill, state = content
+        fill(kind, state)
+
+
 ALIGNMENT = 64
 
 
@@ -28,10 +84,8 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 def packed(obj: Any) -> Bytes:
     """An object as one stretch of bytes: a pickle, behind it the elements of NumPy's arrays, copied once, and room for
     the digest that sealed() puts there."""
-    import cloudpickle
-
     buffers: list[Any] = []
-    head = cloudpickle.dumps(obj, protocol=5, buffer_callback=buffers.append)
+    head = pickled(obj, protocol=5, buffer_callback=buffers.append)
     parts = [np.frombuffer(head, np.uint8), *(np.frombuffer(one.raw(), np.uint8) for one in buffers)]
     table = np.array([len(parts), *(part.size for part in parts)], np.int64).view(np.uint8)
     places = _places([table.size, *(part.size for part in parts)])
@@ -81,11 +135,9 @@ class _Packed:
     """An object's bytes, or why there are none: also that travels, else the other ranks would wait for ever."""
 
     def __init__(self, obj: Any = None, is_given: bool = True) -> None:
-        import cloudpickle
-
         self.error: Exception | None = None
         try:
-            data = cloudpickle.dumps(obj) if is_given else b""
+            data = pickled(obj) if is_given else b""
         except Exception as error:
             self.error = error
             data = f"{type(error).__name__}: {error}".encode()

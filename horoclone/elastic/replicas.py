@@ -19,6 +19,7 @@ from typing import Any
 from horoclone import errors, failpoints
 from horoclone.elastic import member
 from horoclone.elastic.generation import generation
+from horoclone.objects import pickler
 from horoclone.runtime.lifecycle import member as process
 
 Reduce = Callable[[Any], tuple[Any, ...]]
@@ -33,9 +34,8 @@ def reduce_with(kind: type, reduce: Reduce) -> None:
 
 def packed(content: Any) -> list[Any]:
     """A pickle, and behind it the memory of the arrays in it, which is not copied."""
-    import cloudpickle
 
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    class Pickler(pickler()):  # type: ignore[misc]
         def reducer_override(self, value: Any) -> Any:
             for kind, reduce in _reducers:
                 if isinstance(value, kind):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import functools
+import sys
 
 import pytest
 from world import ranks
@@ -36,6 +39,30 @@ def test_functions_travel_too():
     assert tripled(14) == 42
     assert hvd.broadcast_object_fn(root_rank=1)(hvd.rank()) == 1
     assert hvd.allgather_object(functools.partial(max, 3))[1](2) == 3
+
+
+@ranks(2)
+def test_classes_of_the_script_are_those_of_the_rank_that_reads():
+    """cloudpickle sends them by their content, and `found is Phase.TRAIN` would be False on all ranks but the root."""
+    Phase = enum.Enum("Phase", ["TRAIN", "TEST"], module="__main__")
+    Config = dataclasses.make_dataclass("Config", ["phase", "sizes"], namespace={"__module__": "__main__"})
+    Config.__module__ = "__main__"
+    script = sys.modules["__main__"]
+    script.Phase, script.Config = Phase, Config
+    try:
+        for got in (
+            hvd.broadcast_object(Config(Phase.TRAIN, [hvd.rank()])),
+            hvd.allgather_object(Config(Phase.TRAIN, [hvd.rank()]))[0],
+        ):
+            assert got.phase is Phase.TRAIN and type(got) is Config and got == Config(Phase.TRAIN, [0])
+        if hvd.rank() == 1:
+            del script.Config  # of a rank that has no such class
+        got = hvd.broadcast_object(Config(Phase.TEST, []))
+        assert got.phase is Phase.TEST and type(got).__name__ == "Config"
+        assert (type(got) is Config) == (hvd.rank() == 0)
+    finally:
+        del script.Phase
+        vars(script).pop("Config", None)
 
 
 @ranks(2)
