@@ -354,17 +354,14 @@ class Reducer:
             state.fired = True
             if not self._learned:
                 self._observe(state)
-                return
-            if state.prompt:
+            elif state.prompt:
                 state.left -= 1
-            if (
-                not state.prompt or state.left > 0
-            ):  # else sent by synchronize(), from what parameter.grad is then
+            is_complete = self._learned and state.prompt and state.left <= 0
+            if not is_complete or not (is_last or state.left):  # sent later, from what parameter.grad is then
                 self._note(state)
-                return
-            if state.left == 0 and not is_last:  # sent at the end of backward, as the hook has left it
-                state.noted = state.bits = None
-                self._awaited -= state.counted
+                if not is_last:
+                    state.noted = state.bits = None
+                self._awaited -= is_complete and state.counted
                 return
         if state.left < 0:
             raise AssertionError(f"{TOO_MANY} (parameter {state.name!r})")
@@ -426,7 +423,6 @@ class Reducer:
             if state.passes > self.passes:
                 raise AssertionError(f"{TOO_MANY} (parameter {state.name!r})")
         state.fires_in_pass += 1
-        self._note(state)
         state.fires = max(state.fires, state.fires_in_pass)
         self._order.pop(state, None)
         self._order[state] = None
