@@ -71,7 +71,7 @@ def _read(batches: Iterator[Any], read: queue.Queue[tuple[str, Any]], stop: thre
             if not _put(read, ("batch", batch), stop):
                 return
         _put(read, ("end", None), stop)
-    except Exception as error:  # whatever the user's generator raises belongs to the consumer
+    except BaseException as error:  # whatever the user's generator raises, sys.exit() too, is the consumer's
         _put(read, ("error", error), stop)
     finally:
         close = getattr(batches, "close", None)

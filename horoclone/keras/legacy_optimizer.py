@@ -147,9 +147,8 @@ class DistributedMixin(Copied):
         """For the step of the wrapped class in which it adds up the gradients of replicas."""
         state = self._horoclone
         state.optimizer = weakref.ref(self)
-        todo = [
-            i for i, (_, v) in enumerate(pairs) if not (tf.executing_eagerly() and _key(v) in state.computed)
-        ]
+        asks = tf.executing_eagerly() and state.reduction.differs_when_repeated()
+        todo = [i for i, (_, v) in enumerate(pairs) if not (asks and _key(v) in state.computed)]
         grads = state.reduce([pairs[i][0] for i in todo], [pairs[i][1] for i in todo])
         for i, gradient in zip(todo, grads, strict=True):
             pairs[i] = (gradient, pairs[i][1])

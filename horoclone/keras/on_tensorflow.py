@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from horoclone.keras.compared import names_of
-from horoclone.ops import Sum
 from horoclone.tensorflow import reduced_gradients
 from horoclone.tensorflow.compared import Watch, takes_tail
 from horoclone.tensorflow.gradient_reduction import cut_by_bytes
@@ -31,9 +30,9 @@ def scaled(gradient: Any, factor: float) -> Any:
     return gradient * tf.cast(factor, gradient.dtype)
 
 
-def reduced_before(grads: Sequence[Any], variables: Sequence[Any], op: int) -> list[bool]:
+def reduced_before(grads: Sequence[Any], variables: Sequence[Any], by_variable: bool) -> list[bool]:
     """For each gradient whether a DistributedGradientTape, or the optimizer itself, has reduced it already."""
-    return reduced_gradients.are_reduced(grads, variables, by_variable=op == Sum)
+    return reduced_gradients.are_reduced(grads, variables, by_variable)
 
 
 def reduce(

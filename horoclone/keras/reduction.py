@@ -159,12 +159,17 @@ class Reduction:
                 "backward_passes_per_step"
             )
 
+    def differs_when_repeated(self) -> bool:
+        """Whether a reduction of what is reduced changes it. Where it does not, it is better than to take a gradient of
+        another origin for reduced."""
+        return self.op == Sum or bool(self.local_variables or self.local_layers)
+
     def reduced_before(self, grads: Grads, variables: Sequence[Any]) -> list[bool]:
         """For each gradient whether it is reduced already; only TensorFlow knows such ones."""
         if backend() != "tensorflow":
             return [False] * len(grads)
         return importlib.import_module("horoclone.keras.on_tensorflow").reduced_before(
-            grads, variables, self.op
+            grads, variables, self.differs_when_repeated()
         )
 
     def all_reduced_before(self, grads: Grads, variables: Sequence[Any]) -> bool:

@@ -116,6 +116,18 @@ def test_an_error_of_the_source_is_raised_at_its_batch() -> None:
     assert seen == [0, 1, 2, 3] and loader_threads() == 0
 
 
+def test_an_exit_of_the_source_is_no_early_end_of_the_epoch() -> None:
+    class Leaving(AsyncDataLoaderMixin, BaseDataLoader):
+        def _iterate(self) -> Iterator[int]:
+            yield 0
+            raise SystemExit(3)
+
+    with pytest.raises(SystemExit, match="3"):
+        for _ in Leaving():
+            pass
+    assert loader_threads() == 0
+
+
 def test_what_a_subclass_must_write_is_said_and_wrong_sizes_are_refused(capsys: Any) -> None:
     with pytest.raises(NotImplementedError, match="_iterate"):
         next(iter(BaseDataLoader()))

@@ -63,6 +63,12 @@ def reduces_where_it_computes(kind: str) -> None:
     assert variable.numpy() == -6.0
     (pair,) = optimizer._aggregate_gradients([(tf.constant(mine), variable)])
     assert float(pair[0] if isinstance(pair, tuple) else pair) == 3.0
+    averaging = hvd.DistributedOptimizer(sgd(kind))
+    with tf.GradientTape() as tape:
+        loss = variable * mine
+    averaging._compute_gradients(loss, [variable], tape=tape)  # to look at; others are applied
+    averaging.apply_gradients([(tf.constant(mine), variable)])
+    assert variable.numpy() == -7.5
 
 
 def has_the_names(kind: str) -> None:
