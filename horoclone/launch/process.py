@@ -338,7 +338,13 @@ def _cannot_run(program: str, cwd: str, error: Exception) -> LaunchError:
         text = f"cannot run {program!r}: no such command on PATH and no such file in {cwd}"
         return LaunchError(text + did_you_mean(program, programs_on_path()), 127)
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.ENOEXEC):
-        return LaunchError(f"cannot run {program!r}: it is not executable (python {program}?)", 126)
+        why = "it is not executable"
+        if error.errno == errno.ENOEXEC:
+            why = "it is no program of this machine and does not begin with #!"
+        if os.path.isdir(os.path.join(cwd, program)):
+            why = "it is a folder"
+        interpreter = "sh" if program.endswith(".sh") else "python"
+        return LaunchError(f"cannot run {program!r}: {why} ({interpreter} {program}?)", 126)
     if isinstance(error, BlockingIOError):
         return out_of_processes(repr(program))
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -261,12 +261,21 @@ def test_a_script_may_be_on_the_discovered_hosts_only(called):
     (["-np", "2", "--fusion-treshold-mb=64", "true"], 2, "did you mean --fusion-threshold-mb?"),
     (["-np", "2", "sleeep", "1"], 127, "did you mean sleep?"),
     (["-np", "2", "/etc/passwd"], 126, "not executable"),
+    (["-np", "2", "/etc"], 126, "a folder"),
     (["-np", "1", "--output-filename", "/proc/none", "true"], 2, "/proc/none"),
 ])  # fmt: skip
 def test_user_errors_are_one_message_and_never_a_traceback(called, flags, code, said):
     done = called(cli.main, flags)
     assert done.returncode == code and said in done.stderr, done.output
     assert "Traceback" not in done.stderr and done.stderr.startswith("horoclonerun: ")
+
+
+def test_a_script_without_an_interpreter_is_told_from_one_that_is_not_executable(called, tmp_path):
+    script = tmp_path / "train.sh"
+    script.write_text("echo $HOROVOD_RANK\n")
+    script.chmod(0o755)
+    said = called(cli.main, ["-np", "1", str(script)]).stderr
+    assert f"does not begin with #! (sh {script}?)" in said and "not executable" not in said
 
 
 @pytest.mark.parametrize("text", ["soon", "nan", "-5", "inf"])
