@@ -228,6 +228,7 @@ int32_t hc_memory_pressure(hc_runtime* rt, hc_memory_state what) {
   hc::MemoryPressure& pressure = rt->engine->memory_pressure();
   if (what == HC_MEMORY_CAN_FREE) pressure.offer();
   if (what == HC_MEMORY_FREED) pressure.gave();
+  if (what == HC_MEMORY_IS_LACKING) rt->engine->trim_memory();
   return pressure.is_wanted() ? 1 : 0;
 }
 hc_status* hc_undeclare(hc_runtime* rt, int32_t process_set, int32_t id) {

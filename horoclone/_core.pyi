@@ -233,6 +233,8 @@ class Runtime:
     def undeclare(self, process_set: int, id: int) -> None: ...
     def offer_memory(self, free: Callable[[], object]) -> None:
         """`free` lets GPU memory go that the framework keeps for later: called within wait() when the core lacks some."""
+    def trim_memory(self) -> None:
+        """The core gives GPU memory back that it keeps for later: the framework lacks some."""
     def run(
         self,
         op: int,

@@ -57,6 +57,7 @@ struct Task {
   // Channels, kAuto: an allreduce of fewer is done by recursive doubling.
   size_t ring_from_bytes = defaults::ring_threshold_bytes;
   bool adasum_by_node = false;  // Adasum: of the averages of each node's ranks
+  bool with_joined = false;     // some rank has joined, and its pieces lie in other memory
   Tag tag;                      // generation, process set, batch
   // Allreduce between nodes: only part `part` of `parts` of the work is done. All parts together, in order and whatever
   // runs in between, give the same bits as the whole.

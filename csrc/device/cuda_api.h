@@ -86,6 +86,7 @@ inline constexpr int kCuPoolReuseInternalDependencies = 3, kCuPoolReleaseThresho
   X(cuMemPoolCreate, "cuMemPoolCreate", (CuMemPool*, const CuMemPoolProps*))                                   \
   X(cuMemPoolDestroy, "cuMemPoolDestroy", (CuMemPool))                                                         \
   X(cuMemPoolSetAttribute, "cuMemPoolSetAttribute", (CuMemPool, int, void*))                                   \
+  X(cuMemPoolTrimTo, "cuMemPoolTrimTo", (CuMemPool, size_t))                                                   \
   X(cuMemAllocFromPoolAsync, "cuMemAllocFromPoolAsync", (CuPointer*, size_t, CuMemPool, CuStream))             \
   X(cuMemFreeAsync, "cuMemFreeAsync", (CuPointer, CuStream))                                                   \
   X(cuMemHostAlloc, "cuMemHostAlloc", (void**, size_t, unsigned))                                              \

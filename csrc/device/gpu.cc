@@ -337,6 +337,15 @@ void Gpu::give_back(GpuMemory::Kind kind, Block block) {
   if (is_idle(block, Deadline::in(kCloseLimitS))) free(kind, block);
 }
 
+void Gpu::trim() {
+  {
+    const Current current(*this);
+    MutexLock lock(mu_);
+    if (pool_) (void)api_->cuMemPoolTrimTo(pool_, 0);
+  }
+  drop_stock(GpuMemory::Kind::kDevice, 0);
+}
+
 void Gpu::close() {
   {
     MutexLock lock(mu_);

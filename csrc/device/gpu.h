@@ -121,6 +121,8 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   Result<GpuMemoryPtr> pinned_memory(size_t bytes);
   // Whether memory was wanted in vain since the last question.
   bool was_full() { return was_full_.exchange(false); }
+  // What of its memory nobody uses goes back to the device, where the framework lacks some.
+  void trim();
   // Gives all stock back to the device; what comes back from now on goes there at once. Ends a cycle of owners.
   void close();
   Status copy(CuPointer to, CuPointer from, size_t bytes, CuStream stream);

@@ -82,6 +82,7 @@ class Engine {
     return backend_->allocate(index, bytes);
   }
   MemoryPressure& memory_pressure() { return backend_->memory_pressure(); }
+  void trim_memory() { backend_->trim_memory(); }
   bool shares_memory() const;  // all ranks of the world do
 
   void abort(const std::string& text);

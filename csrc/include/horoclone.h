@@ -206,8 +206,14 @@ HC_EXPORT hc_status* hc_stream_wait(hc_runtime* rt, hc_handle handle, void* stre
  * hc_take_result before it to learn first_dimension and rows_from. */
 HC_EXPORT hc_status* hc_copy_result(hc_runtime* rt, hc_handle handle, int32_t i, void* to, size_t bytes, void* stream);
 HC_EXPORT void hc_release(hc_runtime* rt, hc_handle handle);
-/* Can the caller free GPU memory for the core (OFFER)? WANTED: 1 when some is needed; GAVE: what could be was freed. */
-typedef enum hc_memory_state { HC_MEMORY_CAN_FREE = 0, HC_MEMORY_IS_WANTED = 1, HC_MEMORY_FREED = 2 } hc_memory_state;
+/* Can the caller free GPU memory for the core? IS_WANTED: 1 when some is needed; FREED: what could be was freed.
+ * IS_LACKING: the caller itself has too little, and the core gives back what it keeps for later. */
+typedef enum hc_memory_state {
+  HC_MEMORY_CAN_FREE = 0,
+  HC_MEMORY_IS_WANTED = 1,
+  HC_MEMORY_FREED = 2,
+  HC_MEMORY_IS_LACKING = 3
+} hc_memory_state;
 HC_EXPORT int32_t hc_memory_pressure(hc_runtime* rt, hc_memory_state what);
 
 /* Collective: every member of the world calls it in the same order. */

@@ -253,6 +253,7 @@ class Runtime {
     free_memory_ = std::move(free);
     hc_memory_pressure(rt_, HC_MEMORY_CAN_FREE);
   }
+  void trim_memory() { hc_memory_pressure(rt_, HC_MEMORY_IS_LACKING); }
   void relieve_memory() {
     if (!free_memory_ || !hc_memory_pressure(rt_, HC_MEMORY_IS_WANTED)) return;
     free_memory_();
@@ -490,6 +491,7 @@ PYBIND11_MODULE(_core, m) {
            "priority"_a = 0)
       .def("undeclare", &Runtime::undeclare, "process_set"_a, "id"_a)
       .def("offer_memory", &Runtime::offer_memory, "free"_a)
+      .def("trim_memory", &Runtime::trim_memory)
       .def("poll", &Runtime::poll, "handle"_a)
       .def("wait", &Runtime::wait, "handle"_a)
       .def("advance", &Runtime::advance, "handle"_a)

@@ -166,7 +166,10 @@ struct Pool {
   }
   void trim() {
     std::lock_guard lock(mu);  // another device's thread may be changing `keeps`
-    if (unused_bytes() <= keeps) return;
+    trim_to(keeps);
+  }
+  void trim_to(size_t most) {
+    if (unused_bytes() <= most) return;
     for (const auto& [at, bytes] : unused) std::free(reinterpret_cast<void*>(at));
     unused.clear();
   }
@@ -688,6 +691,14 @@ FAKE_API int cuMemPoolSetAttribute(void* pool, int attribute, void* value) {
   if (attribute != 4) return kInvalidValue;
   std::lock_guard lock(static_cast<Pool*>(pool)->mu);
   static_cast<Pool*>(pool)->keeps = *static_cast<const uint64_t*>(value);
+  return kSuccess;
+}
+FAKE_API int cuMemPoolTrimTo(void* pool, size_t most) {
+  CALLED;
+  NEEDS_CONTEXT;
+  MUST_NOT_DISTURB;
+  std::lock_guard lock(static_cast<Pool*>(pool)->mu);
+  static_cast<Pool*>(pool)->trim_to(most);
   return kSuccess;
 }
 // On a stream that is captured the original makes nodes of the graph, which nobody here means.

@@ -19,6 +19,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstring>
@@ -62,6 +63,7 @@ struct Call {
   int kind = 0;  // see Kind
   size_t count = 0;
   int type = 0, op = 0, root = 0;
+  bool in_windows = false;  // with the kernels for these, which each rank chooses by itself
   bool operator==(const Call&) const = default;
 };
 enum Kind { kAllReduce, kReduce, kBroadcast, kAllGather, kReduceScatter };
@@ -121,7 +123,18 @@ struct Comm {
   std::map<int, Scalar> scalars;
   int next_scalar = 5;
   std::string trouble;
-  std::map<void*, std::pair<char*, size_t>> registered;  // what it was told of in advance, by handle
+  struct Registered {
+    char* block;
+    size_t bytes;
+    bool is_window;
+  };
+  std::map<void*, Registered> registered;  // what it was told of in advance, by handle
+  bool has_window(const void* at) const {
+    return std::any_of(registered.begin(), registered.end(), [&](const auto& entry) {
+      const Registered& one = entry.second;
+      return one.is_window && at >= one.block && at < one.block + one.bytes;
+    });
+  }
 };
 
 // Memory of ncclMemAlloc, and what communicators know of it.
@@ -138,7 +151,7 @@ OwnMemory& own_memory() {
 
 std::atomic<int> communicators{0}, ids{0};
 std::atomic<int> groups{0};       // ever
-std::atomic<int> collectives[5];  // ever, by Kind
+std::atomic<int> collectives[6];  // ever, by Kind; of them allreduces with the kernels for windows
 thread_local int group_depth = 0;
 // Before 2.27: of the group that this thread launched last; ends with it.
 thread_local std::shared_ptr<std::atomic<bool>> running_group;
@@ -472,6 +485,10 @@ int collective(Call call, const void* in, void* out, size_t in_count, size_t out
   if ((reads && !on_device(in, in_count * e)) || (writes && !on_device(out, out_count * e)))
     return fail(kInvalidArgument, "fake: a pointer is not device memory");
   ++collectives[call.kind];
+  // As of the original: these kernels sum floats of up to 32 bits.
+  const bool sums = call.kind == kAllReduce && call.op == 0 && (call.type == 6 || call.type == 7 || call.type == 9);
+  call.in_windows = sums && c->has_window(in) && c->has_window(out);
+  collectives[5] += call.in_windows;
   if (c->size == 1 && in == out && call.op < 4) return kSuccess;  // the original launches nothing
   Job job{call, static_cast<const char*>(in), static_cast<char*>(out), 1.0, {}};
   if (call.op == 4) {
@@ -536,10 +553,9 @@ int end(Comm* c) {
   {  // the original forgets registrations with the communicator
     OwnMemory& own = own_memory();
     std::lock_guard lock(own.mu);
-    const bool windows = number_from("HC_FAKE_NCCL_VERSION", 22809) >= 22700;
     for (auto& [handle, memory] : c->registered) {
-      --own.known[memory.first];
-      --(windows ? own.windows : own.buffers);
+      --own.known[memory.block];
+      --(memory.is_window ? own.windows : own.buffers);
       delete static_cast<char*>(handle);
     }
   }
@@ -592,7 +608,7 @@ static int add_registration(void* comm, void* at, size_t bytes, void** handle, i
   ++own.known[block->first];
   ++(own.*count);
   void* const made = new char;
-  c->registered[made] = {block->first, bytes};
+  c->registered[made] = {block->first, bytes, count == &OwnMemory::windows};
   return progress(c, [=] {
     *handle = made;
     return kSuccess;
@@ -604,7 +620,7 @@ static int end_registration(void* comm, void* handle, int OwnMemory::* count) {
   std::lock_guard lock(own.mu);
   const auto known = c->registered.find(handle);
   if (known == c->registered.end()) return fail(kInvalidArgument, "fake: no such registration");
-  --own.known[known->second.first];
+  --own.known[known->second.block];
   --(own.*count);
   c->registered.erase(known);
   delete static_cast<char*>(handle);
@@ -629,7 +645,7 @@ FAKE_API int ncclCommWindowDeregister(void* comm, void* handle) {
 FAKE_API int hc_fake_communicators() { return communicators.load(); }
 FAKE_API int hc_fake_ids() { return ids.load(); }  // given, ever: the original keeps a thread and a socket for each
 FAKE_API int hc_fake_groups() { return groups.load(); }  // launched, ever
-// kind: 0 allreduce, 1 reduce, 2 broadcast, 3 allgather, 4 reduce-scatter
+// kind: 0 allreduce, 1 reduce, 2 broadcast, 3 allgather, 4 reduce-scatter, 5 allreduce with the kernels for windows
 FAKE_API int hc_fake_collectives(int kind) { return collectives[kind].load(); }
 
 FAKE_API int ncclGetVersion(int* version) {

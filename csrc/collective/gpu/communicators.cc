@@ -38,6 +38,11 @@ bool Communicators::knows(const std::byte* at) const {
   return std::any_of(registered_.begin(), registered_.end(), [&](const Registered& one) { return one.at == at; });
 }
 
+bool Communicators::is_window(const std::byte* at) const {
+  return std::any_of(registered_.begin(), registered_.end(),
+                     [&](const Registered& one) { return one.at == at && is_of_window(one); });
+}
+
 Status Communicators::register_memory(std::byte* at, size_t bytes, std::shared_ptr<void> owner, double limit_s) {
   HC_TRY(until_enqueued(limit_s));  // what was launched before
   Registered made{at, std::make_shared<void*>(nullptr), nccl_->registration() == NcclApi::Registration::kWindows,

@@ -5,6 +5,7 @@
 // Thread: the thread that makes progress. Owner: a DeviceGroup.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <vector>
@@ -43,6 +44,9 @@ class Communicators {
   // other.
   Status register_memory(std::byte* at, size_t bytes, std::shared_ptr<void> owner, double limit_s);
   bool knows(const std::byte* at) const;
+  // Of windows: what begins there, or any. The same on every rank.
+  bool is_window(const std::byte* at) const;
+  bool has_windows() const { return std::any_of(registered_.begin(), registered_.end(), is_of_window); }
   // Nothing on the device works on it any more. Where a graph may still use it, it stays until the communicator ends.
   void forget_memory(const std::byte* at, double limit_s);
   void forget_all_memory(double limit_s);
@@ -65,6 +69,7 @@ class Communicators {
     bool is_window = false;
     std::shared_ptr<void> owner;
   };
+  static bool is_of_window(const Registered& one) { return one.is_window && *one.handle; }
   Status tell(Registered* made, size_t bytes, double limit_s);
   void forget(const Registered& known, double limit_s);
 

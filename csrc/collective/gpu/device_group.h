@@ -56,6 +56,7 @@ class DeviceGroup {
   // owner lives until NCCL has forgotten it: at the latest when the communicator ends. So is what is forgotten.
   bool registers() const;
   Status register_memory(std::byte* at, size_t bytes, std::shared_ptr<void> owner);
+  bool is_window(const std::byte* at) const { return state_.nccl.is_window(at); }
   bool may_forget() const { return !state_.nccl.was_captured(); }
   Status forget_memory(const std::byte* at);
 

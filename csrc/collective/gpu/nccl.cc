@@ -93,8 +93,7 @@ class NcclCollective : public Collective {
   Status add_calls() {
     switch (task_.op) {
       case Op::kAllreduce:
-        allreduce();
-        return Status::ok();
+        return allreduce();
       case Op::kAllgather:
         allgather();
         return Status::ok();
@@ -130,7 +129,7 @@ class NcclCollective : public Collective {
     if (!reduces(task_.op)) return Status::ok();
     type_ = nccl_type(task_.dtype);
     operator_ = nccl_op(task_.dtype, task_.reduce);
-    const double factor = task_.scale.pre * task_.scale.post;
+    const double factor = this->factor();
     if (!is_float(task_.dtype) || factor == 1.0) return Status::ok();
     if (factor == 1.0 / size_) {
       operator_ = kNcclAverage;
@@ -150,6 +149,8 @@ class NcclCollective : public Collective {
     return Status::ok();
   }
 
+  double factor() const { return task_.scale.pre * task_.scale.post; }
+
   void drop_operator() {
     const NcclHandle at = made_operator_ && device_.nccl.world() ? comm().handle() : nullptr;
     if (at) (void)nccl_.ncclRedOpDestroy(operator_, at);
@@ -157,8 +158,10 @@ class NcclCollective : public Collective {
   }
 
   bool is_packed(const Piece& piece) const {
-    return packs_ && piece.count && piece.count * size_of(task_.dtype) < kPackBelowBytes;
+    return packs_ && piece.count && (packs_all() || piece.count * size_of(task_.dtype) < kPackBelowBytes);
   }
+  // All ranks' tensors lie in windows, or nobody's: NCCL takes other kernels for these, and asks no other rank.
+  bool packs_all() const { return task_.with_joined && device_.nccl.has_windows(); }
 
   Status pack() {
     const size_t item = size_of(task_.dtype);
@@ -170,7 +173,7 @@ class NcclCollective : public Collective {
         bytes += aligned(piece.count * item);
         ++small;
       }
-    packs_ = small > 1;
+    packs_ = small > 1 || packs_all();
     if (!packs_) return Status::ok();
     auto memory = gpu_.device_memory(bytes, device_.stream);
     HC_TRY(memory.status());
@@ -261,12 +264,29 @@ class NcclCollective : public Collective {
     return Status::ok();
   }
 
-  void allreduce() {
-    if (packed_ && !given_) reduce_all(packed_->data(), packed_->data(), packed_count_);
-    for (const Piece& piece : task_.pieces)
-      if (piece.count && !is_packed(piece)) reduce_all(piece.in, piece.out, piece.count);
+  Status allreduce() {
+    if (packed_ && !given_) reduce_all(packed_->data(), packed_->data(), packed_count_, operator_);
+    for (const Piece& piece : task_.pieces) {
+      if (!piece.count || is_packed(piece)) continue;
+      const bool scaled = is_scaled_here(piece);
+      if (scaled) HC_TRY(scale(piece));
+      reduce_all(piece.in, piece.out, piece.count, scaled ? kNcclSum : operator_);
+    }
+    return Status::ok();
   }
-  void reduce_all(const std::byte* in, std::byte* out, size_t count) {
+  // NCCL's kernels for windows reduce these types, and in an allreduce they sum and do nothing else (up to 2.32 at
+  // least): averages and scales it would do with those for any memory.
+  bool is_scaled_here(const Piece& piece) const {
+    const bool has_kernel = type_ == kNcclF32 || type_ == kNcclF16 || type_ == kNcclBF16;
+    return has_kernel && factor() != 1.0 && device_.kernels_everywhere && !by_levels_ && piece.in == piece.out &&
+           device_.nccl.is_window(piece.out);
+  }
+  // As NCCL does it: before the sum, in the tensor's own type.
+  Status scale(const Piece& piece) {
+    const CuPointer at[] = {cu_pointer(piece.out)};
+    return device_.kernels->reduce({task_.dtype, Reduce::kSum, factor(), 1, 1, at, at, piece.count}, stream());
+  }
+  void reduce_all(const std::byte* in, std::byte* out, size_t count, int op) {
     const size_t item = size_of(task_.dtype);
     if (by_levels_ && count * item >= kLevelBytes) {
       const Share share{in, out, count / static_cast<size_t>(device_.nccl.levels()->place().inner_size)};
@@ -278,7 +298,7 @@ class NcclCollective : public Collective {
       out += shared * item;
       count -= shared;
     }
-    add("ncclAllReduce", [=, type = type_, op = operator_, to = stream()](const NcclApi& nccl, NcclHandle comm) {
+    add("ncclAllReduce", [=, type = type_, to = stream()](const NcclApi& nccl, NcclHandle comm) {
       return nccl.ncclAllReduce(in, out, count, type, op, comm, to);
     });
   }

@@ -17,9 +17,20 @@ namespace hc {
 
 class DeviceBatch final : public BatchBackend {
  public:
+  // For the identity elements of a rank that has joined, in their order: its own buckets, where NCCL wants the same
+  // memory of all ranks; null: any other.
+  struct StandIns {
+    std::vector<std::byte*> at;
+    GpuEventPtr free;  // behind what the caller may still read there
+  };
   // may_launch: whether this batch has the next launch ticket (launch_tickets.h).
-  DeviceBatch(DeviceGroup* group, Tag tag, MemoryPressure* pressure, std::function<bool()> may_launch)
-      : group_(*group), tag_(tag), may_launch_(std::move(may_launch)), pressure_(*pressure) {}
+  DeviceBatch(DeviceGroup* group, Tag tag, MemoryPressure* pressure, std::function<bool()> may_launch,
+              StandIns stand_ins = {})
+      : group_(*group),
+        tag_(tag),
+        may_launch_(std::move(may_launch)),
+        pressure_(*pressure),
+        stand_ins_(std::move(stand_ins)) {}
 
   Progress begin(const std::vector<Operation*>& operations, bool* moved) override;
   const Status& status() const override { return status_; }
@@ -40,6 +51,8 @@ class DeviceBatch final : public BatchBackend {
   const Tag tag_;
   const std::function<bool()> may_launch_;
   MemoryPressure& pressure_;
+  const StandIns stand_ins_;
+  size_t next_stand_in_ = 0;
   bool waits_ = false;  // for memory
   uint64_t given_ = 0;  // how often some had been given by then
   Deadline until_ = Deadline::in(0);

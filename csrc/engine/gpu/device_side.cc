@@ -350,6 +350,9 @@ std::unique_ptr<BatchRunner> DeviceSide::runner_of(std::vector<Operation*> opera
   batch.on_device = true;
   batch.tuning = set_.tuning();
   batch.entries.resize(operations.size());
+  const Operation* join = set_.pending().join();
+  DeviceBatch::StandIns stand_ins;
+  if (join && join->work) stand_ins.free = work_of(join)->ready;
   for (size_t e = 0; e < operations.size(); ++e) {
     if (const Operation* op = operations[e]) {
       if (!timeline->on()) continue;
@@ -365,11 +368,13 @@ std::unique_ptr<BatchRunner> DeviceSide::runner_of(std::vector<Operation*> opera
     s.postscale = set.postscale;
     s.device = 1;
     s.tensors = {{bucket.dtype, bucket.shape}};
+    stand_ins.at.push_back(stand_ins.free && device_->is_window(bucket.data) ? bucket.data : nullptr);
   }
   const Tag tag{static_cast<uint16_t>(context_.generation), members_.id, 0, 0};
   auto runner = std::make_unique<BatchRunner>(std::move(batch), std::move(operations), group_, members_.ranks, tag);
   runner->show_in(timeline);
-  runner->use(std::make_unique<DeviceBatch>(device_.get(), tag, &gpu_.memory_pressure(), [] { return true; }));
+  runner->use(std::make_unique<DeviceBatch>(
+      device_.get(), tag, &gpu_.memory_pressure(), [] { return true; }, std::move(stand_ins)));
   return runner;
 }
 

@@ -70,10 +70,10 @@ Result<std::unique_ptr<BackendWork>> GpuContext::prepare(const Submission& s, bo
     HC_TRY(refuse_captured(s, *work->gpu));
   }
   work->ready_given = static_cast<CuEvent>(s.ready_event);
-  if (s.op == Op::kJoin || s.ready_event) return Work(std::move(work));
+  if (s.ready_event) return Work(std::move(work));
   auto ready = work->gpu->record(static_cast<CuStream>(s.stream));
-  HC_TRY(ready.status());
-  work->ready = ready.take();
+  if (s.op != Op::kJoin) HC_TRY(ready.status());
+  if (ready.is_ok()) work->ready = ready.take();
   return Work(std::move(work));
 }
 

@@ -54,6 +54,9 @@ class GpuContext final : public Backend {
   Result<std::shared_ptr<Memory>> allocate(int index, size_t bytes) override;
   bool find_memory(BucketSet* buckets) override;
   MemoryPressure& memory_pressure() override { return pressure_; }
+  void trim_memory() override {
+    if (const auto gpu = this->gpu()) gpu->trim();
+  }
 
   // How a process set's tensors on GPUs are reduced: "nccl", "peers" or "host", and why; why our kernels are not used.
   struct Way {

@@ -158,6 +158,8 @@ class Backend {
   // Whether all buckets begin with memory of allocate(), each with its own; they then own it.
   virtual bool find_memory(BucketSet* buckets) = 0;
   virtual MemoryPressure& memory_pressure() = 0;
+  // What it keeps and nobody uses goes back to the device: the framework has too little.
+  virtual void trim_memory() = 0;
   // {"0": {"backend", "reason", "no_kernels"}}: how each set's tensors are reduced there.
   virtual std::string json() const = 0;
 

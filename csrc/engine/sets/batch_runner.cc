@@ -199,6 +199,7 @@ Task BatchRunner::task_for(size_t entry, DType dtype) const {
   task.flat_bytes = batch_.tuning.flat_bytes;
   task.ring_from_bytes = batch_.tuning.ring_from_bytes;
   task.adasum_by_node = batch_.tuning.adasum_by_node;
+  task.with_joined = with_joined_;
   if (entry < batch_.entries.size() && batch_.op != Op::kBarrier) {
     const Signature& s = signature_of(entry);
     task.reduce = s.reduce == Reduce::kAverage ? Reduce::kSum : s.reduce;

@@ -63,6 +63,12 @@ inline int fake_registered(const char* what) {
   return reinterpret_cast<int (*)(const char*)>(library->symbol("hc_fake_registered"))(what);
 }
 
+// Launched ever, by kind: see the fake.
+inline int fake_collectives(int kind) {
+  const auto library = Library::open(kNcclFake).take();
+  return reinterpret_cast<int (*)(int)>(library->symbol("hc_fake_collectives"))(kind);
+}
+
 // Of communicators, that NCCL has given.
 inline int fake_ids() {
   const auto library = Library::open(kNcclFake).take();

@@ -37,7 +37,8 @@ inline Status reduce_now(Engine& engine, FrameworkOnGpu& gpu, const std::string&
 // Gradients of one rank: buckets that are declared.
 class Gradients {
  public:
-  Gradients(Engine& engine, FrameworkOnGpu& gpu, int process_set = 0)
+  // average: in memory that NCCL knows.
+  Gradients(Engine& engine, FrameworkOnGpu& gpu, int process_set = 0, bool average = false)
       : engine_(engine), gpu_(gpu), process_set_(process_set) {
     float* first = gpu.tensor(std::vector<float>(3, 1.0f));
     CHECK_OK(reduce_now(engine, gpu, "a learning step", first, 3, process_set));  // it brings NCCL up
@@ -46,10 +47,16 @@ class Gradients {
     set.place.index = gpu.device;
     for (int b = 0; b < kBuckets; ++b) {
       const int64_t n = 3000 * b + 5;
-      data_.push_back(gpu.tensor(std::vector<float>(static_cast<size_t>(n))));
+      if (average) {
+        known_.push_back(engine.allocate_elsewhere(gpu.device, static_cast<size_t>(n) * sizeof(float)).take());
+        data_.push_back(reinterpret_cast<float*>(known_.back()->data()));
+      } else {
+        data_.push_back(gpu.tensor(std::vector<float>(static_cast<size_t>(n))));
+      }
       set.buckets.push_back({text_of("bucket", b), reinterpret_cast<std::byte*>(data_.back()), {n}, DType::kF32});
     }
     sizes_ = set.buckets;
+    set.reduce = average ? Reduce::kAverage : Reduce::kSum;
     CHECK_OK(engine.declare(process_set, set, &id_));
   }
 
@@ -82,6 +89,7 @@ class Gradients {
   FrameworkOnGpu& gpu_;
   const int process_set_;
   int id_ = -1;
+  std::vector<std::shared_ptr<Memory>> known_;
   std::vector<float*> data_;
   std::vector<BucketSet::Bucket> sizes_;
   int64_t handles_[kBuckets] = {};

@@ -105,6 +105,11 @@ TEST_CASE("fake of CUDA and NCCL: what large results were given goes back to the
         if (has_pools) CHECK_LOCKED(unused <= (rows == kRows ? 0 : 4096));
         all_are_here(engine, "unused counted");
       }
+      engine.trim_memory();  // as a framework asks that has none left
+      all_are_here(engine, "trimmed");
+      CHECK_LOCKED(fake_count("unused") == 0);
+      CHECK_LOCKED(fake_count("memory") == 4);  // `mine` and `all` of each rank
+      all_are_here(engine, "memory counted");
       // Nobody takes this one, and it outlives the process set's stream.
       int64_t handle = 0;
       CHECK_OK(submit_gpu(engine, gpu, Op::kAllgather, "left", mine, nullptr, {100}, DType::kI32, &handle));

@@ -121,6 +121,34 @@ TEST_CASE("fake of CUDA and NCCL: buckets that ranks drop at different moments a
   }));
 }
 
+// NCCL's kernels for windows only sum. The fake says so when ranks launch different ones.
+TEST_CASE("fake of CUDA and NCCL: averages in windows are sums to NCCL, also beside ranks that have joined") {
+  const auto step = [](Gradients& gradients, float average) {
+    for (int b = 0; b < kBuckets; ++b) gradients.submit(b, 3.0f);
+    for (int b = 0; b < kBuckets; ++b) gradients.expect(b, average);
+  };
+  for (const char* version : {"22809", "22602"})
+    for (const int joins_first : {0, 1}) {
+      CAPTURE(version);
+      CAPTURE(joins_first);
+      FakeEnvironment environment(Variables{{"HC_FAKE_NCCL_VERSION", version}});
+      const int before = fake_collectives(5);
+      World world(3, gpu_settings());
+      CHECK_OK(world.each([&](Engine& engine, int rank) {
+        FrameworkOnGpu gpu(rank);
+        Gradients gradients(engine, gpu, 0, true);
+        for (int i = 0; i < 6; ++i) step(gradients, 3.0f);
+        if (rank != joins_first)
+          for (int i = 0; i < 3; ++i) step(gradients, 2.0f);
+        CHECK_OK(join(engine, gpu));
+        step(gradients, 3.0f);
+        all_are_here(engine, "end");
+      }));
+      const bool has_windows = std::string(version) == "22809";
+      CHECK((fake_collectives(5) > before) == has_windows);
+    }
+}
+
 TEST_CASE("fake of CUDA and NCCL: buckets of which one rank has other memory are registered by nobody") {
   World world(2, gpu_settings());
   std::barrier<> barrier(2);

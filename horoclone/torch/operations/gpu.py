@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from horoclone.errors import Unsupported
 from horoclone.handles import Maker
 from horoclone.requests import HOST as HOST
 from horoclone.requests import Place as Place
-from horoclone.runtime import logs
+from horoclone.runtime import is_initialized, logs, native
 from horoclone.torch.operations.tensors import (
     address_of,
     dtype_of,
@@ -55,9 +56,12 @@ def place_of_all(tensors: Sequence[torch.Tensor]) -> Place:
 
 def place_to_join(device: int) -> Place:
     """For hvd.join(device): the GPU that stands in for this rank's tensors; -1: the current one, if torch uses any."""
-    if device < 0 and torch.cuda.is_available() and torch.cuda.is_initialized():
+    uses_any = torch.cuda.is_available() and torch.cuda.is_initialized()
+    if device < 0 and uses_any:
         device = torch.cuda.current_device()
-    return HOST if device < 0 or not torch.cuda.is_available() else (device, 0)
+    if device < 0 or not torch.cuda.is_available():
+        return HOST
+    return device, _stream_now(device) if uses_any else 0
 
 
 def place_to_receive(beside: torch.Tensor | None = None) -> Place:
@@ -78,6 +82,20 @@ def is_capturing() -> bool:
 def offer_memory(runtime: Runtime) -> None:
     """The core may ask torch for GPU memory that its allocator keeps for later."""
     runtime.offer_memory(torch.cuda.empty_cache)
+
+
+@cache
+def _watch_allocator() -> None:
+    """Once in a process that uses CUDA: where torch has no memory left, which stays an error, the core gives back what it
+    keeps, so that what is tried next may have it."""
+    watch = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    if watch is not None:
+        watch(_on_out_of_memory)
+
+
+def _on_out_of_memory(*_: int) -> None:
+    if is_initialized():
+        native().trim_memory()
 
 
 def memory_beside(like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -173,6 +191,7 @@ def follow(runtime: Runtime, handle: int, place: Place) -> None:
     device, submitted_on = place
     if device < 0:
         return
+    _watch_allocator()
     now = _stream_now(device)
     runtime.stream_wait(handle, now)
     if now != submitted_on:
