@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <string>
 
@@ -20,15 +21,25 @@ using NcclHandle = struct NcclHandleTag*;
 struct NcclId {
   char bytes[128];
 };
-// The head of ncclConfig_t, as far as NCCL 2.14 defined it. `size` and `version` say so, and newer ones then take their
-// own defaults for what follows.
+// The head of ncclConfig_t, as far as NCCL 2.14 defined it, or with a name for the communicator as 2.27 did. `size` and
+// `version` say so, and newer ones then take their own defaults for what follows.
 struct NcclConfig {
-  size_t size = sizeof(NcclConfig);
+  static constexpr int kUndefined = std::numeric_limits<int>::min();
+  size_t size = 24;
   unsigned magic = 0xcafebeef;
   unsigned version = 21400;
   int blocking = 0;
+  int cga_cluster_size = kUndefined, min_blocks = kUndefined, max_blocks = kUndefined;
+  const char* network = nullptr;
+  int split_share = kUndefined, traffic_class = kUndefined;
+  const char* name = nullptr;  // lives as long as the communicator
+  void set_name(const char* of_communicator) {
+    size = sizeof(NcclConfig);
+    version = 22700;
+    name = of_communicator;
+  }
 };
-static_assert(sizeof(NcclConfig) == 24);
+static_assert(sizeof(NcclConfig) == 56);
 
 inline constexpr NcclResult kNcclSuccess = 0;
 inline constexpr NcclResult kNcclInProgress = 7;

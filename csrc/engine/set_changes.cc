@@ -94,11 +94,34 @@ Status SetChanges::declare(int process_set, BucketSet buckets, int* id) {
     HC_TRY(reduce(process_set, name + ".here", Reduce::kSum, {&one, 1}, &here));
     can.persistent = here == static_cast<int64_t>(intake_.find(process_set)->members.ranks.size());
   }
-  const ProgressThreads::Hold held(progress_);
-  ProcessSet* set = sets_.find(process_set);
   can.registers = least[2] == 1;
   can.dropped = forgotten;
-  return set ? set->confirm(*id, can) : Status::ok();
+  return confirm(process_set, *id, can);
+}
+
+// The progress lock is let go between two steps, in which others may be late: a rank may die meanwhile.
+Status SetChanges::confirm(int process_set, int id, const ProcessSet::Capabilities& all) {
+  std::shared_ptr<SetBackend::Confirmation> confirmation;
+  bool is_over = false;
+  Status outcome;
+  {
+    const ProgressThreads::Hold held(progress_);
+    if (ProcessSet* set = sets_.find(process_set)) confirmation = set->confirm(id, all);
+    if (!confirmation) return outcome;
+  }
+  const std::function<bool()> over = [&] {
+    if (is_over) return true;
+    outcome = context_.has_failed() ? intake_.failure() : context_.check_connected();
+    if (outcome.is_ok() && sets_.find(process_set)) {
+      auto stepped = confirmation->step();
+      outcome = stepped.status();
+      if (stepped.is_ok() && !stepped.value()) return false;
+    }
+    confirmation.reset();
+    return is_over = true;
+  };
+  while (!progress_.until_under_lock(over, Deadline::in(1)));
+  return outcome;
 }
 
 // As on the ranks that have not declared: the next ones to be declared get the same numbers everywhere.

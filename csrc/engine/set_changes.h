@@ -33,6 +33,7 @@ class SetChanges {
  private:
   Status make(std::vector<int> ranks, int* id);
   void drop(int id, const Status& reason);
+  Status confirm(int process_set, int id, const ProcessSet::Capabilities& all);
   Status give_up_declaring(int process_set, int id, Status reason);
   Status agree(int process_set, const std::string& name, std::span<const int64_t> mine, int64_t* least, int64_t* most);
   Status reduce(int process_set, const std::string& name, Reduce how, std::span<const int64_t> mine, int64_t* out);

@@ -56,7 +56,10 @@ struct Id {
 struct Config {
   size_t size;
   unsigned magic, version;
-  int blocking;
+  int blocking, cga_cluster_size, min_blocks, max_blocks;
+  const char* network;
+  int split_share, traffic_class;
+  const char* name;
 };
 
 struct Call {
@@ -109,6 +112,7 @@ struct Job {
 
 struct Comm {
   int rank = 0, size = 0;
+  const char* called = nullptr;
   bool blocking = true;
   Shared* shared = nullptr;
   std::string name;
@@ -313,7 +317,7 @@ bool run_collective(Comm* c, const Job& job) {
     if (!(s.call[r] == s.call[0])) s.mismatched.store(true);
   if (!barrier(c)) return false;
   if (s.mismatched.load()) {
-    c->trouble = "fake: the ranks launched different collectives";
+    c->trouble = std::string("fake: the ranks launched different collectives in ") + (c->called ? c->called : "one");
     c->state.store(kInvalidUsage);
     return false;
   }
@@ -680,6 +684,7 @@ FAKE_API int ncclCommInitRankConfig(void** comm, int size, Id id, int rank, cons
   c->size = size;
   c->blocking = config->blocking != 0;
   c->name = id.bytes;
+  if (config->size >= sizeof(Config) && config->version >= 22700) c->called = config->name;
   static const auto device_now = from_cuda_fake<int (*)()>("hc_fake_device");
   c->device = device_now ? device_now() : 0;
   c->state.store(kInProgress);

@@ -17,9 +17,9 @@ void Communicators::load(const std::shared_ptr<Gpu>& gpu, const std::string& lib
   if (loaded.is_ok()) nccl_ = loaded.take();
 }
 
-Status Communicators::begin(int size, const NcclId& id, int rank) {
+Status Communicators::begin(int size, const NcclId& id, int rank, const std::string& name) {
   world_ = std::make_unique<NcclComm>(nccl_, gpu_);
-  return world_->begin(size, id, rank);
+  return world_->begin(size, id, rank, name);
 }
 
 Status Communicators::check() const {
@@ -34,61 +34,60 @@ Status Communicators::until_enqueued(double limit_s) const { return world_->unti
 
 // ---- memory that NCCL was told of
 
-bool Communicators::knows(const std::byte* at) const {
-  return std::any_of(registered_.begin(), registered_.end(), [&](const Registered& one) { return one.at == at; });
-}
-
 bool Communicators::is_window(const std::byte* at) const {
   return std::any_of(registered_.begin(), registered_.end(),
                      [&](const Registered& one) { return one.at == at && is_of_window(one); });
 }
 
-Status Communicators::register_memory(std::byte* at, size_t bytes, std::shared_ptr<void> owner, double limit_s) {
-  HC_TRY(until_enqueued(limit_s));  // what was launched before
-  Registered made{at, std::make_shared<void*>(nullptr), nccl_->registration() == NcclApi::Registration::kWindows,
-                  std::move(owner)};
-  Status told = tell(&made, bytes, limit_s);
-  // No window, and no error: this communicator has none (ranks that do not all reach each other's memory, say). A
-  // buffer is each rank's own business.
-  if (told.is_ok() && made.is_window && !*made.handle && nccl_->registers_buffers()) {
-    made.is_window = false;
-    told = tell(&made, bytes, limit_s);
-  }
-  registered_.push_back(std::move(made));  // also what failed: NCCL may still write to it
-  return told;
+Status Communicators::begin_telling(std::byte* at, size_t bytes, std::shared_ptr<void> owner) {
+  const bool is_window = nccl_->registration() == NcclApi::Registration::kWindows;
+  // Also what fails stays: NCCL may still write to it.
+  registered_.push_back({at, bytes, std::make_shared<void*>(nullptr), is_window, std::move(owner)});
+  return tell(registered_.back());
 }
 
-Status Communicators::tell(Registered* made, size_t bytes, double limit_s) {
-  HC_TRY(world_->call(
-      [at = made->at, bytes, handle = made->handle, window = made->is_window](const NcclApi& nccl, NcclHandle comm) {
-        if (window)
-          return nccl.check(nccl.ncclCommWindowRegister(comm, at, bytes, handle.get(), kNcclSymmetric),
-                            "ncclCommWindowRegister", comm);
-        return nccl.check(nccl.ncclCommRegister(comm, at, bytes, handle.get()), "ncclCommRegister", comm);
-      }));
-  return until_enqueued(limit_s);
+// No window, and no error: this communicator has none (ranks that do not all reach each other's memory, say). A buffer
+// is each rank's own business.
+Result<bool> Communicators::is_told() {
+  Registered& last = registered_.back();
+  if (!last.is_window || *last.handle || !nccl_->registers_buffers()) return true;
+  last.is_window = false;
+  HC_TRY(tell(last));
+  return false;
 }
 
-void Communicators::forget_memory(const std::byte* at, double limit_s) {
+Status Communicators::tell(const Registered& made) {
+  return world_->call([at = made.at, bytes = made.bytes, handle = made.handle, window = made.is_window](
+                          const NcclApi& nccl, NcclHandle comm) {
+    if (window)
+      return nccl.check(nccl.ncclCommWindowRegister(comm, at, bytes, handle.get(), kNcclSymmetric),
+                        "ncclCommWindowRegister", comm);
+    return nccl.check(nccl.ncclCommRegister(comm, at, bytes, handle.get()), "ncclCommRegister", comm);
+  });
+}
+
+void Communicators::begin_forgetting(const std::byte* at) {
   const auto known =
       std::find_if(registered_.begin(), registered_.end(), [&](const Registered& one) { return one.at == at; });
-  if (known == registered_.end() || !world_ || captured_ || !until_enqueued(limit_s).is_ok()) return;
-  forget(*known, limit_s);
+  if (known == registered_.end() || !world_ || captured_) return;
+  forget(*known);
   registered_.erase(known);
 }
 
-void Communicators::forget(const Registered& known, double limit_s) {
+void Communicators::forget(const Registered& known) {
   if (!*known.handle) return;
-  (void)world_->call([handle = known.handle, window = known.is_window](const NcclApi& nccl, NcclHandle comm) {
-    (void)(window ? nccl.ncclCommWindowDeregister(comm, *handle) : nccl.ncclCommDeregister(comm, *handle));
-    return Status::ok();
-  });
-  (void)until_enqueued(limit_s);
+  // The owner lives until NCCL has been called.
+  (void)world_->call(
+      [handle = known.handle, window = known.is_window, owner = known.owner](const NcclApi& nccl, NcclHandle comm) {
+        (void)(window ? nccl.ncclCommWindowDeregister(comm, *handle) : nccl.ncclCommDeregister(comm, *handle));
+        return Status::ok();
+      });
 }
 
 void Communicators::forget_all_memory(double limit_s) {
   while (world_ && !captured_ && !registered_.empty() && until_enqueued(limit_s).is_ok()) {
-    forget(registered_.front(), limit_s);
+    forget(registered_.front());
+    if (!until_enqueued(limit_s).is_ok()) return;
     registered_.erase(registered_.begin());
   }
 }

@@ -26,7 +26,7 @@ class Communicators {
 
   NcclComm* world() const { return world_.get(); }  // of the whole set; null: none
   // Begins to make it, without blocking.
-  Status begin(int size, const NcclId& id, int rank);
+  Status begin(int size, const NcclId& id, int rank, const std::string& name);
   // Null: not asked for, or there are no levels here.
   DeviceLevels* levels() const { return levels_.get(); }
   void make_levels(const LevelPlace& place) { levels_ = std::make_unique<DeviceLevels>(nccl_, gpu_, place); }
@@ -36,19 +36,23 @@ class Communicators {
 
   // Not ok: one has failed (a network error, a peer's crash that NCCL noticed).
   Status check() const;
+  // Of the set's own, also what it was told of memory.
+  Result<bool> is_pending() const { return world_ ? world_->is_pending() : false; }
   // Waits until NCCL has enqueued what it was called for, at most `limit_s`.
   Status until_enqueued(double limit_s) const;
 
   bool registers() const { return nccl_->registration() != NcclApi::Registration::kNone; }
-  // On every rank in the same order, and so is what is forgotten: NCCL gives windows places of its own, one behind the
-  // other.
-  Status register_memory(std::byte* at, size_t bytes, std::shared_ptr<void> owner, double limit_s);
-  bool knows(const std::byte* at) const;
+  // Begins to tell NCCL; what was called before is over, and is_told() is asked when this is. On every rank in the same
+  // order, and so is what is forgotten: NCCL gives windows places of its own, one behind the other.
+  Status begin_telling(std::byte* at, size_t bytes, std::shared_ptr<void> owner);
+  // false: it has begun to tell it in another way.
+  Result<bool> is_told();
   // Of windows: what begins there, or any. The same on every rank.
   bool is_window(const std::byte* at) const;
   bool has_windows() const { return std::any_of(registered_.begin(), registered_.end(), is_of_window); }
-  // Nothing on the device works on it any more. Where a graph may still use it, it stays until the communicator ends.
-  void forget_memory(const std::byte* at, double limit_s);
+  // Begins it: nothing on the device works on it any more. Where a graph may still use it, it stays until the
+  // communicator ends.
+  void begin_forgetting(const std::byte* at);
   void forget_all_memory(double limit_s);
 
   // From now on graphs that hold work of the communicator may live.
@@ -65,13 +69,14 @@ class Communicators {
  private:
   struct Registered {
     std::byte* at = nullptr;
+    size_t bytes = 0;
     std::shared_ptr<void*> handle;  // NCCL's, which it may write later
     bool is_window = false;
     std::shared_ptr<void> owner;
   };
   static bool is_of_window(const Registered& one) { return one.is_window && *one.handle; }
-  Status tell(Registered* made, size_t bytes, double limit_s);
-  void forget(const Registered& known, double limit_s);
+  Status tell(const Registered& made);
+  void forget(const Registered& known);
 
   std::shared_ptr<Gpu> gpu_;
   std::shared_ptr<const NcclApi> nccl_;

@@ -13,8 +13,6 @@ constexpr double kFarewellS = 2;  // for what runs on the device, and for the co
 // After an abort, until memory that others have mapped goes although some have not said that they have forgotten it.
 // Longer than an abort takes, and than a rank is stopped for that is not lost; it holds up nobody.
 constexpr double kForgetS = 30;
-// For NCCL to be told of memory, or to forget it. Nothing else goes on meanwhile, nor is a rank's death noticed.
-constexpr double kTellS = 30;
 constexpr ptrdiff_t kFlightsAtOnce = 4;  // that one look at the device is about
 }  // namespace
 
@@ -44,20 +42,6 @@ void DeviceGroup::abort() {
 // ---- memory that NCCL is told of
 
 bool DeviceGroup::registers() const { return launches_alone() && state_.nccl.registers(); }
-
-Status DeviceGroup::register_memory(std::byte* at, size_t bytes, std::shared_ptr<void> owner) {
-  if (!registers()) return error(Code::kUnsupported, "this NCCL registers no memory");
-  return state_.nccl.register_memory(at, bytes, std::move(owner), std::min(options_.init_timeout_s, kTellS));
-}
-
-Status DeviceGroup::forget_memory(const std::byte* at) {
-  if (!state_.nccl.knows(at)) return Status::ok();
-  const double limit_s = std::min(options_.init_timeout_s, kTellS);
-  if (!flights_land(limit_s))
-    return error(Code::kTimeout, "work on the GPU has not ended within ", limit_s, " s, so NCCL cannot forget memory");
-  state_.nccl.forget_memory(at, limit_s);
-  return Status::ok();
-}
 
 void DeviceGroup::launched(Flight flight) {
   // They end in the order of their launches, so one look tells about several.

@@ -52,13 +52,17 @@ class DeviceGroup {
   Result<GpuEventPtr> capture(Task task, CuStream from);
   Status prepare_to_capture();  // makes now what a capture would else have to make
 
-  // Tells NCCL of memory in advance (collective: the same sizes in the same order on every rank) / that it will go. The
-  // owner lives until NCCL has forgotten it: at the latest when the communicator ends. So is what is forgotten.
+  // Begins to tell NCCL of memory in advance (collective: the same sizes in the same order on every rank) / that it
+  // will go; see Communicators. The owner lives until NCCL has forgotten it: at the latest when the communicator ends.
   bool registers() const;
-  Status register_memory(std::byte* at, size_t bytes, std::shared_ptr<void> owner);
+  Status begin_telling(std::byte* at, size_t bytes, std::shared_ptr<void> owner) {
+    return state_.nccl.begin_telling(at, bytes, std::move(owner));
+  }
+  Result<bool> is_told() { return state_.nccl.is_told(); }
+  Result<bool> is_pending() const { return state_.nccl.is_pending(); }
   bool is_window(const std::byte* at) const { return state_.nccl.is_window(at); }
   bool may_forget() const { return !state_.nccl.was_captured(); }
-  Status forget_memory(const std::byte* at);
+  void begin_forgetting(const std::byte* at) { state_.nccl.begin_forgetting(at); }
 
   // A batch has been launched. Events of earlier ones that have ended go back to the stock.
   struct Flight {

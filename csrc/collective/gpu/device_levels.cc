@@ -26,7 +26,8 @@ Status DeviceLevels::begin(bool inner, const NcclId& id, NcclComm** comm) {
   *comm = made.get();
   const int size = inner ? place_.inner_size : place_.outer_size;
   const int rank = inner ? place_.inner_rank : place_.outer_rank;
-  return made->begin(size, id, rank).with(inner ? "the communicator of a node" : "the communicator between nodes");
+  const std::string name = inner ? "the communicator of a node" : "the communicator between nodes";
+  return made->begin(size, id, rank, "horoclone " + name.substr(4)).with(name);
 }
 
 void DeviceLevels::abort() {

@@ -75,7 +75,7 @@ Status DeviceLink::begin(const NcclId& id, int place) {
   begun_ = true;
   deadline_ = Deadline::in(init_timeout_s_);
   comm_ = std::make_unique<NcclComm>(nccl_, gpu_);
-  return comm_->begin(2, id, place)
+  return comm_->begin(2, id, place, "horoclone messages")
       .with("the communicator of two ranks; HOROCLONE_GPU_OPERATIONS=host goes without NCCL");
 }
 

@@ -281,7 +281,8 @@ class DeviceSetup : public Collective {
   }
 
   Status begin_nccl() {
-    const Status begun = device_.nccl.begin(group_.size, ids_[0].world, group_.rank);
+    const std::string name = text_of("horoclone process set ", tag_.process_set);
+    const Status begun = device_.nccl.begin(group_.size, ids_[0].world, group_.rank, name);
     comes_up_ = true;
     rising_ = device_.nccl.world();
     const auto all = [&](auto wanted) { return std::all_of(table_.begin(), table_.end(), wanted); };

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <set>
 #include <thread>
 
 #include "base/thread.h"
@@ -24,6 +25,14 @@ Status in_group(const NcclApi& nccl, NcclHandle comm, const std::vector<NcclCall
     if (called.is_ok()) called = call(nccl, comm);
   Status ended = nccl.check(nccl.ncclGroupEnd(), "ncclGroupEnd", comm);
   return called.is_ok() ? ended : called;
+}
+
+// NCCL does not copy it, and a communicator that hangs in its abort outlives its owner. There are few.
+const char* kept_for_ever(const std::string& name) {
+  static Mutex mu;
+  static auto* names = new std::set<std::string>;
+  MutexLock lock(mu);
+  return names->insert(name).first->c_str();
 }
 
 void nap() { std::this_thread::sleep_for(std::chrono::microseconds(50)); }
@@ -141,9 +150,10 @@ NcclHandle NcclComm::handle() const {
   return caller_->is_busy() ? nullptr : caller_->comm.load();
 }
 
-Status NcclComm::begin(int size, const NcclId& id, int rank) {
+Status NcclComm::begin(int size, const NcclId& id, int rank, const std::string& name) {
   NcclConfig config;
   if (nccl_->version >= kNcclNonBlocking) {
+    config.set_name(kept_for_ever(name));
     const Gpu::Current current(*gpu_);
     return nccl_->check(nccl_->ncclCommInitRankConfig(&comm_, size, id, rank, &config), "ncclCommInitRankConfig",
                         nullptr);

@@ -8,6 +8,7 @@
 
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "base/clock.h"
@@ -26,8 +27,8 @@ class NcclComm {
   NcclComm(const NcclComm&) = delete;
   NcclComm& operator=(const NcclComm&) = delete;
 
-  // Begins to make it; is_pending() says when it is up.
-  Status begin(int size, const NcclId& id, int rank);
+  // Begins to make it; is_pending() says when it is up. name: shown by NCCL's own tools.
+  Status begin(int size, const NcclId& id, int rank, const std::string& name);
   // All of them in one group, or one alone; nothing else may be pending.
   Status launch(std::vector<NcclCall> calls);
   Status call(NcclCall call);

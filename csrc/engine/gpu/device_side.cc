@@ -7,7 +7,6 @@
 namespace hc {
 
 namespace {
-constexpr size_t kMaxDropped = 62;   // sets of buckets that the ranks agree on at a time
 constexpr int kRoundsAlone = 3;      // steps of a set of buckets, with nothing else on GPUs among them
 constexpr double kTogetherS = 1e-4;  // buckets of the next step that are filled within this time share a group of NCCL
 constexpr double kMisfitS = 0.01;    // so long rank 0 waits behind a bucket to which it has given a ticket too early
@@ -23,9 +22,10 @@ void DeviceSide::take_batch(BatchRunner& runner) {
       if (op && op->work) gpu_.settle(op);
   if (const auto gpu = gpu_.gpu()) device_->use(gpu);
   const Tag tag{static_cast<uint16_t>(context_.generation), members_.id, runner.batch().id, 0};
-  runner.use(std::make_unique<DeviceBatch>(
-      device_.get(), tag, &gpu_.memory_pressure(),
-      [this, ticket = LaunchTicket{members_.id}] { return order_.tickets().is_next(ticket); }));
+  runner.use(std::make_unique<DeviceBatch>(device_.get(), tag, &gpu_.memory_pressure(),
+                                           [this, ticket = LaunchTicket{members_.id}] {
+                                             return order_.tickets().is_next(ticket) && !known_.is_changing();
+                                           }));
 }
 
 void DeviceSide::batch_over() {
@@ -54,8 +54,8 @@ void DeviceSide::tell() {
 
 Status DeviceSide::declare(const BucketSet& buckets, bool owned, bool may_persist, Capabilities* mine) {
   mine->registers = owned && device_ && device_->registers();
-  mine->knows_some = !registered_.empty();
-  if (mine->knows_some) mine->dropped = dropped();
+  mine->knows_some = known_.any();
+  if (mine->knows_some && device_->may_forget()) mine->dropped = known_.dropped();
   if (buckets.place.is_host) return Status::ok();
   order_.note_buckets(1);
   if (device_) HC_TRY(device_->prepare_to_capture());
@@ -63,10 +63,14 @@ Status DeviceSide::declare(const BucketSet& buckets, bool owned, bool may_persis
   return Status::ok();
 }
 
-Status DeviceSide::confirm(std::shared_ptr<const BucketSet> buckets, const Capabilities& all) {
-  if (all.dropped) HC_TRY(forget_dropped(all.dropped));
-  if (all.registers) register_buckets(std::move(buckets));
-  return Status::ok();
+std::shared_ptr<SetBackend::Confirmation> DeviceSide::confirm(std::shared_ptr<const BucketSet> buckets,
+                                                              const Capabilities& all) {
+  return known_.change(device_.get(), std::move(buckets), all, [this] { return !has_launches(); });
+}
+
+bool DeviceSide::has_launches() const {
+  const auto is_here = [](const Operation* op) { return op->work && op->signature().op != Op::kJoin; };
+  return has_ready() || std::ranges::any_of(set_.pending().all(), is_here);
 }
 
 // The tickets come from rank 0 of the world, which must see who leaves. NCCL must be up, for there is no agreement
@@ -86,45 +90,9 @@ bool DeviceSide::may_be_persistent(const BucketSet& buckets) const {
   });
 }
 
-// What NCCL does not take works as any other memory does. All are tried on every rank, so that the calls stay alike.
-void DeviceSide::register_buckets(std::shared_ptr<const BucketSet> buckets) {
-  Status failed;
-  for (const auto& memory : buckets->memory) {
-    Status told = device_->register_memory(memory->data(), memory->bytes(), memory);
-    if (!told.is_ok()) failed = std::move(told);
-  }
-  if (!failed.is_ok())
-    context_.log.warning(members_.prefix(), "NCCL does not register all buckets: ", failed.text(),
-                         ". HOROCLONE_GPU_REGISTER=0 goes without");
-  else if (!buckets->memory.empty())
-    context_.log.debug(members_.prefix(), "NCCL knows ", buckets->memory.size(), " buckets in advance");
-  if (!buckets->memory.empty()) registered_.push_back({std::move(buckets)});
-}
-
 void DeviceSide::undeclare(const BucketSet& buckets) {
   if (!buckets.place.is_host) order_.note_buckets(-1);
-  for (Registered& one : registered_)
-    if (one.buckets.get() == &buckets) one.dropped = true;
-}
-
-int64_t DeviceSide::dropped() const {
-  int64_t bits = 0;
-  for (size_t i = 0; i < std::min(registered_.size(), kMaxDropped); ++i)
-    if (registered_[i].dropped) bits |= int64_t{1} << i;
-  return device_->may_forget() ? bits : 0;
-}
-
-Status DeviceSide::forget_dropped(int64_t on_all_ranks) {
-  std::vector<Registered> kept;
-  for (size_t i = 0; i < registered_.size(); ++i) {
-    if (i >= kMaxDropped || !(on_all_ranks >> i & 1)) {
-      kept.push_back(std::move(registered_[i]));
-      continue;
-    }
-    for (const auto& memory : registered_[i].buckets->memory) HC_TRY(device_->forget_memory(memory->data()));
-  }
-  registered_ = std::move(kept);
-  return Status::ok();
+  known_.drop(buckets);
 }
 
 Status DeviceSide::capture(const Submission& s, BucketId bucket, int64_t* handle) {
@@ -382,6 +350,7 @@ Result<std::unique_ptr<BatchRunner>> DeviceSide::launch(Iteration* now) {
   using Launched = std::unique_ptr<BatchRunner>;
   if (is_leader() && order_.tickets().has_ahead() && buckets_.anybody_left(*group_.shared_segment)) withdraw(now);
   if (!launching_) {
+    if (known_.is_changing()) return Launched();
     if (is_leader()) give_tickets();
     const LaunchTicket* ticket = order_.tickets().next();
     if (!ticket || ticket->set != members_.id || ticket->bucket < 0) return Launched();
@@ -410,6 +379,7 @@ Result<std::unique_ptr<BatchRunner>> DeviceSide::launch(Iteration* now) {
 }
 
 void DeviceSide::step(Iteration* now) {
+  if (known_.is_changing()) now->looks_soon = true;
   if (!ready_.empty()) {
     const auto back = take_back(*group_.shared_segment, now);
     if (!back.empty() && is_leader()) buckets_.invalidate(group_.shared_segment);

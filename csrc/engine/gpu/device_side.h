@@ -14,6 +14,7 @@
 #include "collective/gpu/device_group.h"
 #include "engine/gpu/device_batch.h"
 #include "engine/gpu/gpu_context.h"
+#include "engine/gpu/known_buckets.h"
 #include "engine/sets/process_set.h"
 
 namespace hc {
@@ -27,13 +28,14 @@ class DeviceSide final : public SetBackend {
         set_(set),
         members_(set.members()),
         group_(set.group()),
-        buckets_(set.buckets()) {}
+        buckets_(set.buckets()),
+        known_(context_, members_) {}
 
   void take_batch(BatchRunner& runner) override;
   void batch_over() override;
 
   Status declare(const BucketSet& buckets, bool owned, bool may_persist, Capabilities* mine) override;
-  Status confirm(std::shared_ptr<const BucketSet> buckets, const Capabilities& all) override;
+  std::shared_ptr<Confirmation> confirm(std::shared_ptr<const BucketSet> buckets, const Capabilities& all) override;
   void undeclare(const BucketSet& buckets) override;
   Status capture(const Submission& s, BucketId bucket, int64_t* handle) override;
 
@@ -72,18 +74,11 @@ class DeviceSide final : public SetBackend {
     bool is_ahead = false;            // all tickets of this step were given before it began
     int misfits = 0;                  // how often rank 0 itself had to wait because it has gone ahead
   };
-  struct Registered {
-    std::shared_ptr<const BucketSet> buckets;
-    bool dropped = false;
-  };
   void tell();
   // Whether declared buckets can be persistent as far as this rank knows.
   bool may_be_persistent(const BucketSet& buckets) const;
-  // Tells NCCL of the buckets' memory, on every rank of the set at the same place.
-  void register_buckets(std::shared_ptr<const BucketSet> buckets);
-  // Of those that NCCL knows, in the order in which it was told; it forgets them when every rank says so.
-  int64_t dropped() const;
-  Status forget_dropped(int64_t on_all_ranks);
+  // This rank still has to launch something.
+  bool has_launches() const;
   // The bucket whose launch ticket has come up before this rank has filled it; empty: none. of_leader: rank 0 has.
   struct Awaited {
     std::string name;
@@ -125,7 +120,7 @@ class DeviceSide final : public SetBackend {
   std::map<int, Rounds> rounds_;  // rank 0, by set of buckets
   uint64_t withdrawn_ = 0;        // LaunchTickets::times_withdrawn, as far as it is noted here
   bool leader_stopped_ = false;   // seen once: its last tickets are here with the next look
-  std::vector<Registered> registered_;
+  KnownBuckets known_;
   std::string told_;  // DeviceGroup::reason, once it has been told
 };
 

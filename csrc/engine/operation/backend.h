@@ -59,7 +59,14 @@ class SetBackend {
   };
   // may_persist: all that is not the backend's allows it.
   virtual Status declare(const BucketSet& buckets, bool owned, bool may_persist, Capabilities* mine) = 0;
-  virtual Status confirm(std::shared_ptr<const BucketSet> buckets, const Capabilities& all) = 0;
+  // What all ranks then do together, step by step: with the progress lock held, which is let go in between.
+  class Confirmation {
+   public:
+    virtual ~Confirmation() = default;
+    virtual Result<bool> step() = 0;  // whether it is over
+  };
+  // Null: there is nothing to do.
+  virtual std::shared_ptr<Confirmation> confirm(std::shared_ptr<const BucketSet> buckets, const Capabilities& all) = 0;
   virtual void undeclare(const BucketSet& buckets) = 0;
   // Puts a declared bucket into the graph into which its stream is captured.
   virtual Status capture(const Submission& s, BucketId bucket, int64_t* handle) = 0;

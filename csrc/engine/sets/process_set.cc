@@ -419,11 +419,10 @@ Status ProcessSet::declare(int id, std::shared_ptr<const BucketSet> buckets, boo
   return Status::ok();
 }
 
-Status ProcessSet::confirm(int id, const Capabilities& all) {
+std::shared_ptr<SetBackend::Confirmation> ProcessSet::confirm(int id, const Capabilities& all) {
   PersistentBuckets::Declared* d = buckets_.find(id);
-  HC_TRY(backend_->confirm(d->set, all));
   d->is_persistent = all.persistent && members().size() > 1;
-  return Status::ok();
+  return backend_->confirm(d->set, all);
 }
 
 void ProcessSet::undeclare(int id) {

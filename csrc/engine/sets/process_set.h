@@ -83,7 +83,8 @@ class ProcessSet {
   using Capabilities = SetBackend::Capabilities;
   Status declare(int id, std::shared_ptr<const BucketSet> buckets, bool owned, Capabilities* mine);
   // Every rank has declared the same; what all are capable of, and have dropped.
-  Status confirm(int id, const Capabilities& all);
+  // Null: that was all.
+  std::shared_ptr<SetBackend::Confirmation> confirm(int id, const Capabilities& all);
   void undeclare(int id);
   // The last that was declared, which not every rank has done.
   void take_back_declared(int id) {

@@ -136,7 +136,7 @@ TEST_CASE("fake of CUDA and NCCL: ranks that captured different steps get an err
       if (failed.is_ok()) failed = finish(engine, handle);
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
-    CHECK_LOCKED(failed.text().find("different collectives") != std::string::npos);
+    CHECK_LOCKED(failed.text().find("different collectives in horoclone process set 0") != std::string::npos);
     gpu.synchronize();  // the stream goes on
   });
   (void)outcome;  // a failed job shuts down as it can

@@ -2,7 +2,9 @@
 // what communicators know, and memory that is freed while they do.
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <barrier>
+#include <thread>
 
 #include "tests/gpu/gpu_gradients.h"
 
@@ -119,6 +121,48 @@ TEST_CASE("fake of CUDA and NCCL: buckets that ranks drop at different moments a
     CHECK_LOCKED(fake_registered("blocks") == 0);
     all_are_here(engine, "end");
   }));
+}
+
+TEST_CASE("fake of CUDA and NCCL: while NCCL is told of buckets other work goes on, and an abort is noticed") {
+  constexpr double kTakesS = 1.5;  // whatever NCCL is called for
+  FakeEnvironment slow(Variables{{"HC_FAKE_NCCL_IN_PROGRESS_US", std::to_string(int(kTakesS * 1e6))}});
+  for (const bool aborts : {false, true}) {
+    CAPTURE(aborts);
+    World world(2, gpu_settings());
+    (void)world.each([&](Engine& engine, int rank) {
+      FrameworkOnGpu gpu(rank);
+      learning_step(engine, gpu);
+      auto memory = engine.allocate_elsewhere(rank, kCount * sizeof(float)).take();
+      double longest_s = 0;
+      std::thread beside([&] {
+        for (int i = 0; i < 60; ++i) {
+          const std::vector<int32_t> one = {1};
+          std::vector<int32_t> sum(1);
+          const TimePoint began = Clock::now();
+          if (!perform(engine, Op::kAllreduce, text_of("beside ", i), one, &sum, {1}).is_ok()) return;
+          longest_s = std::max(longest_s, seconds_between(began, Clock::now()));
+          std::this_thread::sleep_for(std::chrono::milliseconds(20));
+          if (aborts && rank == 1 && i == 20) return engine.abort("rank 1 raised ValueError: bad batch");
+        }
+      });
+      BucketSet set;
+      set.place.is_host = false;
+      set.place.index = rank;
+      set.buckets.push_back({"bucket", memory->data(), {kCount}, DType::kF32});
+      int id = -1;
+      const TimePoint began = Clock::now();
+      const Status declared = engine.declare(0, set, &id);
+      const double took_s = seconds_between(began, Clock::now());
+      beside.join();
+      CHECK_LOCKED(declared.is_ok() == !aborts);
+      if (aborts) CHECK_LOCKED(declared.text().find("bad batch") != std::string::npos);
+      if (!aborts) CHECK_LOCKED(took_s >= kTakesS);
+      if (!aborts) CHECK_LOCKED(longest_s < kTakesS / 2);
+      memory.reset();
+    });
+    CHECK(fake_registered("freed while known") == 0);
+    CHECK(fake_registered("blocks") == 0);
+  }
 }
 
 // NCCL's kernels for windows only sum. The fake says so when ranks launch different ones.

@@ -86,8 +86,8 @@ def offer_memory(runtime: Runtime) -> None:
 
 @cache
 def _watch_allocator() -> None:
-    """Once in a process that uses CUDA: where torch has no memory left, which stays an error, the core gives back what it
-    keeps, so that what is tried next may have it."""
+    """Once in a process that uses CUDA: where torch has no memory left, which stays an error, the core gives back what
+    it keeps, so that what is tried next may have it."""
     watch = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
     if watch is not None:
         watch(_on_out_of_memory)

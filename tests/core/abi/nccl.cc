@@ -23,6 +23,8 @@ int main() {
   COMPARE(ncclCommWindowDeregister, NcclResult, (NcclHandle, void*))
   COMPARE(ncclCommShrink, NcclResult, (NcclHandle, int*, int, NcclHandle*, NcclConfig*, int))
   ABI_VALUE(NCCL_WIN_COLL_SYMMETRIC, kNcclSymmetric);
+  ABI_VALUE(offsetof(ncclConfig_t, commName), offsetof(NcclConfig, name));
+  ABI_VALUE(NCCL_CONFIG_UNDEF_INT, NcclConfig::kUndefined);
 #endif
 #undef COMPARE
   ABI_VALUE(offsetof(ncclConfig_t, size), offsetof(NcclConfig, size));
