@@ -104,3 +104,38 @@ def test_where_torch_does_not_take_memory_of_nccls_buckets_lie_in_its_own(monkey
     runtime: Any = types.SimpleNamespace(allocate_on_device=lambda device, size: object())
     assert gpu.registered_memory(runtime, torch.zeros(1), 10, torch.float32) is None
     assert "the pointer resides on host memory" in caplog.text
+
+
+def test_where_torch_has_no_memory_left_the_core_gives_back_what_it_keeps(monkeypatch, request) -> None:
+    observers: list[Any] = []
+    trimmed: list[None] = []
+    runtime = types.SimpleNamespace(stream_wait=lambda *_: None, trim_memory=lambda: trimmed.append(None))
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
+    monkeypatch.setattr(gpu, "_stream_now", lambda device: 7)
+    monkeypatch.setattr(gpu, "native", lambda: runtime)
+    initialized = [True]
+    monkeypatch.setattr(gpu, "is_initialized", lambda: initialized[0])
+    request.addfinalizer(gpu._watch_allocator.cache_clear)
+    gpu._watch_allocator.cache_clear()
+    gpu.follow(runtime, 1, gpu.HOST)
+    assert not observers  # attaching starts CUDA
+    for _ in range(2):
+        gpu.follow(runtime, 1, (0, 7))
+    (on_out_of_memory,) = observers
+    on_out_of_memory(0, 1 << 30, 1 << 33, 1 << 20)
+    initialized[0] = False
+    on_out_of_memory(0, 1 << 30, 1 << 33, 1 << 20)
+    assert len(trimmed) == 1
+
+
+def test_a_join_comes_behind_the_current_stream(monkeypatch) -> None:
+    uses_cuda = [True]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: uses_cuda[0])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(gpu, "_stream_now", lambda device: 70 + device)
+    assert gpu.place_to_join(-1) == (1, 71)
+    assert gpu.place_to_join(0) == (0, 70)
+    uses_cuda[0] = False
+    assert gpu.place_to_join(-1) == gpu.HOST
+    assert gpu.place_to_join(0) == (0, 0)
