@@ -620,15 +620,18 @@ static int add_registration(void* comm, void* at, size_t bytes, void** handle, i
 }
 static int end_registration(void* comm, void* handle, int OwnMemory::* count) {
   auto* c = static_cast<Comm*>(comm);
-  OwnMemory& own = own_memory();
-  std::lock_guard lock(own.mu);
   const auto known = c->registered.find(handle);
   if (known == c->registered.end()) return fail(kInvalidArgument, "fake: no such registration");
-  --own.known[known->second.block];
-  --(own.*count);
+  char* const block = known->second.block;
   c->registered.erase(known);
   delete static_cast<char*>(handle);
-  return kSuccess;
+  return progress(c, [=] {
+    OwnMemory& own = own_memory();
+    std::lock_guard lock(own.mu);
+    --own.known[block];
+    --(own.*count);
+    return kSuccess;
+  });
 }
 FAKE_API int ncclCommRegister(void* comm, void* at, size_t bytes, void** handle) {
   return add_registration(comm, at, bytes, handle, &OwnMemory::buffers);

@@ -66,22 +66,22 @@ Status Communicators::tell(const Registered& made) {
   });
 }
 
-void Communicators::begin_forgetting(const std::byte* at) {
+std::shared_ptr<void> Communicators::begin_forgetting(const std::byte* at) {
   const auto known =
       std::find_if(registered_.begin(), registered_.end(), [&](const Registered& one) { return one.at == at; });
-  if (known == registered_.end() || !world_ || captured_) return;
+  if (known == registered_.end() || !world_ || captured_) return nullptr;
   forget(*known);
+  std::shared_ptr<void> owner = std::move(known->owner);
   registered_.erase(known);
+  return owner;
 }
 
 void Communicators::forget(const Registered& known) {
   if (!*known.handle) return;
-  // The owner lives until NCCL has been called.
-  (void)world_->call(
-      [handle = known.handle, window = known.is_window, owner = known.owner](const NcclApi& nccl, NcclHandle comm) {
-        (void)(window ? nccl.ncclCommWindowDeregister(comm, *handle) : nccl.ncclCommDeregister(comm, *handle));
-        return Status::ok();
-      });
+  (void)world_->call([handle = known.handle, window = known.is_window](const NcclApi& nccl, NcclHandle comm) {
+    (void)(window ? nccl.ncclCommWindowDeregister(comm, *handle) : nccl.ncclCommDeregister(comm, *handle));
+    return Status::ok();
+  });
 }
 
 void Communicators::forget_all_memory(double limit_s) {

@@ -50,9 +50,9 @@ class Communicators {
   // Of windows: what begins there, or any. The same on every rank.
   bool is_window(const std::byte* at) const;
   bool has_windows() const { return std::any_of(registered_.begin(), registered_.end(), is_of_window); }
-  // Begins it: nothing on the device works on it any more. Where a graph may still use it, it stays until the
-  // communicator ends.
-  void begin_forgetting(const std::byte* at);
+  // Begins it: nothing on the device works on it any more. The caller keeps the memory's owner until this is over.
+  // Null: a graph may still use it, and it stays until the communicator ends.
+  std::shared_ptr<void> begin_forgetting(const std::byte* at);
   void forget_all_memory(double limit_s);
 
   // From now on graphs that hold work of the communicator may live.

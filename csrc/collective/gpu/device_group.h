@@ -62,7 +62,7 @@ class DeviceGroup {
   Result<bool> is_pending() const { return state_.nccl.is_pending(); }
   bool is_window(const std::byte* at) const { return state_.nccl.is_window(at); }
   bool may_forget() const { return !state_.nccl.was_captured(); }
-  void begin_forgetting(const std::byte* at) { state_.nccl.begin_forgetting(at); }
+  std::shared_ptr<void> begin_forgetting(const std::byte* at) { return state_.nccl.begin_forgetting(at); }
 
   // A batch has been launched. Events of earlier ones that have ended go back to the stock.
   struct Flight {

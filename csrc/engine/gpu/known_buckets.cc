@@ -21,7 +21,11 @@ class KnownBuckets::Change final : public SetBackend::Confirmation, public std::
   void forget(const std::byte* at) {
     steps_.push_back([this, at]() -> Result<bool> {
       if (device_.oldest_flight_s(Clock::now()) > 0) return false;
-      device_.begin_forgetting(at);
+      leaving_ = device_.begin_forgetting(at);
+      return true;
+    });
+    steps_.push_back([this]() -> Result<bool> {
+      leaving_.reset();
       ++forgotten_;
       return true;
     });
@@ -40,9 +44,13 @@ class KnownBuckets::Change final : public SetBackend::Confirmation, public std::
   }
 
   Result<bool> step() override {
+    if (!begun_) {
+      if (!limit_.passed() && (owner_.is_changing() || !may_begin_())) return false;
+      begun_ = true;
+      owner_.changes_ = weak_from_this();
+      limit_ = Deadline::in(limit_s_);
+    }
     const bool is_late = limit_.passed();
-    if (!owner_.is_changing() && (is_late || may_begin_())) owner_.changes_ = weak_from_this();
-    if (owner_.changes_.lock().get() != this && !is_late) return false;
     while (true) {
       auto over = device_.is_pending();
       if (over.is_ok() && over.value() && !is_late) return false;
@@ -79,8 +87,10 @@ class KnownBuckets::Change final : public SetBackend::Confirmation, public std::
   DeviceGroup& device_;
   const std::function<bool()> may_begin_;
   const double limit_s_;
-  const Deadline limit_;
+  Deadline limit_;
+  bool begun_ = false;
   std::deque<std::function<Result<bool>()>> steps_;  // each says whether it is over; NCCL then has to do it
+  std::shared_ptr<void> leaving_;                    // what NCCL is forgetting
   size_t forgotten_ = 0, to_forget_ = 0, told_ = 0;
   Status failed_;
 };
