@@ -187,6 +187,8 @@ TEST_CASE("fake of CUDA and NCCL: averages in windows are sums to NCCL, also bes
         for (int i = 0; i < 6; ++i) step(gradients, 3.0f);
         if (rank != joins_first)
           for (int i = 0; i < 3; ++i) step(gradients, 2.0f);
+        else  // the others have begun a bucket by then, which it takes part in
+          std::this_thread::sleep_for(std::chrono::milliseconds(300));
         CHECK_OK(join(engine, gpu));
         step(gradients, 3.0f);
         all_are_here(engine, "end");
