@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from horoclone import errors
-from horoclone.bootstrap import pmix, service
+from horoclone.bootstrap import pmix, service, wire
 
 Environment = Mapping[str, str]
 
@@ -71,6 +71,8 @@ def detect(environ: Environment) -> Placement:
     """
     found = candidates(environ)
     chosen = found[0]
+    if chosen.launcher == "single":
+        _refuse_some_of_several(environ)
     if chosen.size == 1 and chosen.launcher in ("env://", "horovod"):
         # Variables that anybody may have exported, against a launcher that has really started several processes.
         for other in found[1:]:
@@ -80,6 +82,29 @@ def detect(environ: Environment) -> Placement:
                     f"of {chosen.launcher} or set them to the rank and size of every process."
                 )
     return chosen
+
+
+# Who says how many processes there are; and without what that is of no use.
+NEEDED = {
+    "WORLD_SIZE": ("RANK", "MASTER_ADDR", "MASTER_PORT"),
+    "PMI_SIZE": ("PMI_RANK", "PMI_FD"),
+    "HOROVOD_SIZE": ("HOROVOD_RANK",),
+    "HOROCLONE_SIZE": ("HOROCLONE_RENDEZVOUS", "HOROCLONE_RANK"),
+}
+
+
+def _refuse_some_of_several(environ: Environment) -> None:
+    """One of several processes does not run alone because only some of its launcher's variables have arrived."""
+    for name, needed in NEEDED.items():
+        size = environ.get(name, "").strip()
+        missing = [one for one in needed if one not in environ]
+        by_us = name == "WORLD_SIZE" and environ.get(BESIDE_OURS) == mark_of_torchs(environ)
+        if size.isdigit() and int(size) > 1 and missing and not by_us:
+            raise errors.Unsupported(
+                f"{name}={size} says that there are {size} processes, but {' and '.join(missing)} "
+                f"{'are' if len(missing) > 1 else 'is'} not set: each would run alone. Set what is missing in every "
+                f"process, as its launcher does, or unset {name} for a process alone."
+            )
 
 
 def candidates(environ: Environment) -> list[Placement]:
@@ -161,9 +186,17 @@ def _torchrun(environ: Environment) -> Placement | None:
     job = ":".join(["torchrun" if elastic else "env", *parts, environ.get("TORCHELASTIC_RESTART_COUNT", "0")])
     launcher = "torchrun" if elastic else "env://"
     mark = "TORCHELASTIC_RUN_ID" if elastic else "MASTER_ADDR"
-    return _placement(
-        environ, launcher, names, job, f"{mark}, RANK and WORLD_SIZE are set (torchrun, env://)"
-    )
+    why = f"{mark}, RANK and WORLD_SIZE are set (torchrun, env://)"
+    found = _placement(environ, launcher, names, job, why)
+    if (
+        not elastic and found.local_size < 0 and _is_this_host(environ.get("MASTER_ADDR", ""))
+    ):  # reached from this host alone
+        return replace(found, local_rank=found.rank, local_size=found.size)
+    return found
+
+
+def _is_this_host(address: str) -> bool:
+    return address == "localhost" or wire.is_loopback(address)
 
 
 def _openmpi(environ: Environment) -> Placement | None:

@@ -31,8 +31,9 @@ LINGER_S = 1.0
 REACH_S = 2.0  # for the rendezvous that a value of PMIx leads to
 ANOTHER_VALUE_S = 10.0  # for a newer one
 WITHOUT_SECRET = (
-    "the processes are on several hosts and share no secret. Put the same random text (at least 16 bytes) into a file "
-    "on every host, readable by you only, and set HOROCLONE_SECRET_FILE to it; or start the job with horoclonerun"
+    "the processes are on several hosts, or their launcher does not say that they are on one, and share no secret. Put "
+    "the same random text (at least 16 bytes) into a file on every host, readable by you only, and set "
+    "HOROCLONE_SECRET_FILE to it; or start the job with horoclonerun"
 )
 
 

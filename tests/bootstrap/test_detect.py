@@ -73,6 +73,9 @@ ALONE = {
         ({"HOROCLONE_RENDEZVOUS": "h:1", **HOROVOD}, "horoclone", 1, 2, 1, 2),
         (TORCHRUN, "torchrun", 3, 4, 1, 2),
         (ENV, "env://", 3, 4, -1, -1),
+        ({**ENV, "MASTER_ADDR": "localhost"}, "env://", 3, 4, 3, 4),
+        ({**ENV, "MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, "env://", 3, 4, 1, 2),
+        ({"WORLD_SIZE": "1"}, "single", 0, 1, 0, 1),
         (OPEN_MPI, "openmpi", 2, 3, 2, 3),
         (HYDRA, "hydra", 1, 2, 1, 2),
         (STEP, "slurm", 5, 8, 1, 2),
@@ -129,6 +132,11 @@ def test_one_host_only_when_the_launcher_says_so(environ, expected):
         ({"HOROCLONE_RENDEZVOUS": "h:1"}, "HOROVOD_RANK is not"),
         ({"HOROCLONE_RENDEZVOUS": "h:1", "HOROCLONE_RANK": "0"}, "HOROVOD_SIZE is not"),
         ({**STEP, **ENV, "RANK": "0", "WORLD_SIZE": "1"}, ""),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "2 processes, but MASTER_PORT is not set"),
+        ({"MASTER_PORT": "1", "WORLD_SIZE": "2"}, "RANK and MASTER_ADDR are not set"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI_FD is not set"),
+        ({"HOROVOD_SIZE": "2"}, "HOROVOD_RANK is not set"),
+        ({"HOROCLONE_SIZE": "2", "HOROCLONE_RANK": "1"}, "HOROCLONE_RENDEZVOUS is not set"),
     ],
 )
 def test_nonsense_is_refused(environ, text):
