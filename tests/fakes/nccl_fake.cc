@@ -12,6 +12,7 @@
 //   are
 //                              an error
 //   NCCL_HOSTID (or HOROCLONE_NODE) is the host: two ranks on one device of one host are refused
+//   HC_FAKE_NCCL_ALLOC_US=n    time that ncclMemAlloc takes: it may wait for the device
 //   HC_FAKE_NCCL_WITHOUT_WINDOWS=1  windows are registered with success and a null handle
 // -DHC_FAKE_WITHOUT_AVERAGING leaves a symbol out.
 #include <dlfcn.h>
@@ -582,6 +583,7 @@ FAKE_API int hc_fake_registered(const char* what) {
 FAKE_API int ncclMemAlloc(void** at, size_t bytes) {
   static const auto allocate = from_cuda_fake<int (*)(uint64_t*, size_t)>("cuMemAlloc_v2");
   uint64_t made = 0;
+  std::this_thread::sleep_for(std::chrono::microseconds(number_from("HC_FAKE_NCCL_ALLOC_US", 0)));
   if (!allocate || allocate(&made, bytes) != 0) return fail(1, "fake: no memory");
   *at = reinterpret_cast<void*>(made);
   OwnMemory& own = own_memory();

@@ -165,12 +165,15 @@ Result<std::shared_ptr<Memory>> GpuContext::allocate(int index, size_t bytes) {
   auto adopted = adopt(index);
   HC_TRY(adopted.status());
   const std::shared_ptr<Gpu> gpu = adopted.take();
-  MutexLock lock(mu_);
-  auto loaded = nccl_of_memory(*gpu);
-  HC_TRY(loaded.status());
-  const std::shared_ptr<const NcclApi> nccl = loaded.take();
-  void* at = nullptr;
+  std::shared_ptr<const NcclApi> nccl;
   {
+    MutexLock lock(mu_);
+    auto loaded = nccl_of_memory(*gpu);
+    HC_TRY(loaded.status());
+    nccl = loaded.take();
+  }
+  void* at = nullptr;
+  {  // may wait for the device, and so for another rank: not with the lock that the thread that makes progress takes
     const Gpu::Current current(*gpu);
     HC_TRY(nccl->check(nccl->ncclMemAlloc(&at, std::max<size_t>(bytes, 1)), "ncclMemAlloc", nullptr));
   }
@@ -178,6 +181,7 @@ Result<std::shared_ptr<Memory>> GpuContext::allocate(int index, size_t bytes) {
     const Gpu::Current current(*gpu);
     (void)nccl->ncclMemFree(at);
   });
+  MutexLock lock(mu_);
   std::erase_if(memory_, [](const auto& entry) { return entry.second.expired(); });
   memory_[made->data()] = made;
   return made;

@@ -166,6 +166,26 @@ TEST_CASE("fake of CUDA and NCCL: while NCCL is told of buckets other work goes 
   }
 }
 
+TEST_CASE("fake of CUDA and NCCL: while a thread allocates memory that NCCL is to know the others' work goes on") {
+  constexpr double kTakesS = 1.5;
+  FakeEnvironment slow(Variables{{"HC_FAKE_NCCL_ALLOC_US", std::to_string(int(kTakesS * 1e6))}});
+  World world(2, gpu_settings());
+  CHECK_OK(world.each([&](Engine& engine, int rank) {
+    FrameworkOnGpu gpu(rank);
+    learning_step(engine, gpu);
+    Status allocated;
+    std::thread beside([&] { allocated = engine.allocate_elsewhere(rank, 4096).status(); });
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    const TimePoint began = Clock::now();
+    learning_step(engine, gpu);
+    const double took_s = seconds_between(began, Clock::now());
+    beside.join();
+    CHECK_OK(allocated);
+    CHECK_LOCKED(took_s < kTakesS / 2);
+    all_are_here(engine, "end");
+  }));
+}
+
 // NCCL's kernels for windows only sum. The fake says so when ranks launch different ones.
 TEST_CASE("fake of CUDA and NCCL: averages in windows are sums to NCCL, also beside ranks that have joined") {
   const auto step = [](Gradients& gradients, float average) {
