@@ -60,6 +60,7 @@ demo: $(VENV)/.ready-demo $(VENV)/.ready-package ## train a small network on two
 # LONG_S: of the long Python tests, some that take so many seconds together, others with each entry of CHANGELOG.md.
 LONG_S ?= 0
 test: $(VENV)/.ready-tools ## C++ under both sanitizers, Python (every example is one of its tests) without the long tests
+	@echo "== packages for the tests, and the C++ tests under both sanitizers: 5 to 15 minutes, each shown when it has ended"
 	@$(MAKE) --no-print-directory -j3 --output-sync=target downloads asan tsan cpp-arithmetic
 	@$(MAKE) --no-print-directory pytest
 test-long: $(VENV)/.ready-test $(VENV)/.ready-package downloads cpp ## the C++ tests without a sanitizer, the long Python tests: kills, soaks, browsers, images, every scheduler, packages of others (an hour or two)

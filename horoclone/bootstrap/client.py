@@ -186,7 +186,7 @@ class Client:
             now = time.monotonic()
             if now >= deadline:
                 raise errors.Timeout(
-                    f"rank {rank} waited {timeout_s:g} s for the {size} ranks of the job; {missing}. Look at the logs "
+                    f"rank {rank} waited {timeout_s:.0f} s for the {size} ranks of the job; {missing}. Look at the logs "
                     "of those ranks; HOROCLONE_START_TIMEOUT (seconds) gives slow starts more time."
                 )
             if now >= report_at:
@@ -275,6 +275,8 @@ class Client:
 
     def _lost(self, answer: bytes) -> errors.PeerLost:
         rank, text = struct.unpack_from("<I", answer)[0], answer[4:].decode(errors="replace")
+        if text.endswith("ended with exit code 0"):
+            text += ". Every rank has to call hvd.init()"
         return errors.PeerLost(
             f"rank {self._ours(rank)} failed before it was connected:\n{text}", self._ours(rank)
         )

@@ -24,6 +24,9 @@ HOROVODS_FAILURE = (
 )
 _HARMLESS = ("Exception ignored ", "Error in atexit.")  # the line above a traceback that ended nothing
 _CONSEQUENCES = ("PeerLost", "Aborted")
+_SAID = re.compile(  # by what ends before there could be a traceback
+    r"(?:Syntax|Indentation|Tab)Error: |.*: (?:error: |No module named |can't open file )"
+)
 _OPEN_TENSORS = re.compile(r"open tensors|in flight|pending tensors", re.IGNORECASE)
 
 _HINTS = {
@@ -101,8 +104,12 @@ def _traceback(end: RankEnd) -> list[str]:
 
 
 def _error(end: RankEnd) -> str:
-    """The line of the exception that ended the rank; empty when none did."""
-    return (exception_line(_traceback(end)) or "") if end.code >= 0 else ""
+    """The line of the exception that ended the rank, or what Python or a parser of options said before one; empty where
+    there is none."""
+    if end.code < 0:
+        return ""
+    last = next((line for line in reversed(end.stderr) if line.strip()), "")
+    return exception_line(_traceback(end)) or (last.strip() if end.code and _SAID.match(last) else "")
 
 
 def root_causes(end: RankEnd) -> list[int]:
@@ -143,7 +150,9 @@ def _place(end: RankEnd) -> str:
 
 
 def _who(ranks: Sequence[int], size: int) -> str:
-    return f"all {size} ranks" if len(ranks) == size > 1 else ranks_text(list(ranks))
+    if len(ranks) == size > 1:
+        return "both ranks" if size == 2 else f"all {size} ranks"
+    return ranks_text(list(ranks))
 
 
 def headline(end: RankEnd, alike: Sequence[RankEnd] = (), size: int = 0) -> str:
@@ -155,6 +164,8 @@ def headline(end: RankEnd, alike: Sequence[RankEnd] = (), size: int = 0) -> str:
 
 
 def hint(end: RankEnd) -> str | None:
+    if "Unknown backend type horoclone" in _error(end):
+        return 'torch knows the backend after "import horoclone.torch"'
     if end.code == -signal.SIGKILL:
         if end.memory_kills > 0:
             return f"out of memory: the kernel killed {end.memory_kills} process(es) of this cgroup while the job ran"
@@ -294,7 +305,7 @@ def _verdict(end: RankEnd, named: Sequence[RankEnd], alike: Sequence[RankEnd], s
     error, ranks = _error(end), [one.rank for one in alike]
     if named:
         who = _place(named[0]) if len(named) == 1 else ranks_text([one.rank for one in named])
-        return f"{who}, by the error of {_who(ranks, size)}: {error}"
-    if error and len(alike) > 1:
+        return f"{who}, as {_who(ranks, size)} report{'s' if len(ranks) == 1 else ''}: {error}"
+    if error and len(alike) > 1 and (_traceback(end) or exception_name(error).endswith("Error")):
         return f"{_who(ranks, size)} raised {error}"
     return headline(end, alike, size) + (f": {error}" if error else "")

@@ -325,7 +325,7 @@ def test_a_mismatch_is_blamed_on_the_rank_that_its_text_names():
     lines = report.failure_report(ends, None, 3)[0].splitlines()
     assert sum("horoclone.errors.Mismatch: " in line for line in lines) == 1
     assert "  the error is about rank 2 (h, pid 102)." in lines
-    assert lines[-1].startswith("root cause: rank 2 (h, pid 102), by the error of all 3 ranks: ")
+    assert lines[-1].startswith("root cause: rank 2 (h, pid 102), as all 3 ranks report: ")
 
 
 STALL = """horoclone.errors.Aborted: stalled longer than HOROVOD_STALL_SHUTDOWN_TIME_SECONDS. One or more tensors were submitted
@@ -351,9 +351,30 @@ def test_a_stall_is_not_blamed_on_the_ranks_that_wait():
     )
     assert "  last lines of rank 1's stderr:" in lines and "    | still loading" in lines
     assert (
-        lines[-1].startswith("root cause: ranks 1,3, by the error of ranks 0,2: ")
-        and "stopped because" not in text
+        lines[-1].startswith("root cause: ranks 1,3, as ranks 0,2 report: ") and "stopped because" not in text
     )
+
+
+@pytest.mark.parametrize(
+    ("said", "verdict"),
+    [
+        (
+            ['  File "t.py", line 2', "SyntaxError: '(' was never closed"],
+            "raised SyntaxError: '(' was never closed",
+        ),
+        (["/bin/python: No module named x"], "ended with exit code 1: /bin/python: No module named x"),
+        (["usage: t.py", "t.py: error: what?"], "ended with exit code 1: t.py: error: what?"),
+        (["a line of a log: of no matter"], "ended with exit code 1"),
+    ],
+)
+def test_what_ended_ranks_without_a_traceback_is_in_the_last_line(said, verdict):
+    text, _ = report.failure_report([_end(rank, 1, 1.0, stderr=said) for rank in range(2)], None, 2)
+    assert text.splitlines()[-1] == f"root cause: both ranks {verdict}; exit code 1"
+
+
+def test_a_backend_that_was_not_imported_is_named():
+    text, _ = report.failure_report([_raised(0, "AssertionError: Unknown backend type horoclone")], None, 1)
+    assert 'hint: torch knows the backend after "import horoclone.torch"' in text
 
 
 def test_ranks_that_wait_for_each_other_blame_nobody():
@@ -362,7 +383,7 @@ def test_ranks_that_wait_for_each_other_blame_nobody():
     )
     ends = [_raised(rank, both, 1.0 + rank, report_is_consequence=True) for rank in range(2)]
     lines = report.failure_report(ends, None, 2)[0].splitlines()
-    assert lines[-1].startswith("root cause: all 2 ranks raised horoclone.errors.Aborted: stalled")
+    assert lines[-1].startswith("root cause: both ranks raised horoclone.errors.Aborted: stalled")
     assert root_cause.root_cause_ranks("PeerLost: rank 3 (node-b, pid 812) has ended") == [3]
     assert root_cause.root_cause_ranks("ValueError: 'rank 3 announced' is no name") == []
 
@@ -371,7 +392,7 @@ def test_a_stopped_rank_is_the_root_cause_of_who_gave_it_up():
     lost = "horoclone.errors.PeerLost: rank 1 (h, pid 101) has not responded for 15 s (stopped? swapped out?)"
     ends = [_raised(0, lost, report_is_consequence=True), _end(1, -9, 40.0, by_us=True)]
     lines = report.failure_report(ends, None, 2)[0].splitlines()
-    assert lines[-1].startswith("root cause: rank 1 (h, pid 101), by the error of rank 0: ")
+    assert lines[-1].startswith("root cause: rank 1 (h, pid 101), as rank 0 reports: ")
 
 
 def test_a_chained_traceback_is_taken_whole():
