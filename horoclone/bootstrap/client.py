@@ -186,8 +186,8 @@ class Client:
             now = time.monotonic()
             if now >= deadline:
                 raise errors.Timeout(
-                    f"rank {rank} waited {timeout_s:.0f} s for the {size} ranks of the job; {missing}. Look at the logs "
-                    "of those ranks; HOROCLONE_START_TIMEOUT (seconds) gives slow starts more time."
+                    f"rank {rank} waited {timeout_s:.0f} s for the {size} ranks of the job; {missing}. Look at the "
+                    "logs of those ranks; HOROCLONE_START_TIMEOUT (seconds) gives slow starts more time."
                 )
             if now >= report_at:
                 report_at = now + REPORT_EVERY_S
