@@ -3,7 +3,9 @@ call: a digest that is keyed with the job's secret says so, as the streams betwe
 
 from __future__ import annotations
 
+import enum
 import functools
+import hashlib
 import io
 import secrets
 import sys
@@ -25,7 +27,8 @@ def _part(name: str | None, part: str) -> str | None:
 @functools.cache
 def pickler() -> Any:
     """cloudpickle's class, for ranks that run one script: it sends classes of the script by their content, and here one
-    arrives as the class that is there already. Else an Enum's member would be none of the members of the reader."""
+    arrives as the class that is there already, if that has the same values. Else an Enum's member would be none of the
+    members of the reader."""
     import cloudpickle
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -35,7 +38,7 @@ def pickler() -> Any:
                 make, arguments, content, *_, fill = reduced
                 return (
                     _class_here,
-                    (value.__qualname__, make, arguments),
+                    (value.__qualname__, _values_of(value), make, arguments),
                     (fill, content),
                     None,
                     None,
@@ -64,13 +67,36 @@ def _is_of_script(kind: type) -> bool:
     return kind.__module__ == "__main__" and _of_script(kind.__qualname__) is kind
 
 
-def _class_here(name: str, make: Callable[..., Any], arguments: Any) -> Any:
+def _values_of(kind: type) -> bytes | None:
+    """A digest of what a class of the script and those that it derives from keep besides code; None: cannot be said."""
+    import cloudpickle
+
+    kept = [
+        [(one.name, one.value) for one in base]
+        if issubclass(base, enum.Enum)
+        else [(name, value) for name, value in vars(base).items() if _is_value(name, value)]
+        for base in kind.__mro__
+        if base.__module__ == "__main__"
+    ]
+    try:
+        return hashlib.blake2b(cloudpickle.dumps(kept), digest_size=16).digest()
+    except Exception:  # what cannot be sent by value is not compared
+        return None
+
+
+def _is_value(name: str, value: Any) -> bool:
+    is_of_python = name.startswith("__") or name == "_abc_impl"
+    return not (is_of_python or callable(value) or hasattr(type(value), "__get__"))
+
+
+def _class_here(name: str, values: bytes | None, make: Callable[..., Any], arguments: Any) -> Any:
     own = _of_script(name)
-    return own if isinstance(own, type) else make(*arguments)
+    is_same = isinstance(own, type) and values is not None and _values_of(own) == values
+    return own if is_same else make(*arguments)
 
 
 def _filled(kind: type, content: Any) -> None:
-    if not _is_of_script(kind):
+    if _of_script(kind.__qualname__) is not kind:
         fill, state = content
         fill(kind, state)
 

@@ -491,7 +491,7 @@ PYBIND11_MODULE(_core, m) {
            "priority"_a = 0)
       .def("undeclare", &Runtime::undeclare, "process_set"_a, "id"_a)
       .def("offer_memory", &Runtime::offer_memory, "free"_a)
-      .def("trim_memory", &Runtime::trim_memory)
+      .def("trim_memory", &Runtime::trim_memory, py::call_guard<py::gil_scoped_release>())
       .def("poll", &Runtime::poll, "handle"_a)
       .def("wait", &Runtime::wait, "handle"_a)
       .def("advance", &Runtime::advance, "handle"_a)

@@ -71,8 +71,6 @@ def detect(environ: Environment) -> Placement:
     """
     found = candidates(environ)
     chosen = found[0]
-    if chosen.launcher == "single":
-        _refuse_some_of_several(environ)
     if chosen.size == 1 and chosen.launcher in ("env://", "horovod"):
         # Variables that anybody may have exported, against a launcher that has really started several processes.
         for other in found[1:]:
@@ -93,17 +91,22 @@ NEEDED = {
 }
 
 
-def _refuse_some_of_several(environ: Environment) -> None:
-    """One of several processes does not run alone because only some of its launcher's variables have arrived."""
+def refuse_some_of_several(environ: Environment) -> None:
+    """Unsupported where no launcher was found, though some of its variables say that this is one of several processes:
+    it would run alone. WORLD_SIZE by itself, as a shell may export it for what it starts, says nothing."""
     for name, needed in NEEDED.items():
         size = environ.get(name, "").strip()
         missing = [one for one in needed if one not in environ]
-        by_us = name == "WORLD_SIZE" and environ.get(BESIDE_OURS) == mark_of_torchs(environ)
-        if size.isdigit() and int(size) > 1 and missing and not by_us:
+        if name == "WORLD_SIZE" and environ.get(BESIDE_OURS) == mark_of_torchs(environ):
+            continue
+        if name == "WORLD_SIZE" and "RANK" not in environ and "LOCAL_RANK" not in environ:
+            continue
+        if size.isdigit() and int(size) > 1 and missing:
             raise errors.Unsupported(
                 f"{name}={size} says that there are {size} processes, but {' and '.join(missing)} "
-                f"{'are' if len(missing) > 1 else 'is'} not set: each would run alone. Set what is missing in every "
-                f"process, as its launcher does, or unset {name} for a process alone."
+                f"{'are' if len(missing) > 1 else 'is'} not set: each would run alone. Unset {name} if this one is "
+                "alone. Else set what is missing in every process, as its launcher does, or import mpi4py before "
+                "hvd.init(), or start the job with horoclonerun."
             )
 
 
@@ -121,6 +124,8 @@ def explain(environ: Environment) -> str:
     lines = []
     try:
         chosen = detect(environ)
+        if chosen.launcher == "single":
+            refuse_some_of_several(environ)
     except (errors.HorovodInternalError, ValueError) as error:
         return f"launcher: cannot be used\n  {error}"
     if chosen.size == 0:
@@ -188,15 +193,16 @@ def _torchrun(environ: Environment) -> Placement | None:
     mark = "TORCHELASTIC_RUN_ID" if elastic else "MASTER_ADDR"
     why = f"{mark}, RANK and WORLD_SIZE are set (torchrun, env://)"
     found = _placement(environ, launcher, names, job, why)
-    if (
-        not elastic and found.local_size < 0 and _is_this_host(environ.get("MASTER_ADDR", ""))
-    ):  # reached from this host alone
+    if not elastic and found.local_size < 0 and _is_this_host(environ):  # reached from this host alone
         return replace(found, local_rank=found.rank, local_size=found.size)
     return found
 
 
-def _is_this_host(address: str) -> bool:
-    return address == "localhost" or wire.is_loopback(address)
+def _is_this_host(environ: Environment) -> bool:
+    """Whether MASTER_ADDR can be reached from this host alone. In pods it is often `localhost` in the first only."""
+    address = environ.get("MASTER_ADDR", "")
+    is_loopback = address == "localhost" or wire.is_loopback(address)
+    return is_loopback and "KUBERNETES_SERVICE_HOST" not in environ
 
 
 def _openmpi(environ: Environment) -> Placement | None:

@@ -190,6 +190,8 @@ def open_job(comm: Any, environ: Environment, deadline: float, say: Say | None, 
         # A launcher that we cannot read, though MPI could.
         job = _of_communicator(mpi.COMM_WORLD, environ, deadline, previous, key="MPI.COMM_WORLD")
         return _part(job, _checked_ranks(comm, _as_placement(job)))
+    if placement.launcher == "single":
+        detect.refuse_some_of_several(environ)
     _refuse_foreign_mpi(placement, mpi)
     if placement.size == 0:
         reason = f"{placement.why}, which does not say how many processes there are"

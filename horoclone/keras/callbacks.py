@@ -195,7 +195,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Averages; logs is changed in place, for the callbacks that come after this one."""
-        mine = {key: np.asarray(to_numpy(value), np.float64) for key, value in (logs or {}).items()}
+        values = {key: np.asarray(to_numpy(value)) for key, value in (logs or {}).items()}
+        mine = {key: value.astype(np.float64) for key, value in values.items() if value.dtype.kind in "biuf"}
         everybody = allgather_object(mine)
         forms = [{key: metrics[key].shape for key in sorted(metrics)} for metrics in everybody]
         if any(form != forms[0] for form in forms):

@@ -74,6 +74,7 @@ ALONE = {
         (TORCHRUN, "torchrun", 3, 4, 1, 2),
         (ENV, "env://", 3, 4, -1, -1),
         ({**ENV, "MASTER_ADDR": "localhost"}, "env://", 3, 4, 3, 4),
+        ({**ENV, "MASTER_ADDR": "localhost", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "env://", 3, 4, -1, -1),
         ({**ENV, "MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, "env://", 3, 4, 1, 2),
         ({"WORLD_SIZE": "1"}, "single", 0, 1, 0, 1),
         (OPEN_MPI, "openmpi", 2, 3, 2, 3),
@@ -132,17 +133,36 @@ def test_one_host_only_when_the_launcher_says_so(environ, expected):
         ({"HOROCLONE_RENDEZVOUS": "h:1"}, "HOROVOD_RANK is not"),
         ({"HOROCLONE_RENDEZVOUS": "h:1", "HOROCLONE_RANK": "0"}, "HOROVOD_SIZE is not"),
         ({**STEP, **ENV, "RANK": "0", "WORLD_SIZE": "1"}, ""),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "2 processes, but MASTER_PORT is not set"),
-        ({"MASTER_PORT": "1", "WORLD_SIZE": "2"}, "RANK and MASTER_ADDR are not set"),
-        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI_FD is not set"),
-        ({"HOROVOD_SIZE": "2"}, "HOROVOD_RANK is not set"),
-        ({"HOROCLONE_SIZE": "2", "HOROCLONE_RANK": "1"}, "HOROCLONE_RENDEZVOUS is not set"),
     ],
 )
 def test_nonsense_is_refused(environ, text):
     with pytest.raises(errors.Unsupported) as caught:
         detect.detect(environ)
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("environ", "text"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "2 processes, but MASTER_PORT is not set"),
+        ({"LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "RANK and MASTER_ADDR are not set"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI_FD is not set"),
+        ({"HOROVOD_SIZE": "2"}, "HOROVOD_RANK is not set"),
+        ({"HOROCLONE_SIZE": "2", "HOROCLONE_RANK": "1"}, "HOROCLONE_RENDEZVOUS is not set"),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, ""),  # of a shell, for what it starts
+        ({"RANK": "0", "WORLD_SIZE": "1"}, ""),
+    ],
+)
+def test_one_of_several_processes_is_not_taken_for_one_alone(environ, text):
+    assert detect.detect(environ).launcher == "single"  # MPI may know better
+    explained = detect.explain(environ)
+    if not text:
+        detect.refuse_some_of_several(environ)
+        assert "launcher: single" in explained
+        return
+    with pytest.raises(errors.Unsupported) as caught:
+        detect.refuse_some_of_several(environ)
+    assert text in str(caught.value) and text in explained
 
 
 @pytest.mark.parametrize("outer", [OPEN_MPI, HYDRA, STEP])

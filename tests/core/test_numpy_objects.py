@@ -59,10 +59,14 @@ def test_classes_of_the_script_are_those_of_the_rank_that_reads():
             del script.Config  # of a rank that has no such class
         got = hvd.broadcast_object(Config(Phase.TEST, []))
         assert got.phase is Phase.TEST and type(got).__name__ == "Config"
+        script.Rates = type("Rates", (), {"__module__": "__main__", "lr": 0.5 if hvd.rank() == 0 else 0.1})
+        assert hvd.broadcast_object(script.Rates).lr == hvd.broadcast_object(script.Rates()).lr == 0.5
+        assert script.Rates.lr == (0.5 if hvd.rank() == 0 else 0.1)
         assert (type(got) is Config) == (hvd.rank() == 0)
     finally:
         del script.Phase
-        vars(script).pop("Config", None)
+        for name in ("Config", "Rates"):
+            vars(script).pop(name, None)
 
 
 @ranks(2)

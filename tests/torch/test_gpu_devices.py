@@ -127,6 +127,13 @@ def test_where_torch_has_no_memory_left_the_core_gives_back_what_it_keeps(monkey
     on_out_of_memory(0, 1 << 30, 1 << 33, 1 << 20)
     assert len(trimmed) == 1
 
+    def refuses(_: Any) -> None:
+        raise RuntimeError("cudaMallocAsync does not yet support attachOutOfMemoryObserver")
+
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", refuses)
+    gpu._watch_allocator.cache_clear()
+    gpu.follow(runtime, 1, (0, 7))
+
 
 def test_a_join_comes_behind_the_current_stream(monkeypatch) -> None:
     uses_cuda = [True]

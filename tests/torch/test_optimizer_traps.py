@@ -284,6 +284,35 @@ def test_two_optimizers_do_not_sum_a_gradient_twice() -> None:
 
 
 @ranks(2)
+def test_two_optimizers_take_turns_with_layers_that_are_frozen_for_the_other() -> None:
+    """Of whom each knows parameters of the other, and of a lazy one that nobody trains; gradients go on being reduced
+    while backward() runs."""
+    model = layers(2)
+    model.later = torch.nn.LazyLinear(3)
+    for parameter in model.later.parameters():
+        parameter.requires_grad = False
+    optimizers = []
+    for layer in (0, 1):
+        model[layer].requires_grad_(True)
+        model[1 - layer].requires_grad_(False)
+        optimizers.append(hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1)))
+    sent = []
+    for step in range(6):
+        turn = step % 2
+        model[turn].requires_grad_(True)
+        model[1 - turn].requires_grad_(False)
+        weights = [model[layer].weight.detach().clone() for layer in (0, 1)]
+        optimizers[turn].zero_grad()
+        model[1](model[0](inputs(step))).square().mean().backward()
+        sent += [state.arrived for state in optimizers[turn]._reducer.states if step > 3]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizers[turn].step()
+        assert not torch.equal(model[turn].weight, weights[turn])
+        assert torch.equal(model[1 - turn].weight, weights[1 - turn])
+    assert alike([*model[0].parameters(), *model[1].parameters()]) and sent and all(sent)
+
+
+@ranks(2)
 def test_different_models_are_named_by_parameter_and_rank() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 4 + hvd.rank()))

@@ -6,7 +6,7 @@ Otherwise they are treated as tensors in host memory. Thread: the caller's; its 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +90,8 @@ def _watch_allocator() -> None:
     it keeps, so that what is tried next may have it."""
     watch = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
     if watch is not None:
-        watch(_on_out_of_memory)
+        with suppress(RuntimeError):  # an allocator that knows no observers, as cudaMallocAsync
+            watch(_on_out_of_memory)
 
 
 def _on_out_of_memory(*_: int) -> None:

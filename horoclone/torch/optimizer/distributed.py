@@ -106,7 +106,7 @@ class DistributedMixin(WrappedOptimizer):
     def _find_new(self) -> None:
         for group in self.__dict__.get("param_groups", ()):
             for parameter in group["params"]:
-                if not self._reducer.knows(parameter):
+                if not (self._reducer.knows(parameter) or self._reducer.waits_for(parameter)):
                     self._reducer.add(parameter, self._name_of(parameter))
 
     @contextmanager

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from horoclone import weights
 from horoclone.comparison import PLACES, Policy
@@ -114,12 +115,25 @@ IN_SHARDS = "with shard_optimizer_state each rank has the result of its own shar
 
 
 _living: weakref.WeakSet[Reducer] = weakref.WeakSet()
+_own_hooks: set[int] = set()  # the ids of all reducers' hooks, which change no gradient
 
 
 def _may_train(parameter: torch.Tensor) -> bool:
     """Whether it has a gradient, now or once somebody unfreezes it."""
     differentiable = parameter.is_floating_point() or parameter.is_complex()
-    return parameter.requires_grad or (differentiable and not parameter.is_inference())
+    return parameter.requires_grad or (
+        differentiable and not is_lazy(parameter) and not parameter.is_inference()
+    )
+
+
+def _is_last(hooks: Iterable[int], own: int) -> bool:
+    """Whether no hook of the user's comes after our own one."""
+    for number in reversed(hooks):  # type: ignore[call-overload]
+        if number == own:
+            return True
+        if number not in _own_hooks:
+            break
+    return False
 
 
 @contextmanager
@@ -281,10 +295,11 @@ class Reducer:
             reducer = reducer_of()
             if reducer is not None:
                 hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-                reducer._fired(parameter, is_last=next(reversed(hooks)) == handle.id)
+                reducer._fired(parameter, _is_last(hooks, handle.id))
 
         with _unfrozen(parameter):
             handle = parameter.register_post_accumulate_grad_hook(hook)
+        _own_hooks.add(handle.id)
 
     def _watch_local(self, parameter: torch.Tensor) -> None:
         # Before a further backward of a step adds to a gradient that is divided already.
@@ -305,6 +320,14 @@ class Reducer:
     def knows(self, parameter: torch.Tensor) -> bool:
         """Whether `add` or `add_local` has been called for it."""
         return parameter in self._state_of or parameter in self.local
+
+    def waits_for(self, parameter: torch.Tensor) -> bool:
+        """Whether it is frozen still, as `add` has found it."""
+        return parameter in self._frozen and not parameter.requires_grad
+
+    def _is_of_another(self, parameter: torch.Tensor) -> bool:
+        """Whether another optimizer reduces it, while it is frozen for this one: they take turns."""
+        return any(other is not self and other.knows(parameter) and not other._newer for other in _living)
 
     def set_weight(self, weight: Any) -> None:
         """Of this rank in the step that comes; None: from then on all count alike, and none is wanted."""
@@ -338,7 +361,7 @@ class Reducer:
     @uncompiled
     def _fired(self, parameter: torch.Tensor, is_last: bool) -> None:
         """is_last: no hook of the user's comes after this one, which may change the gradient."""
-        if self._is_superseded():
+        if self._is_superseded() or (parameter in self._frozen and self._is_of_another(parameter)):
             return
         with self._lock:
             if not self.outstanding:
@@ -376,7 +399,7 @@ class Reducer:
     def _begin(self) -> None:
         """First hook, or synchronize without one, since the last synchronize()."""
         for parameter, name in list(self._frozen.items()):
-            if parameter.requires_grad:
+            if parameter.requires_grad and not self._is_of_another(parameter):
                 self.add(parameter, name)
         runtime = native()
         if runtime is not self._runtime:
@@ -508,10 +531,10 @@ class Reducer:
         changed = next((state.name for state in self.states if state.arrived and state.is_changed()), None)
         self._send(prompt=True)
         self._collect()
-        if changed is not None:
-            raise RuntimeError(CHANGED_BY_HOOK.format(name=changed))
         self._scale_local()
         self._spread_overflow()
+        if changed is not None:
+            raise RuntimeError(CHANGED_BY_HOOK.format(name=changed))
         if not self._was_skipped():  # what is changed from now on is changed too early, through .data as well
             for state in self.states:
                 if state.reduced:
