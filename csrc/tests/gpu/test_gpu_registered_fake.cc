@@ -124,7 +124,7 @@ TEST_CASE("fake of CUDA and NCCL: buckets that ranks drop at different moments a
 }
 
 TEST_CASE("fake of CUDA and NCCL: while NCCL is told of buckets other work goes on, and an abort is noticed") {
-  constexpr double kTakesS = 4;  // whatever NCCL is called for
+  constexpr double kTakesS = 2;  // whatever NCCL is called for
   FakeEnvironment slow(Variables{{"HC_FAKE_NCCL_IN_PROGRESS_US", std::to_string(int(kTakesS * 1e6))}});
   for (const bool aborts : {false, true}) {
     CAPTURE(aborts);
@@ -158,7 +158,7 @@ TEST_CASE("fake of CUDA and NCCL: while NCCL is told of buckets other work goes 
       CHECK_LOCKED(declared.is_ok() == !aborts);
       if (aborts) CHECK_LOCKED(declared.text().find("bad batch") != std::string::npos);
       if (!aborts) CHECK_LOCKED(took_s >= kTakesS);
-      if (!aborts) CHECK_LOCKED(longest_s < kTakesS / 2);
+      if (!aborts) CHECK_LOCKED(longest_s < kTakesS * 0.9);
       memory.reset();
     });
     CHECK(fake_registered("freed while known") == 0);
@@ -167,7 +167,7 @@ TEST_CASE("fake of CUDA and NCCL: while NCCL is told of buckets other work goes 
 }
 
 TEST_CASE("fake of CUDA and NCCL: while a thread allocates memory that NCCL is to know the others' work goes on") {
-  constexpr double kTakesS = 3;
+  constexpr double kTakesS = 1.5;
   FakeEnvironment slow(Variables{{"HC_FAKE_NCCL_ALLOC_US", std::to_string(int(kTakesS * 1e6))}});
   World world(2, gpu_settings());
   CHECK_OK(world.each([&](Engine& engine, int rank) {
@@ -181,7 +181,7 @@ TEST_CASE("fake of CUDA and NCCL: while a thread allocates memory that NCCL is t
     const double took_s = seconds_between(began, Clock::now());
     beside.join();
     CHECK_OK(allocated);
-    CHECK_LOCKED(took_s < kTakesS / 2);
+    CHECK_LOCKED(took_s < kTakesS * 0.8);
     all_are_here(engine, "end");
   }));
 }
