@@ -160,7 +160,8 @@ class Fake:
             return number + tensors.ON_GPU * (takes_gpu and self.place_of(tensor) is not gpu.HOST)
 
         def memory_beside(like, shape, dtype):
-            return self.tensor(torch.zeros(shape, dtype=dtype))
+            made = torch.zeros(shape, dtype=dtype)
+            return made if like is not None and self.place_of(like) is gpu.HOST else self.tensor(made)
 
         arrived = gpu.arrived
 
