@@ -160,8 +160,7 @@ class Fake:
             return number + tensors.ON_GPU * (takes_gpu and self.place_of(tensor) is not gpu.HOST)
 
         def memory_beside(like, shape, dtype):
-            made = torch.zeros(shape, dtype=dtype)
-            return made if like is not None and self.place_of(like) is gpu.HOST else self.tensor(made)
+            return self.tensor(torch.zeros(shape, dtype=dtype))
 
         arrived = gpu.arrived
 
