@@ -24,7 +24,7 @@ from horoclone.process_sets import ProcessSet
 from horoclone.runtime import native, size
 from horoclone.runtime.steps import joins
 from horoclone.torch import operations
-from horoclone.torch.operations.gpu import memory_beside
+from horoclone.torch.operations.gpu import HOST, memory_beside, place_of
 from horoclone.torch.operations.grouped import grouped_allreduce_async_
 from horoclone.torch.operations.tensors import uncompiled
 from horoclone.torch.optimizer.agreement import agree_on_order, agree_on_parameters, by_name
@@ -119,7 +119,13 @@ class Deltas:
 
     def _beside(self, count: int) -> torch.Tensor:
         """Numbers that travel with the first part."""
-        return memory_beside(self._starts[self._parts[0][0]], (count,), torch.float32)
+        first = self._starts[self._parts[0][0]]
+        on_host = place_of(first) is HOST
+        return (
+            torch.empty(count, dtype=torch.float32, device="cpu")
+            if on_host
+            else memory_beside(first, (count,), torch.float32)
+        )
 
     @torch.no_grad()
     def reduce(self) -> None:
