@@ -26,8 +26,8 @@ Status DeviceLevels::begin(bool inner, const NcclId& id, NcclComm** comm) {
   *comm = made.get();
   const int size = inner ? place_.inner_size : place_.outer_size;
   const int rank = inner ? place_.inner_rank : place_.outer_rank;
-  const std::string name = inner ? "the communicator of a node" : "the communicator between nodes";
-  return made->begin(size, id, rank, "horoclone " + name.substr(4)).with(name);
+  const std::string name = inner ? "communicator of a node" : "communicator between nodes";
+  return made->begin(size, id, rank, "horoclone " + name).with("the " + name);
 }
 
 void DeviceLevels::abort() {

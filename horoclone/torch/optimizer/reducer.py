@@ -242,15 +242,15 @@ class Reducer:
         if self._terms.process_set.included() is False:  # this rank trains alone
             return
         for parameter in parameters:
-            state = self._state_of.pop(parameter, None)
-            if state is not None:
-                self.states.remove(state)
-                self._forget_layout()
-            elif parameter not in self.local and _may_train(parameter):
-                self._take_over(parameter)
-                if self._frozen.pop(parameter, None) is None:
-                    self._watch(parameter)
             if parameter not in self.local and _may_train(parameter):
+                state = self._state_of.pop(parameter, None)
+                if state is not None:
+                    self.states.remove(state)
+                    self._forget_layout()
+                else:
+                    self._take_over(parameter)
+                    if self._frozen.pop(parameter, None) is None:
+                        self._watch(parameter)
                 self._watch_local(parameter)
             self.local[parameter] = None
 
