@@ -271,12 +271,11 @@ bool Links::can_go_back(int rank) const {
   return suspects;
 }
 
-// And there is another way; else it may come back before anybody notices. (The first address is that of this
-// connection.)
+// And there is another way; else it may come back before anybody notices.
 bool Links::is_unplugged(const Peer& peer, Line line) const {
   return interfaces_.some_are_down() &&
          interfaces_.went_down(peer.channel->own_address(line), peer.made_at[static_cast<int>(line)]) &&
-         std::any_of(peer.addresses.begin() + peer.first_is_good, peer.addresses.end(),
+         std::any_of(peer.addresses.begin(), peer.addresses.end(),
                      [&](const Address& other) { return interfaces_.lead_to(other); });
 }
 
