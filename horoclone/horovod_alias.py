@@ -155,9 +155,8 @@ def find_spec(
     None also below a `horovod` that is not ours, and when this alias steps aside.
     """
     top, _, rest = name.partition(".")
-    if (
-        top == "horoclone" and rest in _REFUSED
-    ):  # `from horovod.runner import x` looks below the module's own name
+    # `from horovod.runner import x` looks below the module's own name
+    if top == "horoclone" and rest in _REFUSED:
         return _spec(name, _Refusal(_REFUSED[rest]), True)
     if top != "horovod":
         return None

@@ -448,9 +448,8 @@ def clean_environment() -> dict[str, str]:
     """Ours without any launcher's variables, one thread per process, faulthandler on."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_VARIABLES) and k not in names}
-    env.update(
-        HOROCLONE_SELECTION="fixed"
-    )  # no probe: sizes at which algorithms change are the same everywhere
+    # No probe: sizes at which algorithms change are the same everywhere
+    env.update(HOROCLONE_SELECTION="fixed")
     env.update(OMP_NUM_THREADS="1", PYTHONFAULTHANDLER="1", PYTHONUNBUFFERED="1")
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}"
     return env

@@ -275,9 +275,8 @@ class Team:
     def close(self) -> None:
         for pid in self.pids:
             if pid not in self._pool.ended():
-                with contextlib.suppress(
-                    ProcessLookupError
-                ):  # it has just ended; the worker_pool's thread will say so
+                # It has just ended; the worker_pool's thread will say so
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         if self.pids:
             self.wait(10)

@@ -633,7 +633,6 @@ def distributed(backend: str = "horoclone", **more: Any) -> Iterator[tuple[int, 
 
 
 if __name__ == "__main__":  # the classes that travel belong to the module `world`, on both sides
-    load(
-        str(Path(__file__).with_name("worker_pool.py")), "worker_pool"
-    )  # a test's file may have bodies of both kinds
+    # A test's file may have bodies of both kinds
+    load(str(Path(__file__).with_name("worker_pool.py")), "worker_pool")
     load(__file__, "world").serve(*map(int, sys.argv[1:4]))

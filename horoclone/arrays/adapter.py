@@ -22,9 +22,8 @@ from horoclone.requests import Requests
 if TYPE_CHECKING:
     from horoclone._core import Result, Runtime
 
-Copy = Callable[
-    [int, int, int], None
-]  # of a core-owned result: to that address, so many bytes, on that stream
+# Of a core-owned result: to that address, so many bytes, on that stream
+Copy = Callable[[int, int, int], None]
 
 
 class Adapter(Protocol):

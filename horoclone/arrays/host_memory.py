@@ -22,9 +22,8 @@ Array = NDArray[Any]
 IN_HOST_MEMORY = True
 empty_like = np.empty_like
 NAMES = {number: name for name, number in ops.MOVABLE.items()}
-_numbers: dict[
-    Any, int
-] = {}  # by dtype, of those seen: making a name takes NumPy longer than the core's whole call
+# By dtype, of those seen: making a name takes NumPy longer than the core's whole call
+_numbers: dict[Any, int] = {}
 
 
 def dtype_of(array: Array) -> int:

@@ -41,9 +41,8 @@ class Weights:
         sent = []
         for leaf, wire in zip(leaves, self._wires, strict=True):
             own = self._own(wire)
-            product = jnp.where(
-                own == 0, 0, leaf.astype(own.dtype) * own
-            )  # no samples: also what is not finite is 0
+            # No samples: also what is not finite is 0
+            product = jnp.where(own == 0, 0, leaf.astype(own.dtype) * own)
             sent.append(product.astype(wire))
         return sent + [self._tail(wire) for wire in dict.fromkeys(self._wires)]
 

@@ -304,9 +304,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             logs["lr"] = rates.learning_rate_of(self.model.optimizer)
 
     def _adjust(self, epoch: float) -> None:
-        optimizer = (
-            self.model.optimizer
-        )  # on JAX, reading self.model brings the state back from the training step
+        # On JAX, reading self.model brings the state back from the training step
+        optimizer = self.model.optimizer
         new = self.initial_lr * self.multiplier(epoch)
         old = rates.learning_rate_of(optimizer)
         if new == old:

@@ -56,9 +56,8 @@ def native_of(variable: Any) -> Any:
 def slots_of(optimizer: Any, variables: Sequence[Any]) -> list[list[Any]]:
     """What the optimizer keeps for each of these variables, momenta for example."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-    if isinstance(
-        several := getattr(optimizer, "optimizers", None), list
-    ):  # MultiOptimizer: each has some of them
+    # MultiOptimizer: each has some of them
+    if isinstance(several := getattr(optimizer, "optimizers", None), list):
         of_each = zip(*(slots_of(one, variables) for one in several), strict=True)
         return [[slot for slots in one for slot in slots] for one in of_each]
     slots = getattr(optimizer, "_slots", None)

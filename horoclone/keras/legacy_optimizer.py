@@ -51,9 +51,8 @@ class State:
             self.aggregation.gives_sums = True
         self.numbers: dict[Hashable, int] = {}  # of its variables, the same on every rank
         self._life: Any = None  # the runtime in which they were given
-        self.computed: set[Hashable] = (
-            set()
-        )  # eagerly: variables whose gradients were reduced and are not applied yet
+        # Eagerly: variables whose gradients were reduced and are not applied yet
+        self.computed: set[Hashable] = set()
         self.scaled = False  # a LossScaleOptimizer computes gradients with it at this moment
         self.implied = False  # made from a saved configuration; DistributedOptimizer may still be called
         self.values: list[Any] | None = None  # of the original's variables, until the copy has them

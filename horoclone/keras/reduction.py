@@ -61,9 +61,8 @@ class Reduction:
     named: bool  # by the user, so that the name is unlike others
     local_variables: list[Any] = field(default_factory=list)
     local_layers: list[Any] = field(default_factory=list)  # asked at use, as they may not be built yet
-    is_copy: bool = field(
-        default=False, compare=False
-    )  # perhaps for another model, with local variables of its own
+    # Perhaps for another model, with local variables of its own
+    is_copy: bool = field(default=False, compare=False)
     refusal: str = ""  # why these options cannot be used
     turn: Turn = field(init=False, compare=False, repr=False)
 

@@ -183,9 +183,8 @@ class Spans:
     def __init__(self, tracer: trace.Tracer, ids: _StepIds) -> None:
         self._tracer, self._ids = tracer, ids
         self._to_unix_ns = time.time_ns() - time.monotonic_ns()
-        self._steps: list[
-            tuple[int, trace.Span]
-        ] = []  # (begin, span) of the running one and the one before it
+        # (begin, span) of the running one and the one before it
+        self._steps: list[tuple[int, trace.Span]] = []
         self._running: dict[tuple[Any, ...], _Running] = {}
         self._recovery: Context = Context()
         self._last_ns = 0

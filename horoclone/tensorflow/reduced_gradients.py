@@ -92,9 +92,8 @@ class _Walk:
     def __init__(self, random_is_neutral: bool) -> None:
         self._random_is_neutral = random_is_neutral
         self._known: dict[tuple[int, str], int] = {}
-        self._captures: dict[
-            int, dict[str, Any]
-        ] = {}  # of each graph: a placeholder's name -> the tensor outside
+        # Of each graph: a placeholder's name -> the tensor outside
+        self._captures: dict[int, dict[str, Any]] = {}
 
     def origin(self, tensor: Any) -> int:
         """What the tensor is made of: the worst of its parts."""

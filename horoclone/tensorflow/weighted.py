@@ -41,9 +41,8 @@ def mean(
     value = _value(call, weight)
     payload = [_weighed(tensor, wire, value) for tensor, wire in zip(tensors, wires, strict=True)]
     payload += [_tail(wire, value, process_set) for wire in dict.fromkeys(wires)]
-    if (
-        name is None and not tf.executing_eagerly()
-    ):  # that of the call without a weight, which must not wait for it
+    # That of the call without a weight, which must not wait for it
+    if name is None and not tf.executing_eagerly():
         kind = "HorovodAllreduce" if call == "allreduce" else "HorovodGroupedAllreduce"
         name = mpi_ops._node_name(kind, tensors[0].name)
     received = mpi_ops._grouped_allreduce(payload, name, Sum, 1.0, 1.0, ignore_name_scope, process_set)
@@ -92,9 +91,8 @@ def _own(wire: str, value: Any) -> Any:
 def _weighed(tensor: Any, wire: str, value: Any) -> Any:
     own = _own(wire, value)
     product = tf.cast(tensor, own.dtype) * own
-    product = tf.where(
-        tf.equal(own, 0), tf.zeros_like(product), product
-    )  # no samples: also what is not finite is 0
+    # No samples: also what is not finite is 0
+    product = tf.where(tf.equal(own, 0), tf.zeros_like(product), product)
     return tf.cast(product, wire)
 
 

@@ -112,9 +112,8 @@ class LoadBalancedBatchSampler(torch.utils.data.Sampler[list[int]]):
             speed = self._samples / self._own_s if self._own_s > MEASURED_S else 0.0
             mine = torch.zeros(self._size, dtype=torch.float64, device="cpu")
             mine[self._rank] = speed
-            self._told = operations.allreduce_async_(
-                mine, op=Sum
-            )  # without a name: scripts may have several samplers
+            # Without a name: scripts may have several samplers
+            self._told = operations.allreduce_async_(mine, op=Sum)
 
 
 def shared(count: int, speeds: Sequence[float]) -> list[int]:

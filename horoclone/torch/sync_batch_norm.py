@@ -239,9 +239,8 @@ def _synchronised(cls: Any, kind: Any) -> Any:
     if kind in _PLAIN:
         return cls
 
-    def __reduce_ex__(
-        self: Any, protocol: Any
-    ) -> Any:  # pickle finds classes by name, and this one is made here
+    # Pickle finds classes by name, and this one is made here
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
         state: Any = object.__reduce_ex__(self, 2)[2:]
         return (_blank, (cls, kind), *state)
 

@@ -200,9 +200,8 @@ def first_words(names: Iterable[str]) -> set[str]:
 def test_a_framework_is_imported_by_its_own_binding_only() -> None:
     for path in python_sources():
         names, parts = imports_of(path), path.relative_to(PACKAGE).parts
-        others = parts[:2] == ("tensorflow", "keras") or parts == (
-            "_keras.py",
-        )  # Horovod's other names for it
+        # Horovod's other names for it
+        others = parts[:2] == ("tensorflow", "keras") or parts == ("_keras.py",)
         layer = "keras" if others else parts[0]
         allowed = {layer} & FRAMEWORKS | ({"tensorflow", "jax", "torch"} if layer == "keras" else set())
         allowed |= {"optax"} if layer == "jax" else set()  # the optimizers of JAX's world

@@ -287,9 +287,8 @@ def test_counters_of_control_and_of_idle_engines_and_dtypes(tmp_path):
         results[program] = json.loads(path.read_text())
     rows = {(row["way"], row["form"]): row for row in results["control.py"]["rows"]}
     assert len(rows) == 5 and not any(row["broken"] for row in rows.values())
-    assert (
-        rows["shared memory", "declared"]["mean messages of all"] == 0
-    )  # a persistent plan needs no message
+    # A persistent plan needs no message
+    assert rows["shared memory", "declared"]["mean messages of all"] == 0
     assert set(rows["TCP", "grouped"]["messages by role"]) == {"root", "leaf"}
     assert rows["TCP", "grouped"]["others messages"] > 0
     assert set(results["dtypes.py"]["dtypes"]["4096"]) == {"float32", "float16", "bfloat16"}
@@ -330,9 +329,8 @@ def test_a_tiny_run_between_two_hosts(tmp_path):
     case = json.loads((tmp_path / "network.json").read_text())["cases"]["1g-2x2"]
     (size,) = case["sizes"]
     assert set(size["contestants"]) == {"horoclone", "horoclone flat", "gloo"}
-    assert case["case"]["cable_bytes"] > 60 * (
-        1 << 20
-    )  # 60 calls at least of each, whose data cannot have gone elsewhere
+    # 60 calls at least of each, whose data cannot have gone elsewhere
+    assert case["case"]["cable_bytes"] > 60 * (1 << 20)
     assert size["found"]["of line"]["ratio"] > 0 and min(case["raw_gbit"]["rates"]) > 0
     assert "NO CONCLUSION" in done.stdout and "vs gloo" in done.stdout
 

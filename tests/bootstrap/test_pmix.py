@@ -222,9 +222,8 @@ def three_hosts(launch, open_mpi, tmp_path):
     agent.chmod(0o755)
     hosts = f"{os.uname().nodename}:1,horoclone-b:2,horoclone-c:1"
     options = ["--host", hosts, "--prtemca", "plm_ssh_agent", str(agent)]
-    env = {
-        name: value for name, value in open_mpi.env.items() if not name.startswith("PRTE")
-    }  # no oversubscription
+    # No oversubscription
+    env = {name: value for name, value in open_mpi.env.items() if not name.startswith("PRTE")}
 
     def run(script, *words):
         program = [sys.executable, "-c", script, str(tmp_path / "sign"), *words]

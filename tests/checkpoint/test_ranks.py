@@ -174,9 +174,8 @@ def test_a_save_that_shutdown_overtakes_is_told(place, then):
             waits.set()
             assert hvd.checkpoint.wait() is None
             return
-        if (
-            then == "begins again"
-        ):  # as an elastic job does: the loss was told by other means, and saving goes on
+        # As an elastic job does: the loss was told by other means, and saving goes on
+        if then == "begins again":
             hvd.init()
             waits.set()
             hvd.checkpoint.save(place, a_state(2), async_=False)

@@ -20,9 +20,8 @@ def check_blocking_calls() -> None:
         for _ in range(5):
             hvd.allreduce_(tensor, op=hvd.Max, name="repeats")
         before = counted()
-        for _ in range(
-            50
-        ):  # small ones: in rounds that bypass the negotiation, most of them without the engine
+        # Small ones: in rounds that bypass the negotiation, most of them without the engine
+        for _ in range(50):
             hvd.allreduce_(tensor, op=hvd.Max, name="repeats")
         assert counted() - before == 50 * 4 * count, count
         hvd.barrier()

@@ -215,6 +215,5 @@ def test_blocked_programs_of_frameworks_end(launch, tmp_path, framework):
     places = re.findall(
         r"rank 0 stands in .* at \S*program\.py:(\d+), rank 1 in .* at \S*program\.py:(\d+)", done.output
     )
-    assert len(places) >= 3 and set(places) == {(str(line), str(line))}, (
-        done.output
-    )  # said once, raised on both
+    # Said once, raised on both
+    assert len(places) >= 3 and set(places) == {(str(line), str(line))}, done.output

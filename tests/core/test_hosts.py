@@ -51,9 +51,8 @@ def compute():
     assert (hvd.cross_rank(), hvd.cross_size()) == (rank // 2, 2) and hvd.is_homogeneous()
     for count in SIZES:
         for dtype in (np.float32, np.int64, ml_dtypes.bfloat16):
-            mine = (np.arange(count) % 50 + rank).astype(
-                dtype
-            )  # every sum is exact, in 8 bits of mantissa, too
+            # Every sum is exact, in 8 bits of mantissa, too
+            mine = (np.arange(count) % 50 + rank).astype(dtype)
             total = sum(((np.arange(count) % 50) + r for r in range(size)), np.zeros(count))
             assert np.array_equal(hvd.allreduce(mine, op=hvd.Sum).astype(np.float64), total), (count, dtype)
             average = hvd.allreduce(mine, op=hvd.Average).astype(np.float64)

@@ -67,7 +67,6 @@ def test_every_operation_that_moves_data():
                 assert hvd.recv(place, 1, tag) is place
                 same(place, sent)
             same(hvd.broadcast(bits(me, rows, dtype), 0), bits(0, rows, dtype))
-    turned = (
-        np.arange(12, dtype=">c8").reshape(3, 4).T + me
-    )  # neither contiguous nor in this machine's byte order
+    # Neither contiguous nor in this machine's byte order
+    turned = np.arange(12, dtype=">c8").reshape(3, 4).T + me
     assert np.array_equal(hvd.broadcast(turned, 1), turned + 1 - me)

@@ -20,9 +20,8 @@ SHORT = ("bool", "uint8", "int8", "uint16", "int16", "int32", "int64", "float16"
 
 def counted() -> AbstractContextManager[dict[str, int]]:
     """How many submissions took the fast path, and how many were offered to it."""
-    hvd.synchronize(
-        hvd.allreduce_async_(np.ones(1))
-    )  # a life's first takes the slow path and opens the fast one
+    # A life's first takes the slow path and opens the fast one
+    hvd.synchronize(hvd.allreduce_async_(np.ones(1)))
     return starts_counted(table)
 
 

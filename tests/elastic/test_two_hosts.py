@@ -191,9 +191,8 @@ def test_ranks_on_two_hosts_go_on_when_their_launcher_dies(job: Any, hosts: TwoH
     run.is_alone = True
     run.started.process.kill()
     far = lines / "rank.2"
-    wait_for(
-        far / "stderr", "this process is the membership coordinator now (generation 1)"
-    )  # the lowest of the other host
+    # The lowest of the other host
+    wait_for(far / "stderr", "this process is the membership coordinator now (generation 1)")
     for rank in (0, 1, 3):
         found = "rank 2 of generation 1 is the membership coordinator now"
         wait_for(lines / f"rank.{rank}" / "stderr", found)

@@ -60,9 +60,8 @@ def test_it_reads_ahead_as_far_as_the_queue_has_room() -> None:
     batches = iter(loader)
     assert next(batches)[0] == 0
     deadline = threading.Event()
-    while len(loader.read) < 6 and not deadline.wait(
-        0.01
-    ):  # one given out, four in the queue, one in the hand
+    # One given out, four in the queue, one in the hand
+    while len(loader.read) < 6 and not deadline.wait(0.01):
         pass
     deadline.wait(0.2)
     assert len(loader.read) == 6

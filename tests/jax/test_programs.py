@@ -239,9 +239,8 @@ def test_a_mismatch_raises_with_our_text_and_the_runtime_goes_on() -> None:
         assert isinstance(error, hvd.Mismatch) and str(error).startswith("allreduce 'crossed'")
         assert float(jax.jit(lambda x: hvd.allreduce(x, name="fine"))(jnp.float32(3))) == 3.0
     assert hvd.horovod_error_of(ValueError("something else")) is None
-    heavy = jax.jit(
-        lambda x: hvd.allreduce(x @ x, name="crossed2").sum()
-    )  # too big to run in the caller's thread
+    # Too big to run in the caller's thread
+    heavy = jax.jit(lambda x: hvd.allreduce(x @ x, name="crossed2").sum())
     with pytest.raises(jax_errors(), match="allreduce 'crossed2'"):
         jax.block_until_ready(heavy(jnp.ones((300 + hvd.rank(), 300 + hvd.rank()))))
     assert float(heavy(jnp.ones((300, 300)))) == 300.0**3

@@ -88,9 +88,8 @@ def builds_the_optimizer_before_the_first_step() -> None:
     probe = Probe(state_of)
     model.fit(**data(hvd.rank()), callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), probe])
     weights = len(model.weights)
-    assert len(probe.seen[0]) >= weights + 1 + 2 * len(
-        model.trainable_weights
-    )  # iterations, two moments each
+    # Iterations, two moments each
+    assert len(probe.seen[0]) >= weights + 1 + 2 * len(model.trainable_weights)
     states = hvd.allgather_object(probe.seen[0])
     assert all(np.array_equal(a, b) for a, b in zip(states[0], states[1], strict=True))
 

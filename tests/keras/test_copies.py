@@ -254,9 +254,8 @@ def models_reduce(kind: str, folder: str) -> None:
     import horoclone.keras as hvd
 
     keras, rank = the_keras(), hvd.rank()
-    old = (
-        "keras" if keras.__name__ == "keras" else "h5"
-    )  # Keras 3 builds optimizers from h5 without variables
+    # Keras 3 builds optimizers from h5 without variables
+    old = "keras" if keras.__name__ == "keras" else "h5"
 
     def saved(suffix: str, **options: Any) -> Callable[[Any], Any]:
         def way(model: Any) -> Any:

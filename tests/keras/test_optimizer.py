@@ -178,9 +178,8 @@ def trains_in_half_precision() -> None:
     model = compiled(
         network(hvd.rank(), dtype="mixed_float16"), hvd.DistributedOptimizer(optimizer_named("sgd"))
     )
-    if not isinstance(
-        model.optimizer, keras.optimizers.LossScaleOptimizer
-    ):  # it looks at the model's own policy
+    # It looks at the model's own policy
+    if not isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
         model = compiled(model, keras.optimizers.LossScaleOptimizer(model.optimizer))
     fit(model, shard(hvd.rank()), callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
     assert same_everywhere(model)

@@ -23,9 +23,8 @@ def no_launcher(monkeypatch):
     for name in list(os.environ):
         if name.startswith(("HOROCLONE_", "HOROVOD_")) and name != "HOROCLONE_TEST_RUN":
             monkeypatch.delenv(name)
-    monkeypatch.setenv(
-        "HOROCLONE_SELECTION", "fixed"
-    )  # the user's memory of what init measured stays as it is
+    # The user's memory of what init measured stays as it is
+    monkeypatch.setenv("HOROCLONE_SELECTION", "fixed")
 
 
 def test_values_come_back_by_rank_with_arguments_and_closures():

@@ -177,9 +177,8 @@ def test_a_script_alone_is_run_by_the_python_of_its_host(launch, ssh, tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import sys; print(sys.orig_argv[0])")
     options = ["-np", "2", "-H", "localhost:1,host-a.invalid:1", "--remote-python", str(other)]
-    path = os.pathsep.join(
-        one for one in sys.path if one
-    )  # the environment's packages are not beside the link
+    # The environment's packages are not beside the link
+    path = os.pathsep.join(one for one in sys.path if one)
     done = launch([*RUN, *options, str(script)], env={**ssh, "PYTHONPATH": path})
     assert sorted(done.stdout.splitlines()) == [f"[0] {PYTHON}", f"[1] {other}"]
 

@@ -47,9 +47,8 @@ def test_a_process_that_takes_the_place_of_another_begins_anew() -> None:
     observer.digest([metrics_of(0, pid=1, now=NOW)], [])
     other = metrics_of(0, pid=2, now=NOW + 1, started=NOW + 0.5, operations={})
     assert observer.digest([other], []).rows[0].bytes_per_s is None
-    again = metrics_of(
-        0, pid=2, now=NOW + 2, started=NOW + 1.5, operations={}
-    )  # another init() of one process
+    # Another init() of one process
+    again = metrics_of(0, pid=2, now=NOW + 2, started=NOW + 1.5, operations={})
     assert observer.digest([again], []).rows[0].bytes_per_s is None
 
 

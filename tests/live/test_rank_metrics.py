@@ -265,9 +265,8 @@ def test_what_killed_processes_have_left_is_removed_when_no_rank_of_their_job_li
         (place / name).mkdir(parents=True, exist_ok=True, mode=0o700)
         (place / name / f"{rank}.metrics").write_bytes(whole(rank, process))
     (place / "empty").mkdir()
-    assert {one.id for one in job.jobs()} & {"dead", "half", "empty"} == {
-        "half"
-    }  # beside jobs of other tests
+    # Beside jobs of other tests
+    assert {one.id for one in job.jobs()} & {"dead", "half", "empty"} == {"half"}
     assert sorted(os.listdir(place)) == ["half"]
     assert [one.state for one in job.find("half").ranks()] == ["starting", "lost"]
     assert [event.kind for event in job.find("half").events()] == ["loss"]
@@ -301,9 +300,8 @@ def test_without_xdg_runtime_dir_it_is_the_systems_folder_or_none(monkeypatch) -
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     usual = f"/run/user/{os.getuid()}"
     assert runtime_directory.place(os.environ) == (f"{usual}/horoclone" if os.path.isdir(usual) else None)
-    monkeypatch.setattr(
-        os, "getuid", lambda: 12345
-    )  # has no such folder: no session, as in a container or a cron job
+    # Has no such folder: no session, as in a container or a cron job
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
     assert (
         runtime_directory.place(os.environ) is None
         and runtime_directory.create(os.environ, "job", rank_metrics.initial(origin())) is None

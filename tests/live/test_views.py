@@ -80,9 +80,8 @@ def hello(job: Any) -> dict[str, Any]:
 
 
 def top(*words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    own = {
-        name: text for name, text in os.environ.items() if name != "COLUMNS"
-    }  # another test may have left one
+    # Another test may have left one
+    own = {name: text for name, text in os.environ.items() if name != "COLUMNS"}
     return subprocess.run(
         [HOROCLONE, "top", *words],
         capture_output=True,

@@ -239,9 +239,8 @@ def test_who_is_no_coordinator_says_so_and_who_knows_less_gives_its_place_up(thr
     assert three.members[1].find(0, 5.0)
     three.follow(1)
     with pytest.raises(NotCoordinator):
-        three.links[1].form(
-            2, (), 1.0
-        )  # it was told generation 2 by the launcher, the coordinator of now was not
+        # It was told generation 2 by the launcher, the coordinator of now was not
+        three.links[1].form(2, (), 1.0)
     idle.close()
 
 

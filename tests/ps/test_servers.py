@@ -162,9 +162,8 @@ def test_keys_are_summed_or_optimized(cluster: Cluster, servers: Servers) -> Non
         store.push("adam", torch.ones(20))
 
 
-@pytest.mark.parametrize(
-    "elements", [1, 12, (1 << 18) + 6, 300_007]
-)  # the last one is a prime: pieces with a rest
+# The last one is a prime: pieces with a rest
+@pytest.mark.parametrize("elements", [1, 12, (1 << 18) + 6, 300_007])
 def test_keys_of_any_size_from_any_memory(servers: Servers, elements: int) -> None:
     store, name = ps.KVStore(servers), f"size {elements}"
     value = torch.arange(elements, dtype=torch.float32) % 1000

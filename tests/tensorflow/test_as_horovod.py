@@ -42,9 +42,8 @@ def test_a_rank_outside_the_process_set_keeps_its_own_gradients() -> None:
         assert isinstance(rows, tf.IndexedSlices)
         assert rows.indices.numpy().tolist() == ([1] if me == 1 else [0, 2])
         assert dense.numpy().tolist() == [2.0, 2.0]
-        assert own.numpy() == (
-            4.0 if me == 1 else (me + 1.0)
-        )  # 2 (me + 1), divided by the size of the set within it
+        # 2 (me + 1), divided by the size of the set within it
+        assert own.numpy() == (4.0 if me == 1 else (me + 1.0))
     for passes in (1, 2):
         for op in (hvd.Average, hvd.Sum):
             v = tf.Variable(0.0)

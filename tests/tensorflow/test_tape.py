@@ -168,9 +168,8 @@ def test_broadcast_of_variables_of_every_dtype() -> None:
 def test_sync_batch_normalization_is_that_of_the_whole_batch() -> None:
     n, me = hvd.size(), hvd.rank()
     chance = np.random.default_rng(3)
-    parts = [
-        chance.normal(5.0, 2.0, size=(r + 2, 4, 3)).astype(np.float32) for r in range(n)
-    ]  # unequal batches
+    # Unequal batches
+    parts = [chance.normal(5.0, 2.0, size=(r + 2, 4, 3)).astype(np.float32) for r in range(n)]
     pull = [chance.normal(size=part.shape).astype(np.float32) for part in parts]
 
     def outcome(layer: Any, x: Any, weight: Any, graph: bool) -> Any:

@@ -122,9 +122,8 @@ def test_equals_the_model(which: str) -> None:
     assert isinstance(optimizer, torch.optim.SGD if which == "momentum" else torch.optim.Adam)
     train(model, optimizer)
     assert_close(model, model_of(STEPS[which][1], hvd.size(), 6))
-    assert (
-        len({float(p.grad.sum()) for p in model.parameters()}) == 2
-    )  # gradients are there, and this rank's own
+    # Gradients are there, and this rank's own
+    assert len({float(p.grad.sum()) for p in model.parameters()}) == 2
 
 
 @ranks(2, env={"HOROCLONE_SHARED_MEMORY": "0"})
@@ -287,9 +286,8 @@ def test_local_frozen_unused_sparse_and_channels_last_parameters() -> None:
     for part in ("table", "body", "own", "idle"):
         assert not torch.equal(model[part].weight, before[part].weight), part
     assert torch.equal(model["frozen"].weight, before["frozen"].weight)
-    dense = wrapped(
-        torch.nn.Sequential(model["table"]), "adam", sparse_as_dense=True
-    )  # Adam takes no sparse ones
+    # Adam takes no sparse ones
+    dense = wrapped(torch.nn.Sequential(model["table"]), "adam", sparse_as_dense=True)
     model["table"](torch.tensor([hvd.rank()])).sum().backward()
     dense.step()
     assert alike(model["table"].parameters())
@@ -396,9 +394,8 @@ def test_a_failed_reduction_leaves_parameters_as_they_were() -> None:
     before = [p.detach().clone() for p in model.parameters()]
     name = f"{optimizer._deltas._summaries[0]} (deltas.{optimizer._deltas._layout}.0)"
     if hvd.rank() == 0:  # another operation of that name
-        hvd.allreduce(
-            torch.zeros(2, dtype=torch.uint8), name="horoclone.overflow", op=hvd.Max
-        )  # of the backward
+        # Of the backward
+        hvd.allreduce(torch.zeros(2, dtype=torch.uint8), name="horoclone.overflow", op=hvd.Max)
         with pytest.raises(hvd.Mismatch):
             hvd.grouped_allreduce([torch.zeros(3), torch.zeros(2)], name=name, op=hvd.Adasum)
     else:

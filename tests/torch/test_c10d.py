@@ -432,9 +432,8 @@ class Net(torch.nn.Module):
         return self.second(torch.relu(self.norm(self.first(x))))
 
 
-never_freed: list[
-    Any
-] = []  # freeing a DDP with its gloo group can deadlock with gloo's threads, in torch 2.13
+# Freeing a DDP with its gloo group can deadlock with gloo's threads, in torch 2.13
+never_freed: list[Any] = []
 
 
 def ddp_gradients(backend: str, **more: Any) -> list[torch.Tensor]:

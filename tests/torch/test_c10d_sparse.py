@@ -80,9 +80,8 @@ def test_what_sparse_tensors_cannot_do_is_said_and_the_group_goes_on() -> None:
         assert torch.equal(mine.to_dense(), size * part_of(1, 1, (), torch.float32).to_dense())
 
 
-never_freed: list[
-    Any
-] = []  # freeing a DDP with its gloo group can deadlock with gloo's threads, in torch 2.13
+# Freeing a DDP with its gloo group can deadlock with gloo's threads, in torch 2.13
+never_freed: list[Any] = []
 
 
 def embedding_gradients(backend: str) -> list[torch.Tensor]:

@@ -47,9 +47,8 @@ def _train(model: torch.nn.Module, optimizer: Any, steps: int) -> None:
 def test_whoever_waits_goes_on_where_others_have_dropped_theirs_and_joined(kind: str) -> None:
     for _ in range(2):
         model, optimizer = _made(kind)
-        _train(
-            model, optimizer, 3 if hvd.rank() else 5
-        )  # rank 1 is out of data first, and leaves its function
+        # Rank 1 is out of data first, and leaves its function
+        _train(model, optimizer, 3 if hvd.rank() else 5)
         del model, optimizer
         gc.collect()
         assert hvd.join() == 0

@@ -173,9 +173,8 @@ def test_ranks_that_differ_all_raise_when_they_wait_and_go_on(binding):
 @ranks(2)
 def test_tensors_without_a_first_dimension(binding):
     hvd, of = api(binding)
-    handle = hvd.allgather_async(
-        of(1.0), name="loss"
-    )  # what the others submit decides, so only waiting raises
+    # What the others submit decides, so only waiting raises
+    handle = hvd.allgather_async(of(1.0), name="loss")
     text = "Process-set rank zero tried to allgather a rank-zero tensor"
     says(
         raised(lambda: hvd.synchronize(handle)), hvd.HorovodInternalError, "allgather 'loss'", text, "reshape"

@@ -130,9 +130,8 @@ def by_quorum(text: str) -> None:
     batches, rounds, accuracy = last_line(
         r"rank 0: (\d+) batches, (\d+) rounds, test accuracy ([\d.]+)%", text
     )
-    assert (
-        rounds >= 200 and batches > 25 and accuracy > 80
-    )  # how many of them are its own is a matter of timing
+    # How many of them are its own is a matter of timing
+    assert rounds >= 200 and batches > 25 and accuracy > 80
 
 
 def same_bits(text: str) -> None:

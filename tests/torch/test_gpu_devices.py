@@ -22,9 +22,8 @@ GPU = torch.device("cuda", 0)
 @pytest.fixture
 def claims(monkeypatch) -> Iterator[None]:
     """Within it tensors have shapes, dtypes and devices only, and what would read a value is an error."""
-    monkeypatch.setattr(
-        torch.Tensor, "copy_", lambda self, source: self
-    )  # it may go from one device to another
+    # It may go from one device to another
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, source: self)
     with FakeTensorMode(), torch.no_grad():
         yield
 

@@ -455,9 +455,8 @@ def test_fake_where_ranks_share_a_gpu_a_capture_is_refused_and_training_goes_on(
 
 def dies_while_the_device_works() -> None:
     fake = begin()
-    if (
-        hvd.rank() == 1
-    ):  # read when horoclone makes its stream: what it enqueues has not begun when this rank dies
+    # Read when horoclone makes its stream: what it enqueues has not begun when this rank dies
+    if hvd.rank() == 1:
         os.environ["HC_FAKE_DELAY_US"] = "300000"
     data = fake.tensor(torch.ones(100_000))
     began = time.monotonic()
@@ -531,9 +530,8 @@ def distributes() -> None:
     work = dist.all_reduce(tensor, async_op=True)
     assert work.wait() and torch.equal(tensor, total)
     future = dist.all_reduce(tensor := mine(6), async_op=True).get_future()
-    (summed,) = (
-        future.wait()
-    )  # what DDP does; a future of CUDA's puts the stream behind the result, as this does:
+    # What DDP does; a future of CUDA's puts the stream behind the result, as this does:
+    (summed,) = future.wait()
     fake.synchronize()
     assert torch.equal(summed, total)
     dist.reduce(tensor := mine(6), 1, op=dist.ReduceOp.MAX)

@@ -154,9 +154,8 @@ def test_gradients_that_share_memory_are_reduced_once(form: str) -> None:
     parameters = [torch.nn.Parameter(torch.zeros(count)) for _ in range(3)]
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), op=hvd.Sum)
     for step in range(3):
-        if (
-            form == "parts of one memory"
-        ):  # as autograd gives them where a parameter and a view of one are added up
+        # As autograd gives them where a parameter and a view of one are added up
+        if form == "parts of one memory":
             given = torch.full((count + 2,), 1.0 + hvd.rank())
             views = [given[i : count + i] for i in range(3)]
         else:

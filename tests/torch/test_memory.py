@@ -46,9 +46,8 @@ LONG = cases(
 
 def resident_mib() -> float:
     gc.collect()
-    with open(
-        "/proc/self/smaps_rollup"
-    ) as rollup:  # of it what is no shared memory, whose pages come when used first
+    # Of it what is no shared memory, whose pages come when used first
+    with open("/proc/self/smaps_rollup") as rollup:
         return next(int(line.split()[1]) for line in rollup if line.startswith("Anonymous:")) / 1024
 
 

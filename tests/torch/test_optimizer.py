@@ -325,9 +325,8 @@ def test_learning_rate_schedulers_before_and_after_wrapping() -> None:
         warnings.simplefilter("error")
         after.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
-    optimizer.load_state_dict(
-        optimizer.state_dict()
-    )  # of a checkpoint: the first scheduler has the same groups
+    # Of a checkpoint: the first scheduler has the same groups
+    optimizer.load_state_dict(optimizer.state_dict())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch: the scheduler's own optimizer object made no step
         before.step()

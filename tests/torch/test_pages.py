@@ -70,9 +70,8 @@ def test_every_block_runs(page: str, tmp_path: Path) -> None:
     blocks = blocks_of(page)
     for number, block in enumerate(blocks):
         names = namespace(tmp_path)
-        if re.search(
-            "set_backward_passes|set_weight|clip_grad_norm_|consolidate", block
-        ):  # goes on with a wrapped one
+        # Goes on with a wrapped one
+        if re.search("set_backward_passes|set_weight|clip_grad_norm_|consolidate", block):
             names["optimizer"] = hvd.DistributedOptimizer(
                 names["optimizer"],
                 names["model"].named_parameters(),
@@ -221,9 +220,8 @@ def test_checkpoints(tmp_path: Path) -> None:
     )
     for end, saves in ((3000, [1, 2, 3]), (4000, [2, 3, 4])):
         run(block.replace("{end}", str(end)), {**two_layers(), "path": tmp_path})
-        assert (
-            hvd.checkpoint.saves(tmp_path)[-3:] == saves
-        )  # rank 0 removes older ones after it has told the others
+        # Rank 0 removes older ones after it has told the others
+        assert hvd.checkpoint.saves(tmp_path)[-3:] == saves
 
 
 @ranks(2)

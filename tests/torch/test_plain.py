@@ -27,9 +27,8 @@ def needs_exchange() -> None:
 
 def counted() -> AbstractContextManager[dict[str, int]]:
     """How many submissions took the fast path, and how many were offered to it."""
-    hvd.synchronize(
-        hvd.allreduce_async_(torch.ones(1))
-    )  # a life's first takes the slow path and opens the fast one
+    # A life's first takes the slow path and opens the fast one
+    hvd.synchronize(hvd.allreduce_async_(torch.ones(1)))
     return starts_counted(table)
 
 

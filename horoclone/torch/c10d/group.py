@@ -493,9 +493,8 @@ class HorocloneGroup(GroupFacts):
             as_row(output)
 
         def finish(runtime: Runtime, handle: int) -> None:
-            rows = rows_of(
-                runtime, handle, 0, data, place_of(data)
-            )  # it takes the result, but not the counts
+            # It takes the result, but not the counts
+            rows = rows_of(runtime, handle, 0, data, place_of(data))
             if expected is not None:
                 check_exchanged(runtime.result(handle), expected)
             copy_apart(rows, outputs)

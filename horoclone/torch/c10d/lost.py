@@ -83,9 +83,8 @@ def who_is_late(runtime: Runtime, rank: int, size: int) -> str:
         return "every rank has called it" if ", in batch " in text else ""
     if size == 2:
         return f"rank {1 - rank} has not called it"
-    missing = re.search(
-        r" misses ranks((?: \d+)+)", text
-    )  # only rank 0 keeps the list; the first is the oldest
+    # Only rank 0 keeps the list; the first is the oldest
+    missing = re.search(r" misses ranks((?: \d+)+)", text)
     if missing is None:
         return ""
     late = missing[1].split()

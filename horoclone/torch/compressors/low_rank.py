@@ -49,9 +49,8 @@ class PowerSGDCompressor(GradientCompressor):
         parts = _separated(sums, [*left, *rest])
         for gradient, reduced in zip(rest, parts[len(left) :], strict=True):
             gradient.copy_(reduced)
-        left = [
-            torch.linalg.qr(p)[0] for p in parts[: len(left)]
-        ]  # orthonormal columns: only the span counts
+        # Orthonormal columns: only the span counts
+        left = [torch.linalg.qr(p)[0] for p in parts[: len(left)]]
         own = [m.t() @ p for m, p in zip(matrices, left, strict=True)]
         sums = yield bucket.allreduce(_joined(own), "right")
         right = _separated(sums, own)

@@ -28,9 +28,8 @@ class _NoProfiler:
 # Callers look at profiler._is_profiler_enabled, which torch keeps "for fast python checks".
 profiler: Any = torchs_profiler if hasattr(torchs_profiler, "_is_profiler_enabled") else _NoProfiler
 
-_noted: dict[
-    int, tuple[str, str | None]
-] = {}  # handle -> call and name, of what was submitted under a profiler
+# Handle -> call and name, of what was submitted under a profiler
+_noted: dict[int, tuple[str, str | None]] = {}
 
 
 class Span:

@@ -57,9 +57,8 @@ def divide(sums: torch.Tensor, tail: torch.Tensor, label: str, process_set: Proc
     if sums.dtype == torch.bfloat16:
         sums.div_(whole)  # as a number it keeps its precision
     else:
-        sums.div_(
-            torch.tensor(whole, dtype=sums.dtype, device=sums.device)
-        )  # by a number CUDA does not divide
+        # By a number CUDA does not divide
+        sums.div_(torch.tensor(whole, dtype=sums.dtype, device=sums.device))
     return whole
 
 

@@ -44,9 +44,8 @@ def by_name(states: Sequence[GradState]) -> list[GradState]:
 class Parameters(NamedTuple):
     """What the ranks have in common; lists are by_name."""
 
-    sparse: list[
-        int
-    ]  # 0: no rank has a gradient, 1: a dense one, 1 + d: one with d sparse dimensions on some rank
+    # 0: no rank has a gradient, 1: a dense one, 1 + d: one with d sparse dimensions on some rank
+    sparse: list[int]
     dtypes: list[torch.dtype | None]  # of the gradients; None: no rank has one
     complete: list[bool]  # on every rank
     leads: bool  # this rank is the first one of those that have not joined

@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 
 FIRST_BUCKET_BYTES = 1 << 20  # small, so that the first reduction starts early in backward
 BUCKET_BYTES = 16 << 20
-GPU_BUCKET_BYTES = (
-    25 << 20
-)  # as DistributedDataParallel: a launch costs more there, and NCCL likes them larger
+# As DistributedDataParallel: a launch costs more there, and NCCL likes them larger
+GPU_BUCKET_BYTES = 25 << 20
 URGENT_BUCKET_BYTES = 1 << 20  # where a forward waits for each: little else goes with what it needs
 ALIGNMENT_BYTES = 64
 

@@ -216,9 +216,8 @@ class DistributedMixin(WrappedOptimizer):
             self._reducer.reduced = False
             self._reducer.check_alike(added_late=True)
             raise RuntimeError(ADDED_LATE)
-        if (
-            self._barrier is not None
-        ):  # its look at them has written to memory in use: they are of no use any more
+        # Its look at them has written to memory in use: they are of no use any more
+        if self._barrier is not None:
             self._reducer.reduced = False
             super().zero_grad()  # type: ignore[misc]
             raise RuntimeError(NO_TIME_FOR.format("unscaled"))
@@ -507,9 +506,8 @@ def _state_of(wrapped: Any) -> Any:
     optimizer_of = weakref.ref(wrapped)
 
     def state_of() -> Any:
-        held = getattr(
-            optimizer_of(), "state", None
-        )  # one around another optimizer has a property, or nothing
+        # One around another optimizer has a property, or nothing
+        held = getattr(optimizer_of(), "state", None)
         return held if isinstance(held, MutableMapping) else {}
 
     return state_of

@@ -198,9 +198,8 @@ class Reducer:
         self.comparison = Comparison(Policy(), None)  # of the ranks' values
         self.weighted = False  # this rank has given weights since it last took them back
         self._weighs = False  # and so have all, as far as they have agreed: buckets have places for weights
-        self._next_weight = self._weight = (
-            weights.MISSING
-        )  # of the step that comes; of the one that has begun
+        # Of the step that comes; of the one that has begun
+        self._next_weight = self._weight = weights.MISSING
         self._order: dict[GradState, None] = {}  # in a learning step: by the last time that each hook fired
         self._awaited = (
             0  # counted gradients that every rank computes, and that have not arrived in this step

@@ -151,9 +151,8 @@ def wrap(
     return wrapped
 
 
-_wrapped: weakref.WeakValueDictionary[int, Any] = (
-    weakref.WeakValueDictionary()
-)  # by id(): a class may define ==
+# By id(): a class may define ==
+_wrapped: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def is_wrapped_for(parameters: Iterable[torch.Tensor]) -> bool:

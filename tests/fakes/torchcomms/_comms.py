@@ -95,9 +95,8 @@ class TorchComm:
 
     def _wrapped(self, call: Any) -> Any:
         def wrapped(*args: Any, hints: Any = None, timeout: Any = None, **more: Any) -> TorchWork:
-            return TorchWork(
-                call(*args, *more.values())
-            )  # C++ passes them by place, and neither of these two
+            # C++ passes them by place, and neither of these two
+            return TorchWork(call(*args, *more.values()))
 
         return wrapped
 
