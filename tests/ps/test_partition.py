@@ -21,11 +21,8 @@ from horoclone.ps import Servers, Sum, Table
 from horoclone.runtime import native_module
 
 pytestmark = [
-    pytest.mark.netns,
-    pytest.mark.usefixtures("needs_root"),
-    pytest.mark.timeout(300),
-    pytest.mark.long(90),
-]
+    pytest.mark.netns, pytest.mark.usefixtures("needs_root"), pytest.mark.timeout(300), pytest.mark.long(90),
+]  # fmt: skip
 ROWS = 500
 
 

@@ -68,12 +68,9 @@ EXPORT void ptx_launch(kernel* run, const void* arguments, unsigned blocks, unsi
 }
 """
 SPECIAL = {
-    "%tid.x": "(uint32_t)(here->first % 256)",
-    "%ctaid.x": "(uint32_t)(here->first / 256)",
-    "%ntid.x": "256u",
-    "%nctaid.x": "(uint32_t)(here->step / 256)",
-    "%ctaid.y": "here->row",
-}
+    "%tid.x": "(uint32_t)(here->first % 256)", "%ctaid.x": "(uint32_t)(here->first / 256)",
+    "%ntid.x": "256u", "%nctaid.x": "(uint32_t)(here->step / 256)", "%ctaid.y": "here->row",
+}  # fmt: skip
 
 
 class Unknown(Exception):

@@ -99,12 +99,8 @@ def test_ranks_get_settings_and_no_secret(monkeypatch: pytest.MonkeyPatch) -> No
     )
     assert made["HOROVOD_START_TIMEOUT"] == "12"
     left = set(made) & {
-        "HOROCLONE_SECRET",
-        "HOROVOD_RANK",
-        "HOROCLONE_MEMBER",
-        "HOROVOD_LOCAL_SIZE",
-        "PATH_OF_DRIVER",
-    }
+        "HOROCLONE_SECRET", "HOROVOD_RANK", "HOROCLONE_MEMBER", "HOROVOD_LOCAL_SIZE", "PATH_OF_DRIVER",
+    }  # fmt: skip
     assert not left
 
 
