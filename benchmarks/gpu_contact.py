@@ -410,10 +410,15 @@ def soak(run: Run) -> Result:
 
 # Name: what does it, and its limit in seconds.
 PARTS: dict[str, tuple[Callable[[Run], Result], float]] = {
-    "kernels": (kernels, 60), "doctor": (doctor, 40), "nccl": (nccl, 130), "ends": (ends, 90),
-    "nccl buckets": (nccl_buckets, 45), "features": (features, 90), "one rank": (one_rank, 80),
+    "kernels": (kernels, 60),
+    "doctor": (doctor, 40),
+    "nccl": (nccl, 130),
+    "ends": (ends, 90),
+    "nccl buckets": (nccl_buckets, 45),
+    "features": (features, 90),
+    "one rank": (one_rank, 80),
     "two ranks": (shared_gpu, 60),
-}  # fmt: skip
+}
 SECOND: dict[str, tuple[Callable[[Run], Result], float]] = {
     "peers": (peers, 170),
     "cupy and jax": (other_frameworks, 110),

@@ -32,12 +32,17 @@ from step_worker import Plan
 
 HERE = Path(__file__).resolve().parent
 CONTESTANTS = {
-    "tf_keras one rank": ("single", "legacy"), "tf_keras alone": ("alone", "legacy"),
-    "tf_keras horoclone": ("horoclone", "legacy"), "tf_keras MultiWorkerMirrored": ("multiworker", "legacy"),
-    "torch one rank": ("single", "plain"), "torch one rank, initialised": ("single-init", "plain"),
-    "torch alone": ("alone", "plain"), "torch horoclone": ("horoclone", "plain"),
-    "torch DDP": ("ddp", "plain"), "torch DDP-view": ("ddp-view", "plain"),
-}  # fmt: skip
+    "tf_keras one rank": ("single", "legacy"),
+    "tf_keras alone": ("alone", "legacy"),
+    "tf_keras horoclone": ("horoclone", "legacy"),
+    "tf_keras MultiWorkerMirrored": ("multiworker", "legacy"),
+    "torch one rank": ("single", "plain"),
+    "torch one rank, initialised": ("single-init", "plain"),
+    "torch alone": ("alone", "plain"),
+    "torch horoclone": ("horoclone", "plain"),
+    "torch DDP": ("ddp", "plain"),
+    "torch DDP-view": ("ddp-view", "plain"),
+}
 RIVALS = {  # whose overhead is compared with whose
     "tf_keras MultiWorkerMirrored": "tf_keras horoclone",
     "torch DDP": "torch horoclone",

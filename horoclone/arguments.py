@@ -95,11 +95,15 @@ _NUMBER, _INTEGER = (is_number, "a number that is real and not NaN"), (is_intege
 SPLITS = "a list of integers, one for each rank of the process set, or None"
 # argument of a public function -> (what fits, in words)
 _ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "name": (_is_name, "a str, or None for an unnamed operation"), "prescale_factor": _NUMBER,
-    "postscale_factor": _NUMBER, "root_rank": (is_integer, "the rank of a process, an integer"),
-    "splits": (_is_splits, SPLITS), "tag": _INTEGER, "priority": _INTEGER,
+    "name": (_is_name, "a str, or None for an unnamed operation"),
+    "prescale_factor": _NUMBER,
+    "postscale_factor": _NUMBER,
+    "root_rank": (is_integer, "the rank of a process, an integer"),
+    "splits": (_is_splits, SPLITS),
+    "tag": _INTEGER,
+    "priority": _INTEGER,
     "device": (is_integer, "the number of a GPU, an integer (-1: the current one)"),
-}  # fmt: skip
+}
 
 
 def check(call: str, **arguments: Any) -> None:

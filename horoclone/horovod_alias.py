@@ -51,19 +51,25 @@ _ABSENT: dict[str, tuple[str, tuple[str, ...]]] = {
 _REFUSED: dict[str, str] = {
     "mxnet": _MXNET,
     "runner.common.service": f"{_STARTED}; for tf.data's service, horovod.tensorflow.data.compute_worker",
-    "runner.common.util.address": _SUBPROCESS, "runner.common.util.network": _STARTED,
-    "runner.common.util.safe_shell_exec": _SUBPROCESS, "runner.common.util.tiny_shell_exec": _SUBPROCESS,
+    "runner.common.util.address": _SUBPROCESS,
+    "runner.common.util.network": _STARTED,
+    "runner.common.util.safe_shell_exec": _SUBPROCESS,
+    "runner.common.util.tiny_shell_exec": _SUBPROCESS,
     "runner.driver": _STARTED,
     "runner.elastic.constants": "Failures of a job are RuntimeErrors, whose text says why",
     "runner.elastic.driver": f"{_STARTED}; docs/elastic.md says how elastic jobs find their hosts",
-    "runner.elastic.registration": _STARTED, "runner.elastic.rendezvous": _BY_VARIABLES,
+    "runner.elastic.registration": _STARTED,
+    "runner.elastic.rendezvous": _BY_VARIABLES,
     "runner.elastic.worker": "A state hears of changes by itself: horovod.common.elastic has notification_manager",
-    "runner.gloo_run": _BY_VARIABLES, "runner.http": _BY_VARIABLES,
+    "runner.gloo_run": _BY_VARIABLES,
+    "runner.http": _BY_VARIABLES,
     "runner.js_run": "Under LSF, start jobs with mpirun or horovodrun -H",
     "runner.mpi_run": "Start jobs with mpirun, or horovod.run(..., use_mpi=True)",
-    "runner.run_task": _STARTED, "runner.task": _STARTED, "runner.task_fn": _STARTED,
+    "runner.run_task": _STARTED,
+    "runner.task": _STARTED,
+    "runner.task_fn": _STARTED,
     "runner.util": _SUBPROCESS,
-}  # fmt: skip
+}
 
 
 class _Horovod(ModuleType):

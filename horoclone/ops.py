@@ -67,9 +67,18 @@ __all__ = [
 REDUCE_NAMES = ("Average", "Sum", "Adasum", "Min", "Max", "Product", "And", "Or", "Xor")
 
 DTYPES: dict[str, int] = {
-    "bool": 0, "uint8": 1, "int8": 2, "uint16": 3, "int16": 4, "int32": 5, "int64": 6, "float16": 7,
-    "bfloat16": 8, "float32": 9, "float64": 10,
-}  # fmt: skip
+    "bool": 0,
+    "uint8": 1,
+    "int8": 2,
+    "uint16": 3,
+    "int16": 4,
+    "int32": 5,
+    "int64": 6,
+    "float16": 7,
+    "bfloat16": 8,
+    "float32": 9,
+    "float64": 10,
+}
 """Of what can be reduced."""
 
 MOVED = (

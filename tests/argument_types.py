@@ -20,17 +20,23 @@ class Odd:
 # A wrong value for each argument, as it is shown, and what the text says is accepted.
 WRONG: dict[str, tuple[Any, str, str]] = {
     "name": (3, "3 (an int)", "a str, or None"),
-    "average": ("grad", "'grad' (a str)", "True, False or None"), "op": ("sum", "'sum'", "hvd.Sum"),
+    "average": ("grad", "'grad' (a str)", "True, False or None"),
+    "op": ("sum", "'sum'", "hvd.Sum"),
     "prescale_factor": ("2", "'2' (a str)", "a number"),
-    "postscale_factor": ([1.0], "[1.0] (a list)", "a number"), "process_set": ([0], "[0]", "ProcessSet"),
+    "postscale_factor": ([1.0], "[1.0] (a list)", "a number"),
+    "process_set": ([0], "[0]", "ProcessSet"),
     "compression": ("fp16", "'fp16' (a str)", "Compression.fp16"),
     "root_rank": ("0", "'0' (a str)", "rank of a process"),
     "splits": (5, "5 (an int)", "integers, one for each rank"),
-    "priority": (1.5, "1.5 (a float)", "an integer"), "tag": ("a", "'a' (a str)", "an integer"),
-    "dst": ("a", "'a'", "rank of a process"), "src": (1.5, "1.5", "rank of a process"),
-    "device": ("gpu", "'gpu' (a str)", "number of a GPU"), "handle": (["h"], "['h'] (a list)", "_async"),
-    "tensors": (7, "7 (an int)", "list or tuple"), "arrays": (7, "7 (an int)", "list or tuple"),
-}  # fmt: skip
+    "priority": (1.5, "1.5 (a float)", "an integer"),
+    "tag": ("a", "'a' (a str)", "an integer"),
+    "dst": ("a", "'a'", "rank of a process"),
+    "src": (1.5, "1.5", "rank of a process"),
+    "device": ("gpu", "'gpu' (a str)", "number of a GPU"),
+    "handle": (["h"], "['h'] (a list)", "_async"),
+    "tensors": (7, "7 (an int)", "list or tuple"),
+    "arrays": (7, "7 (an int)", "list or tuple"),
+}
 # What Python casts without a word where nobody looks: all of them are as wrong.
 CAST: dict[str, tuple[Any, ...]] = {
     "root_rank": (True, False, 0.0, 1.7, np.float32(0), np.bool_(False), None, 0j, np.array([0.0])),

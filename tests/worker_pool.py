@@ -212,9 +212,12 @@ class Team:
             raise made[0]
         self.server: Any = made[0]
         self.env = {
-            "HOROCLONE_RENDEZVOUS": ",".join(self.server.addresses), "HOROCLONE_SECRET": secret,
-            "HOROCLONE_JOB": self.job, "HOROCLONE_SIZE": str(size), "HOROCLONE_START_TIMEOUT": "30",
-        }  # fmt: skip
+            "HOROCLONE_RENDEZVOUS": ",".join(self.server.addresses),
+            "HOROCLONE_SECRET": secret,
+            "HOROCLONE_JOB": self.job,
+            "HOROCLONE_SIZE": str(size),
+            "HOROCLONE_START_TIMEOUT": "30",
+        }
 
     def _path(self, rank: int) -> Path:
         return Path(self._folder.name, f"{rank}.txt")
@@ -316,9 +319,12 @@ class WorkerPool:
         import subprocess
 
         modules = (
-            "pytest", "horoclone.runtime.lifecycle", "horoclone._core", "horoclone.bootstrap.exchange",
+            "pytest",
+            "horoclone.runtime.lifecycle",
+            "horoclone._core",
+            "horoclone.bootstrap.exchange",
             *modules,
-        )  # fmt: skip
+        )
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel = ours
         self._ended: dict[int, int] = {}
@@ -387,9 +393,12 @@ class WorkerPool:
         for rank in range(size):
             here = hosts.count(hosts[rank])
             numbers = {
-                "RANK": rank, "LOCAL_RANK": hosts[:rank].count(hosts[rank]), "LOCAL_SIZE": here,
-                "CROSS_RANK": list(dict.fromkeys(hosts)).index(hosts[rank]), "CROSS_SIZE": len(set(hosts)),
-            }  # fmt: skip
+                "RANK": rank,
+                "LOCAL_RANK": hosts[:rank].count(hosts[rank]),
+                "LOCAL_SIZE": here,
+                "CROSS_RANK": list(dict.fromkeys(hosts)).index(hosts[rank]),
+                "CROSS_SIZE": len(set(hosts)),
+            }
             own = {f"HOROCLONE_{name}": str(number) for name, number in numbers.items()}
             whole = {**self.env, **team.env, **own, **(env or {})}
             code = body.__code__
@@ -408,9 +417,12 @@ class WorkerPool:
 # Folder -> what the ranks of its tests import in any case: torch._dynamo with the first optimizer.
 OF_TORCH = ("torch._dynamo", "torch.distributed.fsdp", "horoclone.torch", "horoclone.torch.optimizer")
 IMPORTED = {
-    "torch": OF_TORCH, "lightning": OF_TORCH, "plan": ("horoclone.torch",), "jax": ("horoclone.jax",),
+    "torch": OF_TORCH,
+    "lightning": OF_TORCH,
+    "plan": ("horoclone.torch",),
+    "jax": ("horoclone.jax",),
     "tensorflow": ("horoclone.tensorflow",),
-}  # fmt: skip
+}
 _warm: dict[str, list[WorkerPool]] = {}
 
 

@@ -21,9 +21,13 @@ SELF_TEST = -1  # copies its arguments, and fails when the root is not 0
 VISIT = -2  # a branch is come to, in one of whose arms a call is_step; gives its argument back
 
 NAMES = {
-    ops.ALLREDUCE: "allreduce", ops.ALLGATHER: "allgather", ops.BROADCAST: "broadcast",
-    ops.ALLTOALL: "alltoall", ops.REDUCESCATTER: "reducescatter", SELF_TEST: "self-test",
-}  # fmt: skip
+    ops.ALLREDUCE: "allreduce",
+    ops.ALLGATHER: "allgather",
+    ops.BROADCAST: "broadcast",
+    ops.ALLTOALL: "alltoall",
+    ops.REDUCESCATTER: "reducescatter",
+    SELF_TEST: "self-test",
+}
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,14 @@ import re
 from horoclone import errors, tensor_names
 
 _CLASSES = {
-    "PeerLost": errors.PeerLost, "Mismatch": errors.Mismatch, "Timeout": errors.Timeout,
-    "Aborted": errors.Aborted, "Unsupported": errors.Unsupported, "NotInitialized": errors.NotInitialized,
+    "PeerLost": errors.PeerLost,
+    "Mismatch": errors.Mismatch,
+    "Timeout": errors.Timeout,
+    "Aborted": errors.Aborted,
+    "Unsupported": errors.Unsupported,
+    "NotInitialized": errors.NotInitialized,
     "HorovodInternalError": errors.HorovodInternalError,
-}  # fmt: skip
+}
 _FORM = re.compile(rf"[A-Z_]+: ({'|'.join(_CLASSES)}): (.*)", re.DOTALL)
 
 

@@ -17,24 +17,47 @@ from horoclone.launch.usage import LaunchError, NotYet
 MAX_PORT = 65535
 # Flags of the launcher itself that a file may set: name at the top level -> expected types.
 LAUNCHER_KEYS: dict[str, tuple[type, ...]] = {
-    "num_proc": (int, str), "hosts": (str,), "hostfile": (str,), "start_timeout": (int, float),
-    "grace": (int, float), "network_interfaces": (str,), "ssh_port": (int,), "ssh_identity_file": (str,),
-    "remote_python": (str,), "threads_per_rank": (int, str), "output_filename": (str,),
-    "prefix_timestamp": (bool,), "horovod_format": (bool,), "ranks": (int, str), "verbose": (bool,),
-    "tcp": (bool,), "dashboard": (bool,), "dashboard_port": (int, str), "metrics_port": (int, str),
-    "why": (bool,), "mpi_args": (str,), "binding_args": (str,),
-}  # fmt: skip
+    "num_proc": (int, str),
+    "hosts": (str,),
+    "hostfile": (str,),
+    "start_timeout": (int, float),
+    "grace": (int, float),
+    "network_interfaces": (str,),
+    "ssh_port": (int,),
+    "ssh_identity_file": (str,),
+    "remote_python": (str,),
+    "threads_per_rank": (int, str),
+    "output_filename": (str,),
+    "prefix_timestamp": (bool,),
+    "horovod_format": (bool,),
+    "ranks": (int, str),
+    "verbose": (bool,),
+    "tcp": (bool,),
+    "dashboard": (bool,),
+    "dashboard_port": (int, str),
+    "metrics_port": (int, str),
+    "why": (bool,),
+    "mpi_args": (str,),
+    "binding_args": (str,),
+}
 # Keys of the section `elastic` -> (flag, expected types); the same without the section.
 ELASTIC_KEYS: dict[str, tuple[str, tuple[type, ...]]] = {
-    "min_np": ("min_np", (int,)), "min_num_proc": ("min_np", (int,)), "max_np": ("max_np", (int,)),
-    "max_num_proc": ("max_np", (int,)), "host_discovery_script": ("host_discovery_script", (str,)),
-    "host_discovery": ("host_discovery", (str,)), "slots": ("slots_per_host", (int,)),
-    "slots_per_host": ("slots_per_host", (int,)), "elastic_timeout": ("elastic_timeout", (int, float)),
+    "min_np": ("min_np", (int,)),
+    "min_num_proc": ("min_np", (int,)),
+    "max_np": ("max_np", (int,)),
+    "max_num_proc": ("max_np", (int,)),
+    "host_discovery_script": ("host_discovery_script", (str,)),
+    "host_discovery": ("host_discovery", (str,)),
+    "slots": ("slots_per_host", (int,)),
+    "slots_per_host": ("slots_per_host", (int,)),
+    "elastic_timeout": ("elastic_timeout", (int, float)),
     "reset_limit": ("reset_limit", (int,)),
-    "blacklist_cooldown_range": ("blacklist_cooldown_range", (list,)), "spares": ("spares", (int,)),
-    "notice_script": ("notice_script", (str,)), "notice_signal": ("notice_signal", (str,)),
+    "blacklist_cooldown_range": ("blacklist_cooldown_range", (list,)),
+    "spares": ("spares", (int,)),
+    "notice_script": ("notice_script", (str,)),
+    "notice_signal": ("notice_signal", (str,)),
     "survive_launcher": ("survive_launcher", (bool,)),
-}  # fmt: skip
+}
 _OLD_PLACES = {"logging.hide_timestamp": "logging.with_timestamp"}
 
 

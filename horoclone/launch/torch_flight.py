@@ -24,11 +24,16 @@ UNKNOWN = -1  # a dimension in which the ranks may differ, and do
 # Our name of a call, and torch's for one tensor and for a group. join() and messages have no place among torch's
 # collectives.
 NAMES = {
-    "allreduce": ("all_reduce", "allreduce_coalesced"), "allgather": ("all_gather", "ALLGATHER_coalesced"),
-    "broadcast": ("broadcast", "broadcast"), "alltoall": ("all_to_all", "all_to_all"),
-    "reducescatter": ("reduce_scatter", "REDUCE_SCATTER_coalesced"), "barrier": ("barrier", "barrier"),
-    "reduce": ("reduce", "reduce"), "gather": ("gather", "gather"), "scatter": ("scatter", "scatter"),
-}  # fmt: skip
+    "allreduce": ("all_reduce", "allreduce_coalesced"),
+    "allgather": ("all_gather", "ALLGATHER_coalesced"),
+    "broadcast": ("broadcast", "broadcast"),
+    "alltoall": ("all_to_all", "all_to_all"),
+    "reducescatter": ("reduce_scatter", "REDUCE_SCATTER_coalesced"),
+    "barrier": ("barrier", "barrier"),
+    "reduce": ("reduce", "reduce"),
+    "gather": ("gather", "gather"),
+    "scatter": ("scatter", "scatter"),
+}
 DTYPES = {
     "uint8": "Byte", "int8": "Char", "uint16": "UInt16", "int16": "Short", "int32": "Int", "int64": "Long",
     "float16": "Half", "bfloat16": "BFloat16", "float32": "Float", "float64": "Double", "bool": "Bool",

@@ -14,18 +14,33 @@ from horoclone.runner.common.util import config_parser
 
 # Name in _HorovodArgs -> flag of the command line, for what is no tunable of options.SETTINGS.
 _FLAGS = {
-    "num_proc": "-np", "hosts": "-H", "hostfile": "--hostfile", "start_timeout": "--start-timeout",
-    "ssh_port": "--ssh-port", "ssh_identity_file": "--ssh-identity-file",
-    "output_filename": "--output-filename", "config_file": "--config-file", "nics": "--network-interfaces",
-    "mpi_args": "--mpi-args", "binding_args": "--binding-args", "verbose": "--verbose", "use_gloo": "--gloo",
-    "use_mpi": "--mpi", "tcp_flag": "--tcp", "prefix_output_with_timestamp": "--prefix-timestamp",
-}  # fmt: skip
+    "num_proc": "-np",
+    "hosts": "-H",
+    "hostfile": "--hostfile",
+    "start_timeout": "--start-timeout",
+    "ssh_port": "--ssh-port",
+    "ssh_identity_file": "--ssh-identity-file",
+    "output_filename": "--output-filename",
+    "config_file": "--config-file",
+    "nics": "--network-interfaces",
+    "mpi_args": "--mpi-args",
+    "binding_args": "--binding-args",
+    "verbose": "--verbose",
+    "use_gloo": "--gloo",
+    "use_mpi": "--mpi",
+    "tcp_flag": "--tcp",
+    "prefix_output_with_timestamp": "--prefix-timestamp",
+}
 # The same for elastic jobs; horoclone.run() has the names on the left as arguments.
 _ELASTIC = {
-    "host_discovery_script": "--host-discovery-script", "min_num_proc": "--min-np",
-    "max_num_proc": "--max-np", "slots": "--slots-per-host", "elastic_timeout": "--elastic-timeout",
-    "reset_limit": "--reset-limit", "cooldown_range": "--blacklist-cooldown-range",
-}  # fmt: skip
+    "host_discovery_script": "--host-discovery-script",
+    "min_num_proc": "--min-np",
+    "max_num_proc": "--max-np",
+    "slots": "--slots-per-host",
+    "elastic_timeout": "--elastic-timeout",
+    "reset_limit": "--reset-limit",
+    "cooldown_range": "--blacklist-cooldown-range",
+}
 _PARSED_AS = {"slots": "slots_per_host", "cooldown_range": "blacklist_cooldown_range",
               "use_gloo": "gloo", "use_mpi": "mpi", "tcp_flag": "tcp", "nics": "network_interfaces",
               "prefix_output_with_timestamp": "prefix_timestamp", "no_stall_check": "stall_check"}  # fmt: skip

@@ -18,9 +18,13 @@ from typing import Any
 
 LOGGER = "horoclone"
 _LEVELS = {
-    "trace": logging.DEBUG, "debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING,
-    "error": logging.ERROR, "fatal": logging.CRITICAL,
-}  # fmt: skip
+    "trace": logging.DEBUG,
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "fatal": logging.CRITICAL,
+}
 _END_S = 2.0  # for handlers to take what is left, and then to end
 _core: Any = None
 _thread: threading.Thread | None = None

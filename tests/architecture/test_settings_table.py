@@ -16,11 +16,17 @@ TABLE = CSRC / "base" / "settings_table.h"
 ROWS = TABLE.with_suffix(".cc")
 # How fields of other structures call a setting.
 OTHER_NAMES = {
-    "ring_threshold_bytes": "ring_from_bytes", "init_report_s": "report_after_s",
-    "gpu_peer_bytes": "peer_bytes", "control_fanout": "fanout", "liveness_probe_s": "probe_s",
-    "liveness_warn_s": "warn_s", "liveness_error_s": "error_s", "autotune_warmup_samples": "warmup_samples",
-    "autotune_steps_per_sample": "steps_per_sample", "autotune_max_samples": "max_samples",
-}  # fmt: skip
+    "ring_threshold_bytes": "ring_from_bytes",
+    "init_report_s": "report_after_s",
+    "gpu_peer_bytes": "peer_bytes",
+    "control_fanout": "fanout",
+    "liveness_probe_s": "probe_s",
+    "liveness_warn_s": "warn_s",
+    "liveness_error_s": "error_s",
+    "autotune_warmup_samples": "warmup_samples",
+    "autotune_steps_per_sample": "steps_per_sample",
+    "autotune_max_samples": "max_samples",
+}
 # A field of another meaning: how far off a clock may be, before that is known.
 OTHER_MEANINGS = {"csrc/engine/engine.h: double ahead_s = 0, error_s = 1e9;"}
 

@@ -13,11 +13,18 @@ ROOT = Path(__file__).resolve().parents[2]
 ENTRIES = 12
 # What must not be part of a name or comment -> the word to use.
 RETIRED = {
-    "ballot": "request list", "combiner": "request aggregator", "guardian": "reaper",
-    "heritage": "coordinator snapshot", "inquiry": "stack request", "lateness": "straggler statistics",
-    "meeting": "rendezvous", "roster": "membership coordinator", "tensor_?door": "fast path",
-    "testimony": "stack reply", "thaw": "invalidate",
-}  # fmt: skip
+    "ballot": "request list",
+    "combiner": "request aggregator",
+    "guardian": "reaper",
+    "heritage": "coordinator snapshot",
+    "inquiry": "stack request",
+    "lateness": "straggler statistics",
+    "meeting": "rendezvous",
+    "roster": "membership coordinator",
+    "tensor_?door": "fast path",
+    "testimony": "stack reply",
+    "thaw": "invalidate",
+}
 
 
 def entries() -> list[str]:

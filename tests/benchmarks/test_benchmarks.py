@@ -113,9 +113,12 @@ def test_arguments(load, capsys):
     assert set(parse(["--full"]).sizes) - set(parse([]).sizes) == {25 << 20, 256 << 20}
     assert parse(["--short"]).rounds == 7 and len(parse(["--short"]).sizes) == 6
     for wrong in (
-        ["--sizes", "6"], ["--contestants", "nccl"], ["--contestants", "oneccl"], ["--rounds", "0"],
+        ["--sizes", "6"],
+        ["--contestants", "nccl"],
+        ["--contestants", "oneccl"],
+        ["--rounds", "0"],
         ["--short", "--full"],
-    ):  # fmt: skip
+    ):
         with pytest.raises(SystemExit):
             parse(wrong)
     assert "nccl" in capsys.readouterr().err

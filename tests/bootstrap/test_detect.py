@@ -10,22 +10,40 @@ from horoclone import errors
 from horoclone.bootstrap import detect, launchers
 
 OWN = {
-    "HOROCLONE_RENDEZVOUS": "127.0.0.1:4000", "HOROCLONE_JOB": "j1", "HOROCLONE_RANK": "1",
-    "HOROCLONE_SIZE": "4", "HOROCLONE_LOCAL_RANK": "1", "HOROCLONE_LOCAL_SIZE": "2",
-}  # fmt: skip
+    "HOROCLONE_RENDEZVOUS": "127.0.0.1:4000",
+    "HOROCLONE_JOB": "j1",
+    "HOROCLONE_RANK": "1",
+    "HOROCLONE_SIZE": "4",
+    "HOROCLONE_LOCAL_RANK": "1",
+    "HOROCLONE_LOCAL_SIZE": "2",
+}
 TORCHRUN = {
-    "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "RANK": "3", "WORLD_SIZE": "4",
-    "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node-a", "MASTER_PORT": "29500",
-}  # fmt: skip
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node-a",
+    "MASTER_PORT": "29500",
+}
 ENV = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
 OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "2",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "3", "PMIX_NAMESPACE": "prterun-node-812@1", "PMIX_RANK": "2",
-}  # fmt: skip
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "3",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "2",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "3",
+    "PMIX_NAMESPACE": "prterun-node-812@1",
+    "PMIX_RANK": "2",
+}
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "9", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 SBATCH = {
-    "SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
-}  # fmt: skip
+    "SLURM_JOB_ID": "7",
+    "SLURM_NTASKS": "8",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+}
 STEP = {
     **SBATCH,
     "SLURM_STEP_ID": "3",

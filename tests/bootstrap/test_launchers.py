@@ -240,8 +240,11 @@ def test_slurm_step_on_several_hosts_with_a_secret(member):
 
 def test_env_variables_without_torchrun(member):
     common = {
-        "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": JOB[-4:], "HOROCLONE_SECRET": SECRET,
-    }  # fmt: skip
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": JOB[-4:],
+        "HOROCLONE_SECRET": SECRET,
+    }
     check_ranks(Ranks(member, [{**common, "RANK": str(rank)} for rank in range(2)]).outputs(), 2)
 
 
@@ -266,9 +269,12 @@ def test_our_launchers_rendezvous_with_the_secret_in_a_descriptor():
     os.write(descriptor, secret)
     server = Server(secret, "j", 2, ["127.0.0.1"])
     environ = {
-        "HOROCLONE_RENDEZVOUS": ",".join(["127.0.0.1:1", *server.addresses]), "HOROCLONE_JOB": "j",
-        "HOROCLONE_SECRET_FD": str(descriptor), "HOROCLONE_RANK": "1", "HOROCLONE_SIZE": "2",
-    }  # fmt: skip
+        "HOROCLONE_RENDEZVOUS": ",".join(["127.0.0.1:1", *server.addresses]),
+        "HOROCLONE_JOB": "j",
+        "HOROCLONE_SECRET_FD": str(descriptor),
+        "HOROCLONE_RANK": "1",
+        "HOROCLONE_SIZE": "2",
+    }
     job = exchange.open_job(None, environ, time.monotonic() + 10, None, None)
     assert (job.rank, job.size, job.secret) == (1, 2, secret)
     job.report_failure("Traceback: ValueError", False)

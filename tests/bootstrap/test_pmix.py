@@ -235,8 +235,11 @@ def three_hosts(launch, open_mpi, tmp_path):
 def test_rank_0s_value_reaches_ranks_below_other_daemons(three_hosts):
     done = three_hosts(EXCHANGE, "blob")
     assert sorted(filter(None, done.stdout.split("\n")), key=lambda line: line[-1]) == [
-        f"{os.uname().nodename} 0", "horoclone-b 1", "horoclone-b 2", "horoclone-c 3",
-    ]  # fmt: skip
+        f"{os.uname().nodename} 0",
+        "horoclone-b 1",
+        "horoclone-b 2",
+        "horoclone-c 3",
+    ]
 
 
 # argv: a file's path, and the ranks that come only when all others have given up once.

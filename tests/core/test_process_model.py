@@ -272,8 +272,11 @@ def test_the_secret_does_not_reach_the_core_through_its_settings():
     from horoclone import settings
 
     environ = {
-        "HOROCLONE_SECRET": "s", "HOROCLONE_SECRET_FILE": "f", "HOROVOD_CYCLE_TIME": "1", "PATH": "/bin",
-    }  # fmt: skip
+        "HOROCLONE_SECRET": "s",
+        "HOROCLONE_SECRET_FILE": "f",
+        "HOROVOD_CYCLE_TIME": "1",
+        "PATH": "/bin",
+    }
     assert settings.settings_of(environ) == {"HOROVOD_CYCLE_TIME": "1"}
 
 
@@ -322,8 +325,14 @@ def test_every_life_may_have_another_world_under_our_launcher():
 def test_the_example_computes_pi(launch, examples):
     """The launchers that are not ours: tests/bootstrap/test_launchers.py."""
     command = [
-        sys.executable, "-m", "horoclone.launch", "-np", "2", sys.executable, str(examples / "numpy_pi.py"),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "horoclone.launch",
+        "-np",
+        "2",
+        sys.executable,
+        str(examples / "numpy_pi.py"),
+    ]
     done = launch([*command, "--samples", "10000", "--seed", "1"], timeout_s=100)
     assert "2 ranks, seed 1" in done.stdout and "3.14159265" in done.stdout, done.output
     assert done.stdout.count("alone:") == 2

@@ -126,8 +126,11 @@ def test_packs_are_opened_with_the_words_that_they_were_sealed_for():
     changed = data.copy()
     changed[70] ^= 1
     for wrong, context in (
-        (data, "shard 2"), (changed, "shard 1"), (data[:-64], "shard 1"), (data[:10], "shard 1"),
-    ):  # fmt: skip
+        (data, "shard 2"),
+        (changed, "shard 1"),
+        (data[:-64], "shard 1"),
+        (data[:10], "shard 1"),
+    ):
         with pytest.raises(hvd.HorovodInternalError, match="was changed on its way"):
             objects.opened(wrong, context)
 

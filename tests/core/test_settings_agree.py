@@ -17,15 +17,28 @@ REFUSED = {
 }
 # What results and the course of operations depend on: rank 0's holds, or the ranks agree as they go.
 MAY_DIFFER = {
-    "FUSION_THRESHOLD": ("0", "1048576"), "DISABLE_GROUP_FUSION": ("0", "1"),
-    "PARTITION_BYTES": ("4096", "0"), "CYCLE_TIME": ("0", "2"), "CACHE_CAPACITY": ("8192", "4"),
-    "DYNAMIC_PROCESS_SETS": ("1", "0"), "ARENA_BYTES": ("68719476736", "1073741824"),
-    "TOPOLOGY": ("", "off"), "SEGMENT_BYTES": ("262144", "4096"), "FLAT_BYTES": ("16384", "0"),
-    "BYPASS": ("1", "0"), "BLOCK_BYTES": ("262144", "4096"), "RING_THRESHOLD_BYTES": ("65536", "0"),
-    "HIERARCHICAL_ALLREDUCE": ("0", "1"), "CPU_OPERATIONS": ("auto", "host"), "SELECTION": ("", "fixed"),
-    "ADASUM": ("ranks", "nodes"), "SIMD": ("auto", "scalar"), "SOCKET_BUFFER_BYTES": ("0", "65536"),
-    "PERSISTENT_BUCKETS": ("1", "0"), "AUTOTUNE": ("0", "1"),
-}  # fmt: skip
+    "FUSION_THRESHOLD": ("0", "1048576"),
+    "DISABLE_GROUP_FUSION": ("0", "1"),
+    "PARTITION_BYTES": ("4096", "0"),
+    "CYCLE_TIME": ("0", "2"),
+    "CACHE_CAPACITY": ("8192", "4"),
+    "DYNAMIC_PROCESS_SETS": ("1", "0"),
+    "ARENA_BYTES": ("68719476736", "1073741824"),
+    "TOPOLOGY": ("", "off"),
+    "SEGMENT_BYTES": ("262144", "4096"),
+    "FLAT_BYTES": ("16384", "0"),
+    "BYPASS": ("1", "0"),
+    "BLOCK_BYTES": ("262144", "4096"),
+    "RING_THRESHOLD_BYTES": ("65536", "0"),
+    "HIERARCHICAL_ALLREDUCE": ("0", "1"),
+    "CPU_OPERATIONS": ("auto", "host"),
+    "SELECTION": ("", "fixed"),
+    "ADASUM": ("ranks", "nodes"),
+    "SIMD": ("auto", "scalar"),
+    "SOCKET_BUFFER_BYTES": ("0", "65536"),
+    "PERSISTENT_BUCKETS": ("1", "0"),
+    "AUTOTUNE": ("0", "1"),
+}
 # Where a rank is reached, how long it waits, what it tells, which files it loads; GPUs are compared when they are set up.
 ITS_OWN = {
     "NODE", "NETWORK_INTERFACES", "KEEPALIVE_S", "START_TIMEOUT", "INIT_REPORT_S",

@@ -24,11 +24,16 @@ class Pair(NamedTuple):
 
 def test_numbers_of_any_depth_are_named_by_their_path() -> None:
     nested = {
-        "bytes": 7, "searching": True, "reason": "a text", "nothing": None,
-        "waits": {"allreduce": Pair(2, 0.5), 3: (1, 2.0)}, "histogram": [4, [5]],
-        "late": {0: [{"rank": 9, "times": 1}, {"rank": 2, "times": 3}]}, "numpy": np.float32(0.5),
+        "bytes": 7,
+        "searching": True,
+        "reason": "a text",
+        "nothing": None,
+        "waits": {"allreduce": Pair(2, 0.5), 3: (1, 2.0)},
+        "histogram": [4, [5]],
+        "late": {0: [{"rank": 9, "times": 1}, {"rank": 2, "times": 3}]},
+        "numpy": np.float32(0.5),
         "a:b=c": np.int64(1),
-    }  # fmt: skip
+    }
     found = flattened(nested, "x/")
     assert found == {
         "x/bytes": 7, "x/searching": 1, "x/waits/allreduce/count": 2, "x/waits/allreduce/seconds": 0.5,

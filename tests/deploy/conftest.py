@@ -237,8 +237,11 @@ class Cluster:
         self._net, self._last = f"10.215.{secrets.randbelow(250)}", 1
         self.image = {
             "PATH": f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-            "PYTHONUNBUFFERED": "1", "HOME": "/", "OMP_NUM_THREADS": "1", "HOROCLONE_SELECTION": "fixed",
-        }  # fmt: skip
+            "PYTHONUNBUFFERED": "1",
+            "HOME": "/",
+            "OMP_NUM_THREADS": "1",
+            "HOROCLONE_SELECTION": "fixed",
+        }
         (folder / "nsswitch.conf").write_text("hosts: files\n")
         (folder / "hosts").write_text("127.0.0.1 localhost\n")
         make(self.tag)

@@ -35,8 +35,12 @@ class Job:
         self, cluster: Any, job: dict[str, Any], uid: str = "1", more: dict[str, str] | None = None
     ) -> None:
         self.cluster, self.name, self.spec, self.uid, self.more = (
-            cluster, job["metadata"]["name"], job["spec"], uid, more,
-        )  # fmt: skip
+            cluster,
+            job["metadata"]["name"],
+            job["spec"],
+            uid,
+            more,
+        )
         self.template = self.spec["template"]["spec"]
         assert self.spec["completionMode"] == "Indexed"
         self.pods = [self.start(index) for index in range(self.spec["completions"])]

@@ -18,9 +18,14 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.timeout(900), pytest.mark.long(60)]
 # What a browser loads by itself; a link that a reader follows may lead elsewhere.
 LOADED = {
-    "script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src", "video": "src",
+    "script": "src",
+    "img": "src",
+    "link": "href",
+    "iframe": "src",
+    "source": "src",
+    "video": "src",
     "audio": "src",
-}  # fmt: skip
+}
 
 
 class Page(HTMLParser):

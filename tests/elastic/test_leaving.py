@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 LEAVE = [
-    sys.executable, "-c", "import sys; from horoclone.launch.tool import main; sys.exit(main())", "leave",
-]  # fmt: skip
+    sys.executable,
+    "-c",
+    "import sys; from horoclone.launch.tool import main; sys.exit(main())",
+    "leave",
+]
 
 
 def steps_are_done_once(job: Any) -> None:

@@ -27,8 +27,16 @@ class Growing:
         self.hosts, self.end = folder / "hosts", folder / "end"
         self.to(size)
         flags = [
-            "-np", size, "--min-np", 1, "--max-np", 4, "--host-discovery", f"file:{self.hosts}", "--verbose",
-        ]  # fmt: skip
+            "-np",
+            size,
+            "--min-np",
+            1,
+            "--max-np",
+            4,
+            "--host-discovery",
+            f"file:{self.hosts}",
+            "--verbose",
+        ]
         command = [*RUN, *map(str, flags), sys.executable, str(WORKER), "1000000", "0.05", *map(str, words)]
         self.started = launch.start(command, env={"PROMOTED_END": str(self.end), **environment})
         self.until(lambda: len(self.of_generation(1)) == size)

@@ -80,9 +80,12 @@ def _torch_tensor(value: Any) -> Any:
     if value.is_sparse:
         whole = value.coalesce()
         return {
-            "torch": dtype, "shape": list(value.shape), "sparse": True,
-            "indices": elements(whole.indices().numpy()), "values": encode(whole.values()),
-        }  # fmt: skip
+            "torch": dtype,
+            "shape": list(value.shape),
+            "sparse": True,
+            "indices": elements(whole.indices().numpy()),
+            "values": encode(whole.values()),
+        }
     plain = value.detach()
     plain = plain.float() if plain.dtype == torch.bfloat16 else plain
     return {"torch": dtype, "shape": list(value.shape), "v": elements(plain.contiguous().numpy())}

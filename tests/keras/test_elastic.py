@@ -88,8 +88,11 @@ def keeps_other_models_and_callbacks() -> None:
     def now() -> list[Any]:
         variables = other.optimizer.variables() if LEGACY else other.optimizer.variables
         return [
-            *values_of(other), *map(np.array, map(to_numpy, variables)), float(metric.result()), rate.wait,
-        ]  # fmt: skip
+            *values_of(other),
+            *map(np.array, map(to_numpy, variables)),
+            float(metric.result()),
+            rate.wait,
+        ]
 
     from horoclone.keras.flavor import to_numpy
 

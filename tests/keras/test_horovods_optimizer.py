@@ -125,8 +125,11 @@ def counts_batches(kind: str, function: bool, average: bool) -> None:
 
     def start() -> list[Any]:
         return [
-            tf.Variable([1.0, 2.0]), tf.Variable([[1.0], [2.0], [3.0]]), tf.Variable(1.0), tf.Variable(5.0),
-        ]  # fmt: skip
+            tf.Variable([1.0, 2.0]),
+            tf.Variable([[1.0], [2.0], [3.0]]),
+            tf.Variable(1.0),
+            tf.Variable(5.0),
+        ]
 
     def loss(variables: list[Any], x: Any) -> Any:
         return (

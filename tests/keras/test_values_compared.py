@@ -87,9 +87,12 @@ def finds_flipped_bits() -> None:
 # What each backend tries beside a schedule of callbacks and local variables; torch, which compiles nothing, tries all
 # of it by itself.
 ALONE: list[dict[str, Any]] = [
-    {"backward_passes_per_step": 2}, {"compression": "fp16"}, {"op": "Sum"}, {"groups": 2},
+    {"backward_passes_per_step": 2},
+    {"compression": "fp16"},
+    {"op": "Sum"},
+    {"groups": 2},
     {"gradient_predivide_factor": 2.0},
-]  # fmt: skip
+]
 AT_ONCE = [{"backward_passes_per_step": 2, "compression": "fp16", "groups": 2}]
 
 

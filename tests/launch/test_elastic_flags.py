@@ -45,8 +45,11 @@ def test_what_is_not_said_is_as_in_horovod(tmp_path: Path) -> None:
     assert found is not None and isinstance(found.source, Fixed) and found.size == 2
     assert found.source.find() == [Host("a", 2), Host("b", 2)]
     assert (found.plan.largest, found.timeout_s, found.resets, found.cooldown.bounds) == (
-        None, 600.0, None, None,
-    )  # fmt: skip
+        None,
+        600.0,
+        None,
+        None,
+    )
     file = tmp_path / "hosts"
     file.write_text("a slots=2\n")
     found = asked(f"-np 2 --max-np 4 --hostfile {file}")

@@ -42,8 +42,11 @@ def test_hostfiles_of_open_mpi_mpich_and_horovod_are_read(tmp_path):
     file = tmp_path / "hosts"
     file.write_text("\ufeffnode-a slots=4\n\nnode-b:2   # two\nnode-c\nnode-d slots=1 max_slots=8\n")
     assert parse_hostfile(str(file)) == [
-        Host("node-a", 4), Host("node-b", 2), Host("node-c", 1), Host("node-d", 1),
-    ]  # fmt: skip
+        Host("node-a", 4),
+        Host("node-b", 2),
+        Host("node-c", 1),
+        Host("node-d", 1),
+    ]
 
 
 @pytest.mark.parametrize("line, said", [
@@ -145,9 +148,13 @@ def test_ranks_share_the_cores_unless_the_user_has_chosen():
 
 def test_what_belongs_to_this_host_or_is_secret_stays_here():
     ours = {
-        "HOME": "/h", "SSH_AUTH_SOCK": "s", "HOROCLONE_SECRET": "x", "BASH_FUNC_f%%": "() {", "DATA": "/d",
+        "HOME": "/h",
+        "SSH_AUTH_SOCK": "s",
+        "HOROCLONE_SECRET": "x",
+        "BASH_FUNC_f%%": "() {",
+        "DATA": "/d",
         "PATH": "/p",
-    }  # fmt: skip
+    }
     assert exported(ours) == {"DATA": "/d", "PATH": "/p"}
 
 
@@ -243,9 +250,12 @@ def test_a_signal_is_more_of_a_cause_than_an_exit_code():
 
 def test_the_report_has_the_cause_first_and_last_and_the_traceback_once():
     stderr = [
-        "warming up", "Traceback (most recent call last):", '  File "t.py", line 3',
-        "ValueError: bad batch 17", "bye",
-    ]  # fmt: skip
+        "warming up",
+        "Traceback (most recent call last):",
+        '  File "t.py", line 3',
+        "ValueError: bad batch 17",
+        "bye",
+    ]
     ends = [
         _end(0, 1, 2.0, stderr=["horoclone.errors.PeerLost: x"], by_us=True),
         _end(1, 7, 1.0, stderr=stderr),

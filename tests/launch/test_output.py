@@ -248,8 +248,18 @@ raise RuntimeError("same cause")
 )
 def test_a_report_repeats_a_traceback_that_has_scrolled_away(launch, tmp_path, whose, form) -> None:
     command = [
-        *RUN, "-np", "2", "--output-filename", tmp_path, *form, PYTHON, "-c", RANK + NOISE, tmp_path, whose,
-    ]  # fmt: skip
+        *RUN,
+        "-np",
+        "2",
+        "--output-filename",
+        tmp_path,
+        *form,
+        PYTHON,
+        "-c",
+        RANK + NOISE,
+        tmp_path,
+        whose,
+    ]
     done = launch(command, check=False)
     report = done.stderr[done.stderr.index("horoclonerun: ") :]
     assert "traceback:\n    | Traceback (most recent call last):" in report, done.stderr[-3000:]

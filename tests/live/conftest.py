@@ -129,9 +129,13 @@ def start_watched(
         folder = tmp_path_factory.mktemp("job")
         (folder / "train.py").write_text(PROGRAM)
         run = [
-            Path(sys.executable).with_name("horoclonerun"), "-np", str(size), "--dashboard",
-            "--metrics-port", "0",
-        ]  # fmt: skip
+            Path(sys.executable).with_name("horoclonerun"),
+            "-np",
+            str(size),
+            "--dashboard",
+            "--metrics-port",
+            "0",
+        ]
         command = [*before, *run, *flags, sys.executable, folder / "train.py", folder, str(steps)]
         return Watched(runner.start(command, env=env), folder, size)
 

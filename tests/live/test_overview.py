@@ -56,8 +56,11 @@ def test_a_rank_that_failed_is_lost_whatever_it_wrote_and_shows_no_rate() -> Non
     assert state_of(metrics_of(0, state="ended", exit_code=1)) == "lost"
     assert state_of(metrics_of(0, state="ended", exit_code=0)) == "ended"
     assert [end_of(code) for code in (None, 3, -9, -1000)] == [
-        "gone", "exit code 3", "SIGKILL", "signal 1000",
-    ]  # fmt: skip
+        "gone",
+        "exit code 3",
+        "SIGKILL",
+        "signal 1000",
+    ]
     seen = Observer(a_mixed_job(3)).look()
     stalled, lost, runs = seen.rows
     assert (lost.state, lost.note, lost.steps_per_s, lost.communication) == ("lost", "SIGKILL", None, None)
@@ -164,8 +167,12 @@ def test_numbers_are_short() -> None:
         "-", "0", "999", "4k", "80.2M", "1e+03P",
     ]  # fmt: skip
     assert [table.seconds_text(v) for v in (None, 5e-6, 0.0123, 1.5, 6000)] == [
-        "-", "5us", "12.3ms", "1.5s", "100min",
-    ]  # fmt: skip
+        "-",
+        "5us",
+        "12.3ms",
+        "1.5s",
+        "100min",
+    ]
 
 
 # ---- Prometheus

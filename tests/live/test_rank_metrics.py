@@ -54,12 +54,17 @@ def test_the_layout_is_the_cores() -> None:
     text = (ROOT / "csrc/engine/rank_metrics/layout.h").read_text()
     asserted = dict(re.findall(r"offsetof\(RankMetricsLayout, (\w+)\) == (\d+)", text))
     assert {name: int(at) for name, at in asserted.items()} == {
-        "rank": rank_metrics._IDENTITY_AT, "step": rank_metrics._STEPS_AT,
-        "for_peers_ns": rank_metrics._WAITS_AT, "last_done": rank_metrics._LAST_AT,
-        "awaited": rank_metrics._STALL_AT, "late": rank_metrics._LATE_AT,
-        "elastic_began": rank_metrics._ELASTIC_AT, "stalled_ms": rank_metrics._STALLED_AT,
-        "operations": rank_metrics._OPERATIONS_AT, "recent": rank_metrics._RECENT_AT,
-    }  # fmt: skip
+        "rank": rank_metrics._IDENTITY_AT,
+        "step": rank_metrics._STEPS_AT,
+        "for_peers_ns": rank_metrics._WAITS_AT,
+        "last_done": rank_metrics._LAST_AT,
+        "awaited": rank_metrics._STALL_AT,
+        "late": rank_metrics._LATE_AT,
+        "elastic_began": rank_metrics._ELASTIC_AT,
+        "stalled_ms": rank_metrics._STALLED_AT,
+        "operations": rank_metrics._OPERATIONS_AT,
+        "recent": rank_metrics._RECENT_AT,
+    }
     assert (
         f"kRecentCalls = {(rank_metrics._NOTES_AT - rank_metrics._CALLS_AT) // rank_metrics._CALL.size};"
         in text
@@ -160,8 +165,12 @@ def test_states_follow_from_what_the_core_says_and_from_the_process() -> None:
 
 def test_a_process_that_a_launcher_saw_end_is_ended_or_lost() -> None:
     for said, code, state in (
-        (1, 0, "ended"), (1, -9, "lost"), (1, 1, "lost"), (2, 1, "lost"), (2, 0, "ended"),
-    ):  # fmt: skip
+        (1, 0, "ended"),
+        (1, -9, "lost"),
+        (1, 1, "lost"),
+        (2, 1, "lost"),
+        (2, 0, "ended"),
+    ):
         content = whole()
         put(content, 72, said, 4)  # running, or shut down before the process ended
         at, notes = rank_metrics.notes(0, 0, code)

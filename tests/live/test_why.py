@@ -285,9 +285,14 @@ def test_a_job_says_why_while_it_runs_in_a_stall_and_at_its_end(launch, tmp_path
     pytest.importorskip("rich", reason="rich is not installed: pip install '.[top]'")
     (tmp_path / "train.py").write_text(PROGRAM)
     command = [
-        HOROCLONE.with_name("horoclonerun"), "--why", "-np", "4", sys.executable, tmp_path / "train.py",
+        HOROCLONE.with_name("horoclonerun"),
+        "--why",
+        "-np",
+        "4",
+        sys.executable,
+        tmp_path / "train.py",
         tmp_path,
-    ]  # fmt: skip
+    ]
     started = launch.start(command)
 
     def said():

@@ -142,9 +142,20 @@ def injected(cause, pids, culprit, hosts):
             stack.callback(over.set)
         elif cause == "link":
             shaper = [
-                "tc", "qdisc", "add", "dev", "cable0", "root", "tbf", "rate", "100mbit", "burst", "64k",
-                "latency", "200ms",
-            ]  # fmt: skip
+                "tc",
+                "qdisc",
+                "add",
+                "dev",
+                "cable0",
+                "root",
+                "tbf",
+                "rate",
+                "100mbit",
+                "burst",
+                "64k",
+                "latency",
+                "200ms",
+            ]
             done = inside(hosts.names[culprit], *shaper)
             if done.returncode:
                 pytest.skip(f"no cable can be made slow here: {done.stderr}")

@@ -125,8 +125,12 @@ def test_make_demo_works_in_an_empty_root_and_says_what_it_does(debian: Path) ->
     said = inside(debian, clone(debian, "make"), "make demo")
     assert re.search(r"accuracy.*9\d\.\d", said), said[-2000:]
     for step in (
-        "== downloading", "== building horoclone", "   compiled 100 %", "== training", "   done in ",
-    ):  # fmt: skip
+        "== downloading",
+        "== building horoclone",
+        "   compiled 100 %",
+        "== training",
+        "   done in ",
+    ):
         assert step in said, f"{step!r} was not said:\n{said[-4000:]}"
 
 

@@ -27,11 +27,15 @@ def servers(cluster: Cluster) -> Iterator[Servers]:
 
 ONE = np.ones((1, 4))
 IDS = [
-    ([1.7], TypeError, r"ids has 1\.7 \(a float\)"), ([1.0], TypeError, r"ids has 1\.0"),
+    ([1.7], TypeError, r"ids has 1\.7 \(a float\)"),
+    ([1.0], TypeError, r"ids has 1\.0"),
     (np.array([1.7]), TypeError, "ids of float64, the first is .*1.7"),
-    (np.array([np.nan]), TypeError, "ids of float64"), (np.array([True]), TypeError, "ids of bool"),
-    ([True], TypeError, r"ids has True \(a bool\)"), (["3"], TypeError, r"ids has '3' \(a str\)"),
-    ("3", TypeError, "ids has '3'"), (np.array([1], object), TypeError, "ids of object"),
+    (np.array([np.nan]), TypeError, "ids of float64"),
+    (np.array([True]), TypeError, "ids of bool"),
+    ([True], TypeError, r"ids has True \(a bool\)"),
+    (["3"], TypeError, r"ids has '3' \(a str\)"),
+    ("3", TypeError, "ids has '3'"),
+    (np.array([1], object), TypeError, "ids of object"),
     (np.array([1 + 0j]), TypeError, "ids of complex128"),
     (np.ma.masked_array([1], [True]), TypeError, "ids is a masked array"),
     (3, TypeError, r"ids=3 \(an int\)"),
@@ -39,8 +43,9 @@ IDS = [
     ([2**63], ValueError, "ids has 9223372036854775808"),
     ([2**64], ValueError, "ids has 18446744073709551616"),
     ([-(2**63) - 1], ValueError, "ids has -9223372036854775809"),
-    ([[1, 2]], ValueError, r"ids of shape \(1, 2\)"), (np.array(1), ValueError, r"ids of shape \(\)"),
-]  # fmt: skip
+    ([[1, 2]], ValueError, r"ids of shape \(1, 2\)"),
+    (np.array(1), ValueError, r"ids of shape \(\)"),
+]
 
 
 @pytest.mark.parametrize(("ids", "kind", "text"), IDS, ids=[str(one[0]) for one in IDS])

@@ -21,8 +21,11 @@ from horoclone.ps import Servers, Sum, Table
 from horoclone.runtime import native_module
 
 pytestmark = [
-    pytest.mark.netns, pytest.mark.usefixtures("needs_root"), pytest.mark.timeout(300), pytest.mark.long(90),
-]  # fmt: skip
+    pytest.mark.netns,
+    pytest.mark.usefixtures("needs_root"),
+    pytest.mark.timeout(300),
+    pytest.mark.long(90),
+]
 ROWS = 500
 
 

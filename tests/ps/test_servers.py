@@ -175,8 +175,11 @@ def test_keys_of_any_size_from_any_memory(servers: Servers, elements: int) -> No
     store.push(name, -value)
     negative = torch._neg_view(torch.zeros(elements))
     for out in (
-        torch.zeros(elements), torch.zeros(elements).double(), torch.zeros(elements, 2)[:, 1], negative,
-    ):  # fmt: skip
+        torch.zeros(elements),
+        torch.zeros(elements).double(),
+        torch.zeros(elements, 2)[:, 1],
+        negative,
+    ):
         before = out._version
         assert store.pull(name, out) is out and torch.equal(out.float(), 4 * value)
         assert out._version > before, "autograd would take it for what it was"

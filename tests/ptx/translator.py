@@ -68,9 +68,12 @@ EXPORT void ptx_launch(kernel* run, const void* arguments, unsigned blocks, unsi
 }
 """
 SPECIAL = {
-    "%tid.x": "(uint32_t)(here->first % 256)", "%ctaid.x": "(uint32_t)(here->first / 256)",
-    "%ntid.x": "256u", "%nctaid.x": "(uint32_t)(here->step / 256)", "%ctaid.y": "here->row",
-}  # fmt: skip
+    "%tid.x": "(uint32_t)(here->first % 256)",
+    "%ctaid.x": "(uint32_t)(here->first / 256)",
+    "%ntid.x": "256u",
+    "%nctaid.x": "(uint32_t)(here->step / 256)",
+    "%ctaid.y": "here->row",
+}
 
 
 class Unknown(Exception):

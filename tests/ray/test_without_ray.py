@@ -142,8 +142,11 @@ silence.not_asked(250.0)
 print("no answer", silence.heard("2", 251.0), "no key", silence.heard(None, 252.0))
 """
     assert said(engines, code).splitlines() == [
-        "7.0 60.0 7.0 7.0 7.0", "0.0 1.0 2.5", "stopped 4.5 and again 0.0", "no answer 1.0 no key 2.0",
-    ]  # fmt: skip
+        "7.0 60.0 7.0 7.0 7.0",
+        "0.0 1.0 2.5",
+        "stopped 4.5 and again 0.0",
+        "no answer 1.0 no key 2.0",
+    ]
 
 
 @pytest.mark.long(60)

@@ -33,9 +33,12 @@ def obstacle() -> str:
 def spark_environment(python: Path) -> dict[str, str]:
     """Variables with which an application uses loopback and this Python only, and its JVMs start in half of the time."""
     return {
-        "JDK_JAVA_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC", "PYSPARK_PYTHON": str(python),
-        "PYSPARK_DRIVER_PYTHON": str(python), "SPARK_LOCAL_IP": "127.0.0.1", "PYTHONPATH": str(ROOT),
-    }  # fmt: skip
+        "JDK_JAVA_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+        "PYSPARK_PYTHON": str(python),
+        "PYSPARK_DRIVER_PYTHON": str(python),
+        "SPARK_LOCAL_IP": "127.0.0.1",
+        "PYTHONPATH": str(ROOT),
+    }
 
 
 class Application:

@@ -164,8 +164,11 @@ def torch_transformed(spark: Any, folder: str) -> Any:
 
     def doubled(row: dict[str, Any]) -> dict[str, Any]:
         return {
-            "both": np.array([*row["x"], row["more"][0]]), "y": row["y"], "x": row["x"], "more": row["more"],
-        }  # fmt: skip
+            "both": np.array([*row["x"], row["more"][0]]),
+            "y": row["y"],
+            "x": row["x"],
+            "more": row["more"],
+        }
 
     def step(
         model: Any, optimizer: Any, outputs_of: Any, loss_fn: Any, inputs: Any, labels: Any, weights: Any
@@ -301,8 +304,12 @@ def keras_whole_way(spark: Any, folder: str) -> Any:
 
     def said(**changes: Any) -> Any:
         given = {
-            "backend": backend(), "store": store(folder), "model": model, "loss": "mse", "optimizer": "sgd",
-        }  # fmt: skip
+            "backend": backend(),
+            "store": store(folder),
+            "model": model,
+            "loss": "mse",
+            "optimizer": "sgd",
+        }
         columns = {"feature_cols": ["x", "more"], "label_cols": ["y"]}
         wanted = {**given, **columns, **changes}
         return failure_of(

@@ -45,16 +45,23 @@ def test_wrong_parameters_are_named_and_all_have_accessors(local: Any, tmp_path:
     done = local.ask("estimators.torch_errors", 400, folder=str(tmp_path))
     found = done["found"]
     for name, text in {
-        "model": "model must be a torch.nn.Module, not str", "no model": "model is missing",
-        "loss": "loss is missing", "optimizer": "optimizer is missing", "store": "store is missing",
+        "model": "model must be a torch.nn.Module, not str",
+        "no model": "model is missing",
+        "loss": "loss is missing",
+        "optimizer": "optimizer is missing",
+        "store": "store is missing",
         "feature_cols": "feature_cols is missing",
         "missing column": "feature_cols: 'nothing' is not among the columns",
-        "both": "loss and loss_constructors", "num_proc": "num_proc and backend",
-        "validation": "validation=1.5", "no validation": "validation: 'nothing' is not among the columns",
-        "batch": "batch_size must be at least 1, not 0", "data_module": "data_module is not supported",
+        "both": "loss and loss_constructors",
+        "num_proc": "num_proc and backend",
+        "validation": "validation=1.5",
+        "no validation": "validation: 'nothing' is not among the columns",
+        "batch": "batch_size must be at least 1, not 0",
+        "data_module": "data_module is not supported",
         "shapes": "column 'more' does not have a uniform shape: its rows have from 1 to 2 values",
-        "nulls": " nulls; fill or drop them first", "fails": "ZeroDivisionError: division by zero",
-    }.items():  # fmt: skip
+        "nulls": " nulls; fill or drop them first",
+        "fails": "ZeroDivisionError: division by zero",
+    }.items():
         assert text in found[name]["text"], (name, found[name])
     assert found["fails"]["kind"] == "RunError" and found["fails"]["rank"] in (0, 1)
     assert len(done["warned"]) == 1 and "reader_pool_type" in done["warned"][0] and done["accessors"] == []

@@ -99,8 +99,12 @@ def test_ranks_get_settings_and_no_secret(monkeypatch: pytest.MonkeyPatch) -> No
     )
     assert made["HOROVOD_START_TIMEOUT"] == "12"
     left = set(made) & {
-        "HOROCLONE_SECRET", "HOROVOD_RANK", "HOROCLONE_MEMBER", "HOROVOD_LOCAL_SIZE", "PATH_OF_DRIVER",
-    }  # fmt: skip
+        "HOROCLONE_SECRET",
+        "HOROVOD_RANK",
+        "HOROCLONE_MEMBER",
+        "HOROVOD_LOCAL_SIZE",
+        "PATH_OF_DRIVER",
+    }
     assert not left
 
 

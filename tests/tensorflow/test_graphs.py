@@ -185,9 +185,12 @@ def test_value_ops_are_read_anew_after_each_init() -> None:
     @tf.function
     def facts() -> Any:
         return (
-            hvd.size_op(), hvd.rank_op(), hvd.local_size_op(), hvd.local_rank_op(),
+            hvd.size_op(),
+            hvd.rank_op(),
+            hvd.local_size_op(),
+            hvd.local_rank_op(),
             hvd.process_set_included_op(),
-        )  # fmt: skip
+        )
 
     @tf.function
     def total(x: Any) -> Any:

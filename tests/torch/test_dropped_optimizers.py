@@ -14,9 +14,12 @@ import horoclone.torch as hvd
 from horoclone.runtime import native
 
 KINDS: dict[str, dict[str, Any]] = {
-    "plain": {}, "cross_barrier": {"cross_barrier": True}, "zero": {"shard_optimizer_state": True},
-    "adasum": {"op": hvd.Adasum}, "passes": {"backward_passes_per_step": 2},
-}  # fmt: skip
+    "plain": {},
+    "cross_barrier": {"cross_barrier": True},
+    "zero": {"shard_optimizer_state": True},
+    "adasum": {"op": hvd.Adasum},
+    "passes": {"backward_passes_per_step": 2},
+}
 
 
 def _made(kind: str) -> tuple[torch.nn.Module, Any]:

@@ -79,8 +79,14 @@ def rates_of(make: Callable[[Any], Any], form: Callable[[Any], Any], goes_back: 
 
 # Whose state is more than a count of epochs, and functions that no state holds; the others are much the same.
 OF_ALL_KINDS = {
-    "LambdaLR", "CyclicLR", "OneCycleLR", "ReduceLROnPlateau", "SequentialLR", "ChainedScheduler", "SWALR",
-}  # fmt: skip
+    "LambdaLR",
+    "CyclicLR",
+    "OneCycleLR",
+    "ReduceLROnPlateau",
+    "SequentialLR",
+    "ChainedScheduler",
+    "SWALR",
+}
 
 
 @pytest.mark.parametrize(

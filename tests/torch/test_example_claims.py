@@ -139,13 +139,24 @@ def same_bits(text: str) -> None:
 
 
 CLAIMS = {
-    "torch_virtual_ranks.py": same_bits, "torch_parallel.py": three_ways, "torch_diloco.py": rarely,
-    "torch_quorum.py": by_quorum, "torch_synthetic_benchmark.py": synthetic,
-    "torch_process_sets.py": process_sets, "torch_join.py": join, "torch_load_balance.py": load_balance,
-    "torch_alltoall_embedding.py": embedding, "torch_evaluation.py": evaluation, "torch_amp.py": mixed,
-    "torch_ddp_backend.py": backend, "torch_compile.py": compiled, "torch_horovod_script.py": horovods,
-    "torch_zero.py": zero, "torch_gpu_digits.py": on_gpu, "torch_gpu_graph.py": in_a_graph,
-}  # fmt: skip
+    "torch_virtual_ranks.py": same_bits,
+    "torch_parallel.py": three_ways,
+    "torch_diloco.py": rarely,
+    "torch_quorum.py": by_quorum,
+    "torch_synthetic_benchmark.py": synthetic,
+    "torch_process_sets.py": process_sets,
+    "torch_join.py": join,
+    "torch_load_balance.py": load_balance,
+    "torch_alltoall_embedding.py": embedding,
+    "torch_evaluation.py": evaluation,
+    "torch_amp.py": mixed,
+    "torch_ddp_backend.py": backend,
+    "torch_compile.py": compiled,
+    "torch_horovod_script.py": horovods,
+    "torch_zero.py": zero,
+    "torch_gpu_digits.py": on_gpu,
+    "torch_gpu_graph.py": in_a_graph,
+}
 
 
 @pytest.mark.parametrize("name", CLAIMS)

@@ -47,9 +47,12 @@ def test_every_operation_and_dtype() -> None:
             ours = [values(dtype, r, count) for r in range(size)]
             wide = torch.stack([one.double() for one in ours])
             for op, expected in (
-                (hvd.Sum, wide.sum(0)), (hvd.Min, wide.amin(0)), (hvd.Max, wide.amax(0)),
-                (hvd.Product, wide.prod(0)), (hvd.Average, wide.mean(0)),
-            ):  # fmt: skip
+                (hvd.Sum, wide.sum(0)),
+                (hvd.Min, wide.amin(0)),
+                (hvd.Max, wide.amax(0)),
+                (hvd.Product, wide.prod(0)),
+                (hvd.Average, wide.mean(0)),
+            ):
                 if op == hvd.Average and not dtype.is_floating_point:
                     expected = (wide.sum(0) / size).trunc()
                 result = hvd.allreduce(ours[rank].to(where), op=op)

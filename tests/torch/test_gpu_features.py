@@ -69,9 +69,12 @@ def test_gradient_compressors() -> None:
     where = device()
     inputs = batches(hvd.rank(), where, 4)
     for compression in (
-        hvd.Compression.fp16, hvd.Compression.bf16, hvd.Compression.int8, hvd.Compression.topk(ratio=0.5),
+        hvd.Compression.fp16,
+        hvd.Compression.bf16,
+        hvd.Compression.int8,
+        hvd.Compression.topk(ratio=0.5),
         hvd.Compression.powersgd(rank=2, start_step=0),
-    ):  # fmt: skip
+    ):
         model = small_model(where)
         assert all(
             math.isfinite(x) for x in losses_of(model, optimized(model, compression=compression), inputs)

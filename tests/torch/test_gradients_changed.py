@@ -77,11 +77,14 @@ ACTIONS: dict[str, Callable[[Model], Any]] = {
     "loaded": lambda model: model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
-    "none": {}, "zero": {"shard_optimizer_state": True},
-    "zero, whole": {"shard_optimizer_state": "parameters"}, "groups": {"groups": 1},
-    "predivide": {"gradient_predivide_factor": 2.0}, "fp16": {"compression": hvd.Compression.fp16},
+    "none": {},
+    "zero": {"shard_optimizer_state": True},
+    "zero, whole": {"shard_optimizer_state": "parameters"},
+    "groups": {"groups": 1},
+    "predivide": {"gradient_predivide_factor": 2.0},
+    "fp16": {"compression": hvd.Compression.fp16},
     "unused": {"unused_as_none": True},
-}  # fmt: skip
+}
 
 
 # test_any_sequence... has all options.

@@ -221,11 +221,16 @@ def test_the_class_has_the_wrapped_classs_name_and_derives_from_it() -> None:
 
 
 COPIES = {
-    "plain": {}, "sum": {"op": hvd.Sum}, "predivide": {"gradient_predivide_factor": 2.0},
-    "fp16": {"compression": hvd.Compression.fp16}, "int8": {"compression": hvd.Compression.int8},
-    "groups": {"groups": 2}, "passes": {"backward_passes_per_step": 2}, "unused": {"unused_as_none": True},
+    "plain": {},
+    "sum": {"op": hvd.Sum},
+    "predivide": {"gradient_predivide_factor": 2.0},
+    "fp16": {"compression": hvd.Compression.fp16},
+    "int8": {"compression": hvd.Compression.int8},
+    "groups": {"groups": 2},
+    "passes": {"backward_passes_per_step": 2},
+    "unused": {"unused_as_none": True},
     "adasum": {"op": hvd.Adasum},
-}  # fmt: skip
+}
 COPIERS = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda pair: pickle.loads(pickle.dumps(pair)),

@@ -58,8 +58,11 @@ def check_steps(model: Model, forward: Any, steps: int = 4, passes: int = 1, **o
         optimizer.synchronize()
         for (name, parameter), want in zip(model.named_parameters(), expected, strict=True):
             assert torch.allclose(parameter.grad, want, rtol=1e-5, atol=1e-6), (
-                step, name, parameter.grad, want,
-            )  # fmt: skip
+                step,
+                name,
+                parameter.grad,
+                want,
+            )
         with optimizer.skip_synchronize():
             optimizer.step()
     assert alike(model.parameters())

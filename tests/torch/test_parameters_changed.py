@@ -38,15 +38,26 @@ class Plain(hvd.Compression.none):
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "none": {}, "sum": {"op": hvd.Sum}, "zero": {"shard_optimizer_state": True}, "groups": {"groups": 2},
-    "predivide": {"gradient_predivide_factor": 2.0}, "fp16": {"compression": hvd.Compression.fp16},
-    "unused": {"unused_as_none": True}, "passes": {"backward_passes_per_step": 2},
-    "int8": {"compression": hvd.Compression.int8}, "topk": {"compression": hvd.Compression.topk(ratio=0.5)},
-    "powersgd": {"compression": hvd.Compression.powersgd(rank=1)}, "largest": {"op": hvd.Max},
-    "smallest": {"op": hvd.Min}, "product": {"op": hvd.Product}, "adasum": {"op": hvd.Adasum},
-    "own compressor": {"compression": Plain}, "sparse": {}, "cross_barrier": {},
+    "none": {},
+    "sum": {"op": hvd.Sum},
+    "zero": {"shard_optimizer_state": True},
+    "groups": {"groups": 2},
+    "predivide": {"gradient_predivide_factor": 2.0},
+    "fp16": {"compression": hvd.Compression.fp16},
+    "unused": {"unused_as_none": True},
+    "passes": {"backward_passes_per_step": 2},
+    "int8": {"compression": hvd.Compression.int8},
+    "topk": {"compression": hvd.Compression.topk(ratio=0.5)},
+    "powersgd": {"compression": hvd.Compression.powersgd(rank=1)},
+    "largest": {"op": hvd.Max},
+    "smallest": {"op": hvd.Min},
+    "product": {"op": hvd.Product},
+    "adasum": {"op": hvd.Adasum},
+    "own compressor": {"compression": Plain},
+    "sparse": {},
+    "cross_barrier": {},
     "cross_barrier, largest": {"op": hvd.Max},
-}  # fmt: skip
+}
 
 
 class Training:

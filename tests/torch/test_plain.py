@@ -90,10 +90,13 @@ def test_what_is_not_plain_takes_the_slow_path() -> None:
         assert hvd.synchronize(hvd.allreduce_async_(torch.ones(2), average=False)).tolist() == [2.0] * 2
         assert hvd.synchronize(hvd.allreduce_async_(torch.ones(2), prescale_factor=2)).tolist() == [2.0] * 2
         for wrong in (
-            torch.ones(3, 4).t(), torch.ones(1).expand(4), torch.ones(4).to_sparse(),
-            torch.ones(4, device="meta"), torch.ones(4, dtype=torch.complex64),
+            torch.ones(3, 4).t(),
+            torch.ones(1).expand(4),
+            torch.ones(4).to_sparse(),
+            torch.ones(4, device="meta"),
+            torch.ones(4, dtype=torch.complex64),
             torch.ones(4, dtype=torch.float8_e4m3fn),
-        ):  # fmt: skip
+        ):
             with pytest.raises((ValueError, hvd.Unsupported)):
                 hvd.allreduce_async_(wrong, op=hvd.Sum)
             with pytest.raises((ValueError, hvd.Unsupported)):

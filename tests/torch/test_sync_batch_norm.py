@@ -19,8 +19,11 @@ def share(shape: tuple[int, ...], rank: int) -> torch.Tensor:
 
 def plain(dims: int) -> torch.nn.Module:
     kinds = {
-        2: torch.nn.BatchNorm1d, 3: torch.nn.BatchNorm1d, 4: torch.nn.BatchNorm2d, 5: torch.nn.BatchNorm3d,
-    }  # fmt: skip
+        2: torch.nn.BatchNorm1d,
+        3: torch.nn.BatchNorm1d,
+        4: torch.nn.BatchNorm2d,
+        5: torch.nn.BatchNorm3d,
+    }
     return kinds[dims](3)
 
 

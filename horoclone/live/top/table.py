@@ -19,9 +19,13 @@ from horoclone.live.overview import Overview, Row
 NARROWEST = 20  # columns; a terminal that says less says nothing
 _EVENTS = 5
 _STYLES = {
-    "lost": "bold red", "stalled": "bold yellow", "starting": "dim", "waiting": "cyan", "running": "green",
+    "lost": "bold red",
+    "stalled": "bold yellow",
+    "starting": "dim",
+    "waiting": "cyan",
+    "running": "green",
     "ended": "dim",
-}  # fmt: skip
+}
 ORDERS: dict[str, Callable[[Row], float]] = {
     "rank": lambda row: row.rank,
     "late": lambda row: -row.late_s,

@@ -10,10 +10,14 @@ import numpy as np
 VECTOR, ARRAY, SCALAR = "vector", "array", "scalar"
 # Spark's names of scalar types -> what a value is to NumPy; others have no numbers in them.
 NUMBERS = {
-    "boolean": np.dtype("bool"), "tinyint": np.dtype("int8"), "smallint": np.dtype("int16"),
-    "int": np.dtype("int32"), "bigint": np.dtype("int64"), "float": np.dtype("float32"),
+    "boolean": np.dtype("bool"),
+    "tinyint": np.dtype("int8"),
+    "smallint": np.dtype("int16"),
+    "int": np.dtype("int32"),
+    "bigint": np.dtype("int64"),
+    "float": np.dtype("float32"),
     "double": np.dtype("float64"),
-}  # fmt: skip
+}
 
 
 class Column(NamedTuple):

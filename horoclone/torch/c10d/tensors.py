@@ -19,10 +19,16 @@ Finish = Callable[[Any, int], None]  # puts the core's result where the caller w
 _RedOp: Any = dist.ReduceOp.RedOpType
 
 REDUCTIONS = {
-    _RedOp.SUM: ops.Sum, _RedOp.AVG: ops.Average, _RedOp.PRODUCT: ops.Product, _RedOp.MIN: ops.Min,
-    _RedOp.MAX: ops.Max, _RedOp.PREMUL_SUM: ops.Sum, _RedOp.BAND: ops.And, _RedOp.BOR: ops.Or,
+    _RedOp.SUM: ops.Sum,
+    _RedOp.AVG: ops.Average,
+    _RedOp.PRODUCT: ops.Product,
+    _RedOp.MIN: ops.Min,
+    _RedOp.MAX: ops.Max,
+    _RedOp.PREMUL_SUM: ops.Sum,
+    _RedOp.BAND: ops.And,
+    _RedOp.BOR: ops.Or,
     _RedOp.BXOR: ops.Xor,
-}  # fmt: skip
+}
 BITWISE = (ops.And, ops.Or, ops.Xor)
 
 

@@ -31,10 +31,15 @@ OPTIONS = "str? name, int reduce, float prescale, float postscale, int root, int
 Options = tuple[str | None, int, float, float, int, int, "Sequence[int] | None"]
 
 KINDS = {
-    "allreduce": ops.ALLREDUCE, "grouped_allreduce": ops.ALLREDUCE, "allgather": ops.ALLGATHER,
-    "grouped_allgather": ops.ALLGATHER, "reducescatter": ops.REDUCESCATTER,
-    "grouped_reducescatter": ops.REDUCESCATTER, "broadcast": ops.BROADCAST, "alltoall": ops.ALLTOALL,
-}  # fmt: skip
+    "allreduce": ops.ALLREDUCE,
+    "grouped_allreduce": ops.ALLREDUCE,
+    "allgather": ops.ALLGATHER,
+    "grouped_allgather": ops.ALLGATHER,
+    "reducescatter": ops.REDUCESCATTER,
+    "grouped_reducescatter": ops.REDUCESCATTER,
+    "broadcast": ops.BROADCAST,
+    "alltoall": ops.ALLTOALL,
+}
 
 _library = torch.library.Library("horoclone", "FRAGMENT")
 
