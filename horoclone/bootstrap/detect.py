@@ -188,11 +188,13 @@ def _torchrun(environ: Environment) -> Placement | None:
     if not elastic and environ.get(BESIDE_OURS) == mark_of_torchs(environ):
         return None
     parts = [environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
-    job = ":".join(["torchrun" if elastic else "env", *parts, environ.get("TORCHELASTIC_RESTART_COUNT", "0")])
+    job = ":".join(["torchrun" if elastic else "env", *parts])
     launcher = "torchrun" if elastic else "env://"
     mark = "TORCHELASTIC_RUN_ID" if elastic else "MASTER_ADDR"
     why = f"{mark}, RANK and WORLD_SIZE are set (torchrun, env://)"
     found = _placement(environ, launcher, names, job, why)
+    if found.one_host:  # of one agent; those of several do not count the lives of a job alike
+        found = replace(found, job=f"{job}:{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
     if not elastic and found.local_size < 0 and _is_this_host(environ):  # reached from this host alone
         return replace(found, local_rank=found.rank, local_size=found.size)
     return found

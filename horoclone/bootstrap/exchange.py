@@ -399,15 +399,24 @@ def _through_torch_store(
     placement: Placement, secret: bytes, environ: Environment, deadline: float
 ) -> Rendezvous:
     """torchrun's store tells the address of rank 0, in clear; the secret decides whether it is believed."""
-    server = None
-    text = ""
+    from torch.distributed import PrefixStore
+
+    server, text = None, ""
     if placement.rank == 0:
-        server = Server(secret, placement.job, placement.size, wire.bindings(environ))
-        text = ",".join(server.addresses)
-    key = f"horoclone/{placement.job}"
-    blob = launchers.torch_store_broadcast(environ, placement.rank, key, text.encode(), deadline)
-    client = Client(_addresses(blob), secret, placement.job, _left_s(deadline), placement.rank, 0)
-    return Rendezvous(None, placement.job, secret, False, client, server)
+        life = secrets.token_hex(8)
+        server = Server(secret, f"{placement.job}:{life}", placement.size, wire.bindings(environ))
+        text = ",".join([life, *server.addresses])
+    try:
+        store = PrefixStore("horoclone/hvd", launchers.agents_store(environ, deadline))
+        blob = launchers.told_by_rank_0(store, placement.rank, placement.size, text.encode(), deadline)
+    except BaseException:
+        if server is not None:
+            server.close()
+        raise
+    life, *addresses = _addresses(blob)
+    job = f"{placement.job}:{life}"
+    client = Client(addresses, secret, job, _left_s(deadline), placement.rank, 0)
+    return Rendezvous(None, job, secret, False, client, server)
 
 
 def _at_derived_port(

@@ -12,12 +12,13 @@ import hashlib
 import hmac
 import os
 import re
+import secrets
 import select
 import socket
 import struct
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from horoclone import errors
@@ -27,6 +28,7 @@ from horoclone.settings import flag
 MAX_BLOB_BYTES = 16384
 PMI_CHUNK = 512  # hex digits in one value; Hydra allows 1024, others less
 DERIVED_PORTS = 8
+STORE_POLL_S = 0.01  # of torch's store
 
 
 # --- the job secret
@@ -287,10 +289,8 @@ def mpi_broadcast(comm: Any, blob: bytes, deadline: float) -> bytes:
 # --- torch's store, under torchrun
 
 
-def torch_store_broadcast(
-    environ: Mapping[str, str], rank: int, key: str, blob: bytes, deadline: float
-) -> bytes:
-    """Rank 0's blob through the key-value store of torchrun's agent. It is public: nothing in it may be trusted."""
+def agents_store(environ: Mapping[str, str], deadline: float) -> Any:
+    """The key-value store of torchrun's agent. It is public: nothing in it may be trusted."""
     from datetime import timedelta
 
     from torch.distributed import TCPStore
@@ -298,13 +298,51 @@ def torch_store_broadcast(
     limit = timedelta(seconds=max(1.0, deadline - time.monotonic()))
     host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     try:
-        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
-        if rank == 0:
-            store.set(key, blob.hex())
-            return blob
-        text = bytes(store.get(key))
+        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
     except RuntimeError as error:  # torch's DistStoreError among them
         raise errors.Timeout(f"torchrun's store at {wire.format_address(host, port)}: {error}") from error
-    if len(text) > 2 * MAX_BLOB_BYTES:
-        raise errors.HorovodInternalError("torchrun's store delivered more than was put there")
-    return bytes.fromhex(text.decode("ascii"))
+
+
+def told_by_rank_0(
+    store: Any, rank: int, size: int, blob: bytes, deadline: float, look: Callable[[], None] = lambda: None
+) -> bytes:
+    """Rank 0's blob, through a store of torch's that keeps what processes of earlier lives have written.
+
+    Nothing numbers the lives of a job of several agents: TORCHELASTIC_RESTART_COUNT leaves out those that began
+    because of another agent. So each rank asks with a random word, and rank 0 goes on when all have heard its own one.
+    """
+    own = secrets.token_hex(16)
+
+    def wait(missing: str) -> None:
+        look()
+        if time.monotonic() >= deadline:
+            raise errors.Timeout(f"rank {rank} of {size} waited in torch's store; missing: {missing}")
+        time.sleep(STORE_POLL_S)
+
+    try:
+        if rank != 0:
+            store.set(f"asks/{rank}", own)
+            while not store.check([f"answers/{own}"]):
+                wait("rank 0")
+            text = bytes(store.get(f"answers/{own}"))
+            if len(text) > 2 * MAX_BLOB_BYTES:
+                raise errors.HorovodInternalError("torch's store delivered more than was put there")
+            word, _, answer = text.decode("ascii").partition("/")
+            store.set(f"heard/{word}/{rank}", b"1")
+            return bytes.fromhex(answer)
+        answered: dict[int, str] = {}
+        missing = list(range(1, size))
+        while missing:
+            for one in [one for one in missing if store.check([f"asks/{one}"])]:
+                word = bytes(store.get(f"asks/{one}")).decode("ascii")
+                if answered.get(one) != word:
+                    answered[one] = word
+                    store.set(f"answers/{word}", f"{own}/{blob.hex()}")
+            missing = [one for one in missing if not store.check([f"heard/{own}/{one}"])]
+            if missing:
+                wait(f"rank{'s' * (len(missing) != 1)} {', '.join(map(str, missing))}")
+        return blob
+    except RuntimeError as error:
+        if isinstance(error, errors.HorovodInternalError):
+            raise
+        raise errors.Timeout(f"torch's store: {error}") from error

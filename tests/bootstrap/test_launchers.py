@@ -10,11 +10,12 @@ import secrets
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from horoclone import errors
-from horoclone.bootstrap import exchange
+from horoclone.bootstrap import detect, exchange, launchers
 from horoclone.bootstrap.rendezvous import Server
 
 SECRET = "correct-horse-battery"
@@ -306,3 +307,45 @@ def test_rank_0_that_never_comes_is_named():
         exchange.open_job(None, step(1, 2), started + 1.0, None, None)
     assert time.monotonic() - started < 20
     assert "unix:horoclone-" in str(caught.value)
+
+
+class Store:
+    """What torch's stores do, in one process."""
+
+    def __init__(self):
+        self.values = {}
+
+    def set(self, key, value):
+        self.values[key] = value.encode() if isinstance(value, str) else value
+
+    def get(self, key):
+        return self.values[key]
+
+    def check(self, keys):
+        return all(key in self.values for key in keys)
+
+
+def test_what_an_earlier_life_has_left_in_torchruns_store_is_not_believed():
+    store = Store()
+    with ThreadPoolExecutor(3) as pool:
+        for life in (b"first", b"second"):
+            deadline = time.monotonic() + 20
+            others = [pool.submit(launchers.told_by_rank_0, store, rank, 3, b"", deadline) for rank in (1, 2)]
+            while not store.check(["asks/1", "asks/2"]):
+                time.sleep(0.01)
+            assert launchers.told_by_rank_0(store, 0, 3, life, deadline) == life
+            assert [other.result() for other in others] == [life] * 2
+    with pytest.raises(errors.Timeout, match="missing: ranks 1, 2"):
+        launchers.told_by_rank_0(store, 0, 3, b"third", time.monotonic())
+
+
+def test_agents_of_torchrun_need_not_count_the_lives_of_a_job_alike():
+    variables = {
+        "TORCHELASTIC_RUN_ID": "a", "MASTER_ADDR": "node1", "MASTER_PORT": "29400", "WORLD_SIZE": "2", "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+    }  # fmt: skip
+    jobs = [
+        detect.detect({**variables, "RANK": rank, "TORCHELASTIC_RESTART_COUNT": count}).job
+        for rank, count in (("0", "1"), ("1", "0"))
+    ]
+    assert jobs[0] == jobs[1]

@@ -73,14 +73,14 @@ class HorocloneGroup(GroupFacts):
         """members: the ranks of the job that it consists of; empty: all."""
         super().__init__(rank, size)
         self._members = list(members) or list(range(size))
-        self._store = store
         seconds = timeout.total_seconds()
         self._limit_s = None if seconds == DEFAULT_TIMEOUT_S or seconds <= 0 else seconds
         look = look_for(self._members, open_groups)
         # The first group starts the job; members of later ones are known to live, and may come late.
         starts = not any(group._runtime is not None for group in open_groups)
         limit_s = start_limit_s(self._limit_s) if starts else self._limit_s or DEFAULT_TIMEOUT_S
-        self._runtime: Runtime | None = connect(store, rank, size, limit_s, look)
+        self._store = of_this_life(store, rank, size, limit_s, look)
+        self._runtime: Runtime | None = connect(self._store, rank, size, limit_s, look)
         self._plain = PlainCalls(self._runtime, self._limit_s)
         self._flight = InFlight(self._runtime, rank, self._members, self._plain.end)
         self._monitored = 0  # monitored barriers so far
@@ -523,8 +523,8 @@ class HorocloneGroup(GroupFacts):
         self._monitored += 1
         limit_s = (self._limit_s or DEFAULT_TIMEOUT_S) if timeout is None else timeout.total_seconds()
         prefix = f"monitored/{self._monitored}"
-        store, look = of_this_life(self._store), look_for(self._members, [self])
-        monitored_barrier(store, prefix, self._rank, self._size, limit_s, wait_all_ranks, look)
+        look = look_for(self._members, [self])
+        monitored_barrier(self._store, prefix, self._rank, self._size, limit_s, wait_all_ranks, look)
 
     # --- point to point ---
 

@@ -52,7 +52,7 @@ def connect(store: Any, rank: int, size: int, timeout_s: float, look: Look = lam
         of_rank = "" if current.runtime.rank == 0 else f".rank{current.runtime.rank}"
         settings = with_own_files(settings, f"group{next(_groups)}{of_rank}")
     secret, host = _own_secret(), _host().encode()
-    board = SignedStore(of_this_life(store), rank, size, secret, deadline, look)
+    board = SignedStore(store, rank, size, secret, deadline, look)
 
     def all_here(values: Sequence[bytes]) -> bool:
         return all(value.rpartition(b"\n")[0] == host for value in values)
@@ -99,9 +99,16 @@ def start_limit_s(asked_s: float | None) -> float:
     return min(asked_s, limit_s) if setting(os.environ, "START_TIMEOUT", "") else asked_s
 
 
-def of_this_life(store: Any) -> Any:
+def of_this_life(store: Any, rank: int, size: int, timeout_s: float, look: Look) -> Any:
     """torchrun keeps its store over restarts: what processes that are dead now wrote there must not be read again."""
-    return dist.PrefixStore(f"horoclone/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    variables = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    if "TORCHELASTIC_RUN_ID" in os.environ and len(set(variables)) > 1:  # several agents
+        deadline = time.monotonic() + timeout_s
+        lives = dist.PrefixStore("horoclone/lives", store)
+        token = secrets.token_hex(8).encode()
+        life = launchers.told_by_rank_0(lives, rank, size, token, deadline, look).hex()
+    return dist.PrefixStore(f"horoclone/{life}", store)
 
 
 def _own_secret() -> bytes:
