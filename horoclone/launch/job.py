@@ -507,7 +507,7 @@ class Job:
         folder = self._request.output_folder
         code = self._termination.exit_code
         if code is not None:
-            text = _closing_text(self._termination.reason, ends)
+            text = _closing_text(self._termination.reason, self._request.screen.broken, ends)
             if self._termination.reason in (termination.TERMINATE, termination.HANGUP) and failed:
                 text += "\n" + report.failure_report(ends, folder, len(ends))[0]
             return JobResult(code, text, ends, results)
@@ -534,11 +534,11 @@ class Job:
         )
 
 
-def _closing_text(reason: int, ends: Sequence[report.RankEnd]) -> str:
+def _closing_text(reason: int, broken: str, ends: Sequence[report.RankEnd]) -> str:
     stopped = ranks_text([end.rank for end in ends if end.by_us] or [end.rank for end in ends])
     if reason == termination.INTERRUPT:
         return f"interrupted; {stopped} stopped"
     if reason == termination.NO_READER:
-        return f"nobody reads the output any more; {stopped} stopped"
+        return f"{broken}; {stopped} stopped"
     name = "SIGHUP" if reason == termination.HANGUP else "SIGTERM"
     return f"{name} was forwarded; {stopped} ended"

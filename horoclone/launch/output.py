@@ -25,6 +25,7 @@ _IN_SIGHT_LINES = 60  # a report does not repeat what stands so far above it
 _TRACEBACKS = 1000  # remembered, so that others' like them are shown as one line
 _TRACEBACK_LINES = 2000  # of one that is held back until its last line has come
 _HELD_S = 0.5  # what has not become a traceback by then is shown
+NOBODY_READS = "nobody reads the output any more"
 _LONGEST_LINE = 256 << 10  # bytes; a longer one is shown in pieces
 _PARTIAL_AFTER_S = 0.2  # a prompt without a newline shows up on a terminal after this
 _PROGRESS_EVERY_S = 10.0  # how often a progress bar becomes a line where output is not a terminal
@@ -108,7 +109,7 @@ class Screen:
         self._written = 0  # lines
         self._last_of: dict[int, int] = {}  # rank -> that number at its last line on stderr
         self._traceback_of: dict[int, int] = {}  # and at the end of its last traceback there
-        self.broken = False  # nobody reads our output any more
+        self.broken = ""  # why nothing can be written any more
         self.may_drop: Callable[[], bool] = lambda: False  # output that cannot be written at once may be lost
 
     def is_live(self, stream: int) -> bool:
@@ -182,8 +183,9 @@ class Screen:
                 view = view[os.write(stream, view[:4096]) :]
             except BlockingIOError:  # somebody made our stdout non-blocking; poll again
                 time.sleep(0.005)
-            except OSError:
-                self.broken = True
+            except OSError as error:
+                gone = isinstance(error, BrokenPipeError)
+                self.broken = NOBODY_READS if gone else f"the output cannot be written: {error.strerror}"
                 return
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
 from horoclone.launch.root_cause import (
+    GROUP_TRACEBACK,
     TRACEBACK,
     exception_line,
     exception_name,
@@ -78,7 +79,7 @@ _CHAINS = ("During handling of the above", "The above exception was the direct")
 def traceback_in(stderr: Sequence[str]) -> list[str]:
     """The last traceback among the lines that can have ended the process, with the chain that led to it; empty when
     there is none. A thread's is one only where there is no other."""
-    headers = [index for index, line in enumerate(stderr) if line.strip() == TRACEBACK]
+    headers = [index for index, line in enumerate(stderr) if line.strip() in (TRACEBACK, GROUP_TRACEBACK)]
     above = {index: stderr[index - 1] if index else "" for index in headers}
     starts = [index for index in headers if not above[index].startswith(_HARMLESS)]
     starts = [index for index in starts if not above[index].startswith("Exception in thread ")] or starts

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 TRACEBACK = "Traceback (most recent call last):"
+GROUP_TRACEBACK = f"+ Exception Group {TRACEBACK}"
 
 _EXCEPTION = re.compile(r"^((?:\w+\.)*[A-Za-z_]\w*)(?::\s|$)")
 _ANOTHER = re.compile(  # how Python, its warnings and the usual loggers begin a text of their own
@@ -17,6 +18,8 @@ _ANOTHER = re.compile(  # how Python, its warnings and the usual loggers begin a
     r"|Error in (?:atexit|sys)\.|.*:\d+: \w*Warning: |\W?(?:DEBUG|INFO|WARNING)\b|\W?(?:ERROR|CRITICAL):[\w.]+:"
     r"|\W?\d{4}-\d\d-\d\d[ T]|(?:\[rank\d+\]:)?\W?[IWEF]\d{4} \d\d:"
 )
+_IN_GROUP = re.compile(r"(?: {2})+\| ")  # before what belongs to an ExceptionGroup
+_GROUP = re.compile(r" \(\d+ sub-exceptions?\)$")
 _QUOTED = re.compile(r"'[^'\n]*'")  # names of tensors are the user's words
 _STALLED = re.compile(r"\(\d+ s\): missing ranks? ([\d,-]+)(?:; ready ranks? ([\d,-]+))?")
 _NAMED = re.compile(
@@ -35,6 +38,18 @@ def goes_on(text: Iterable[str], line: str) -> bool:
     return not indented and _ANOTHER.match(line) is None
 
 
+def _of_group(lines: Sequence[str]) -> Sequence[str]:
+    """Of an ExceptionGroup at the end the first error in it that is no group itself; else the lines as they are."""
+    headers = [i for i, line in enumerate(lines) if line.startswith((f"  {GROUP_TRACEBACK}", TRACEBACK))]
+    if not headers or lines[headers[-1]].startswith(TRACEBACK):
+        return lines
+    plain = [_IN_GROUP.sub("", line, count=1) for line in lines[headers[-1] :]]
+    errors = [i for i, line in enumerate(plain) if _EXCEPTION.match(line) and not _GROUP.search(line)]
+    first = errors[0] if errors else 0
+    end = next((i for i in range(first, len(plain)) if plain[i].lstrip().startswith("+-")), len(plain))
+    return plain[first:end]
+
+
 def _error_at(lines: Sequence[str]) -> int | None:
     """Where the exception stands: the first line below the last traceback's frames, whatever its text adds to it."""
     header = next((i for i in reversed(range(len(lines))) if lines[i].rstrip().endswith(TRACEBACK)), -1)
@@ -45,6 +60,7 @@ def _error_at(lines: Sequence[str]) -> int | None:
 def exception_line(lines: Sequence[str]) -> str | None:
     """`ValueError: bad batch 17` of a traceback. Where the text goes on after a colon, what it says is in its last
     line, of those that are not indented if there are such."""
+    lines = _of_group(lines)
     at = _error_at(lines)
     if at is None:
         return None
@@ -64,6 +80,7 @@ def exception_name(line: str | None) -> str:
 
 def text_of_exception(lines: Sequence[str]) -> str:
     """The last exception of a traceback, with the further lines of its text."""
+    lines = _of_group(lines)
     at = _error_at(lines)
     return "" if at is None else "\n".join(lines[at:])
 

@@ -16,7 +16,7 @@ from horoclone.launch.environment import job_environment
 from horoclone.launch.hosts import Host, Placement, place
 from horoclone.launch.job import Job, JobRequest, JobResult
 from horoclone.launch.link import LOST, Link
-from horoclone.launch.output import STDERR, STDOUT, Screen, Style
+from horoclone.launch.output import NOBODY_READS, STDERR, STDOUT, Screen, Style
 from horoclone.launch.usage import LaunchError
 from horoclone.spark.session import Stage
 from horoclone.spark.task_server import Task, TaskServer, by_machine
@@ -48,7 +48,7 @@ class StreamScreen(Screen):
             target.write(data.decode(errors="replace"))
             target.flush()
         except (OSError, ValueError, AttributeError):
-            self.broken = True
+            self.broken = NOBODY_READS
 
 
 def placements_of(tasks: Sequence[Task]) -> list[Placement]:

@@ -233,6 +233,11 @@ def test_a_closed_reader_ends_the_job(launch, tmp_path):
     assert len(lines) == 4 and lines[-1] == "code 141" and {line[3:] for line in lines[:3]} <= {" y"}
 
 
+def test_a_full_disk_under_the_output_is_named(launch):
+    done = launch(["bash", "-c", f"{PYTHON} -m horoclone.launch -np 1 yes > /dev/full"], check=False)
+    assert done.returncode == 141 and "the output cannot be written: No space left on device" in done.stderr
+
+
 def test_a_stuck_reader_does_not_hold_up_control_c(launch):
     read_end, write_end = os.pipe()
     try:

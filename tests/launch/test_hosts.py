@@ -355,6 +355,23 @@ def test_a_stall_is_not_blamed_on_the_ranks_that_wait():
     )
 
 
+GROUP = """  + Exception Group Traceback (most recent call last):
+  |   File "t.py", line 10, in <module>
+  | ExceptionGroup: unhandled errors in a TaskGroup (2 sub-exceptions)
+  +-+---------------- 1 ----------------
+    | Exception Group Traceback (most recent call last):
+    |   File "t.py", line 6, in <module>
+    | ExceptionGroup: inner (1 sub-exception)
+    +-+---------------- 1 ----------------
+      | Traceback (most recent call last):
+      |   File "t.py", line 3, in a
+      | ValueError: one: x
+      +------------------------------------
+    +---------------- 2 ----------------
+    | KeyError: 'k'
+    +------------------------------------""".splitlines()
+
+
 @pytest.mark.parametrize(
     ("said", "verdict"),
     [
@@ -365,6 +382,7 @@ def test_a_stall_is_not_blamed_on_the_ranks_that_wait():
         (["/bin/python: No module named x"], "ended with exit code 1: /bin/python: No module named x"),
         (["usage: t.py", "t.py: error: what?"], "ended with exit code 1: t.py: error: what?"),
         (["a line of a log: of no matter"], "ended with exit code 1"),
+        (GROUP, "raised ValueError: one: x"),
     ],
 )
 def test_what_ended_ranks_without_a_traceback_is_in_the_last_line(said, verdict):
