@@ -198,7 +198,10 @@ class _Call(NamedTuple):
 
         content, tag = data[: -seal.TAG_BYTES], data[-seal.TAG_BYTES :].tobytes()
         if not seal.is_right(tag, current.lasting_secret(), self.context(sender), [content]):
-            raise errors.HorovodInternalError(seal.broken(f"{self.name}: what rank {sender} has sent") + ".")
+            raise errors.HorovodInternalError(
+                seal.broken(f"{self.name}: what rank {sender} has sent")
+                + ". Or threads have called this at once: then each needs a name= of its own."
+            )
         if self.lengths[sender] < 0:
             raise ValueError(
                 f"{self.name}: rank {sender} cannot pickle its object: {content.tobytes().decode(errors='replace')}. "
