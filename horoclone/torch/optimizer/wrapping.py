@@ -140,6 +140,10 @@ def wrap(
     wrapped: Any = object.__new__(derived)
     # Not __init__, which would need the user's arguments again. A step patched in by a scheduler stays behind.
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        optimizer._opt_called = (
+            True  # its scheduler does not see our steps, and would warn that there are none
+        )
     wrapped._parameter_names = _named(optimizer.param_groups, named_parameters)
     wrapped.backward_passes_per_step = passes
     wrapped._maker, wrapped._options = make, options
