@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 import os
+import pickle
 import sys
 import warnings
 
@@ -131,6 +133,18 @@ def test_every_public_name_can_be_found():
     assert set(horoclone.__all__) <= set(dir(horoclone))
     with pytest.raises(AttributeError, match="no_such_name"):
         horoclone.no_such_name  # noqa: B018
+
+
+def test_every_operation_on_arrays_has_its_own_name_and_text_and_can_be_pickled():
+    import horoclone
+    from horoclone import arrays
+
+    for name in arrays.__all__:
+        function = getattr(horoclone, name)
+        assert function is getattr(arrays, name) and function.__name__ == name and function.__doc__, name
+        again = pickle.loads(pickle.dumps(function))
+        assert again.__name__ == name and inspect.signature(again) == inspect.signature(function), name
+    assert {"reduce_", "reduce_async_", "grouped_allreduce_", "grouped_allreduce_async_"} <= {*arrays.__all__}
 
 
 def test_process_sets_check_their_ranks():
