@@ -40,17 +40,6 @@ def formed(
     return answers[0]
 
 
-def test_the_first_generation_has_everybody_and_waits_for_the_last() -> None:
-    one = job(3)
-    one.form(name(2), 0, (), 0)
-    one.form(name(0), 0, (), 1)
-    assert one.answer(name(0)) is None
-    record = formed(one, [1], 0, 2)
-    assert record.number == 1 and record.members == (name(0), name(1), name(2))
-    assert record.newcomers == (0, 1, 2) and not record.skip_sync and record.commit == 0
-    assert one.answer(name(0)) is record
-
-
 def test_a_member_has_progressed_once_a_commit_was_made_with_it() -> None:
     """Who is refused in each synchronisation has not, whatever the others did before and after."""
     one = job(2)
@@ -99,18 +88,6 @@ def test_a_plan_says_which_rank_is_whose_whoever_starts_them_first() -> None:
         one.start(name(number), "host", number, 0, planned=rank)
         one.join(name(number), b"i%d" % number, "host", number, 0)
     assert formed(one, [0, 1, 2], 0).members == (name(1), name(2), name(0))
-
-
-def test_survivors_keep_their_order_without_a_wait_when_all_have_come() -> None:
-    one = job(4)
-    formed(one, [0, 1, 2, 3], 0)
-    one.dead(name(0), "killed", 1)
-    one.form(name(3), 1, (), 1)
-    one.form(name(1), 1, (), 1)
-    assert one.answer(name(3)) is None
-    record = formed(one, [2], 1, 1.0)
-    assert record.number == 2 and record.members == (name(1), name(2), name(3))
-    assert record.previous == (1, 2, 3) and record.newcomers == ()
 
 
 def test_nobody_is_interrupted_for_a_worker_that_has_not_come_to_init() -> None:
@@ -188,31 +165,6 @@ def test_whoever_is_over_the_largest_size_waits_until_there_is_room() -> None:
     assert one.answer(name(2)) is record and record.members == (name(1), name(2))
 
 
-def test_below_the_smallest_size_survivors_wait_and_newcomers_fill_up() -> None:
-    one = job(3, smallest=3)
-    formed(one, [0, 1, 2], 0, commits=(4,))
-    one.dead(name(1), "killed", 1)
-    one.form(name(0), 1, (4,), 1)
-    one.form(name(2), 1, (4,), 1)
-    assert one.answer(name(0)) is None
-    come(one, 3, 2)
-    one.form(name(3), 0, (), 3)
-    record = one.answer(name(0))
-    assert isinstance(record, Record) and record.members == (name(0), name(2), name(3))
-    assert record.commit == 4 and record.commit_root == 0 and not record.skip_sync
-
-
-def test_below_the_smallest_size_for_too_long_the_job_ends_with_a_text() -> None:
-    one = job(2, smallest=2, timeout_s=60.0)
-    formed(one, [0, 1], 0)
-    one.dead(name(1), "killed", 1)
-    one.form(name(0), 1, (), 1)
-    assert one.next_s() == 61
-    one.step(61)
-    answer = one.answer(name(0))
-    assert isinstance(answer, Stop) and answer.code == 1 and "--elastic-timeout" in answer.text
-
-
 def test_the_first_generation_may_be_smaller_when_time_is_over() -> None:
     one = job(3, smallest=2, timeout_s=60.0)
     one.form(name(0), 0, (), 0)
@@ -253,19 +205,6 @@ def test_a_member_that_was_given_up_is_refused() -> None:
     one.form(name(2), 1, (), 9)
     answer = one.answer(name(2))
     assert isinstance(answer, Evicted) and answer.code == states.NO_MEMBER
-
-
-def test_a_host_that_is_cut_off_takes_all_its_silent_members_with_it() -> None:
-    one = Coordinator(Limits(4), lambda size: bytes(size))
-    for number in range(4):
-        one.start(name(number), f"host-{number // 2}", number, 0)
-        one.join(name(number), b"i", f"host-{number // 2}", number, 0)
-    formed(one, [0, 1, 2, 3], 0)
-    one.suspect(1, 2, 1)
-    one.form(name(0), 1, (), 2)
-    one.form(name(1), 1, (), 2)
-    one.step(one.next_s())
-    assert one.fenced == [name(2), name(3)] and one.answer(name(1)) is one.record
 
 
 def two_hosts() -> Coordinator:
@@ -343,26 +282,6 @@ def test_one_that_others_have_lost_and_that_speaks_is_not_given_up() -> None:
     one.step(6)
     assert one.answer(name(0)) is None
     assert formed(one, [1], 1, 7).members == (name(0), name(1))
-
-
-def test_one_that_has_no_connection_and_is_lost_by_others_is_dead_at_once() -> None:
-    one = job(2)
-    formed(one, [0, 1], 0)
-    one.suspect(1, 1, 1)
-    one.form(name(0), 1, (), 1)
-    one.disconnected(name(1), 1.5)
-    assert isinstance(one.answer(name(0)), Record)
-
-
-def test_whoever_leaves_as_planned_is_not_waited_for_and_ends_with_zero() -> None:
-    one = job(2)
-    formed(one, [0, 1], 0)
-    one.announce(name(0), "SIGTERM", 1)
-    assert one.notice() == (1, 2, REMOVED)
-    record = formed(one, [1], 1, 2)
-    assert record.members == (name(1),)
-    one.form(name(0), 1, (), 3)
-    assert one.answer(name(0)) == Evicted(0, "SIGTERM")
 
 
 def test_two_processes_of_one_name_and_strangers_are_refused() -> None:
