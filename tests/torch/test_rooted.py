@@ -1,83 +1,114 @@
-"""reduce, gather and scatter of torch tensors: every dtype, root and form, process sets, gradients, errors."""
+"""reduce, gather and scatter of arrays and tensors: every dtype, root and form, process sets, gradients, errors."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
 from world import ranks
 
+import horoclone
 import horoclone.torch as hvd
 from horoclone import ops
 
-DTYPES = [getattr(torch, name) for name in ops.DTYPES]
 SHAPES = [(), (0,), (7,), (3, 257, 5)]
+both = pytest.mark.parametrize("binding", ["numpy", "torch"])
 
 
-def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def values(rank: int, shape: tuple[int, ...], name: str) -> torch.Tensor:
     chance = torch.Generator().manual_seed(rank)
-    return torch.randint(0, 2 if dtype is torch.bool else 4, shape, generator=chance).to(dtype)
+    return torch.randint(0, 2 if name == "bool" else 4, shape, generator=chance).to(getattr(torch, name))
 
 
-def same(result: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
-    assert result.dtype == dtype and result.shape == expected.shape and not result.requires_grad
-    assert torch.equal(result.to(torch.float64), expected.to(torch.float64))
+def given(tensor: torch.Tensor, name: str, binding: str) -> Any:
+    """A copy for this binding."""
+    if binding == "torch":
+        return tensor.clone()
+    return tensor.double().numpy().astype(np.dtype(getattr(ml_dtypes, name, name)))
 
 
+def same(result: Any, expected: torch.Tensor, name: str) -> None:
+    assert str(result.dtype).removeprefix("torch.") == name and tuple(result.shape) == tuple(expected.shape)
+    found = result if isinstance(result, torch.Tensor) else torch.from_numpy(result.astype(np.float64))
+    assert not found.requires_grad and torch.equal(found.double(), expected.double())
+
+
+def nothing(result: Any, rows: tuple[int, ...] = ()) -> bool:
+    """What others than the root are given: None of NumPy's, a tensor without rows of torch's."""
+    return result is None or tuple(result.shape) == (0, *rows)
+
+
+@both
 @ranks(1, 3)
-def test_reduce_gives_the_root_the_reduction_and_changes_nobody_else() -> None:
-    me, size = hvd.rank(), hvd.size()
-    for dtype in DTYPES:
+def test_reduce_gives_the_root_the_reduction_and_changes_nobody_else(binding: str) -> None:
+    lib, me, size = horoclone if binding == "numpy" else hvd, hvd.rank(), hvd.size()
+    for name in ops.DTYPES:
         for shape in SHAPES:
-            wide = torch.stack([values(rank, shape, dtype).double() for rank in range(size)])
+            wide = torch.stack([values(rank, shape, name).double() for rank in range(size)])
             cases = [(hvd.Min, wide.amin(0)), (hvd.Max, wide.amax(0)), (hvd.Product, wide.prod(0))]
-            cases.append((hvd.Sum, wide.amax(0) if dtype is torch.bool else wide.sum(0)))
+            cases.append((hvd.Sum, wide.amax(0) if name == "bool" else wide.sum(0)))
             for number, (op, expected) in enumerate(cases):
                 root = number % size
-                mine = values(me, shape, dtype)
-                place, later = mine.clone(), mine.clone()
+                mine, place, later = (given(values(me, shape, name), name, binding) for _ in range(3))
                 results = [
-                    hvd.reduce(mine, root, op=op),
-                    hvd.synchronize(hvd.reduce_async(mine, root, op=op, name="async")),
-                    hvd.reduce_(place, root, op=op),
-                    hvd.synchronize(hvd.reduce_async_(later, root, op=op)),
+                    lib.reduce(mine, root, op=op),
+                    lib.synchronize(lib.reduce_async(mine, root, op=op, name="async")),
+                    lib.reduce_(place, root, op=op),
+                    lib.synchronize(lib.reduce_async_(later, root, op=op)),
                 ]
                 assert results[2] is place and results[3] is later
-                same(mine, values(me, shape, dtype), dtype)
+                same(mine, values(me, shape, name), name)
                 for result in results if me == root else []:
-                    same(result, expected, dtype)
+                    same(result, expected, name)
                 if me != root:
-                    assert results[0].shape == results[1].shape == (0,) and results[0].dtype == dtype
-                    same(place, mine, dtype)
-                    same(later, mine, dtype)
-    for dtype in (torch.float64, torch.bfloat16):
-        average = hvd.reduce(torch.full((5,), 2.0 * me, dtype=dtype), 0)
+                    assert nothing(results[0]) and nothing(results[1])
+                    same(place, values(me, shape, name), name)
+                    same(later, values(me, shape, name), name)
+    for name in ("float64", "bfloat16"):
+        average = lib.reduce(given(torch.full((5,), 2.0 * me), name, binding), 0)
         assert me or average.tolist() == [size - 1.0] * 5
-    scaled = hvd.reduce(torch.ones(4), 0, op=hvd.Sum, prescale_factor=3.0, postscale_factor=0.5)
-    assert scaled.tolist() == ([] if me else [1.5 * size] * 4)
+    ones = given(torch.ones(4), "float32", binding)
+    scaled = lib.reduce(ones, 0, op=hvd.Sum, name="scaled", prescale_factor=3.0, postscale_factor=0.5)
+    assert nothing(scaled) if me else scaled.tolist() == [1.5 * size] * 4
 
 
+@both
 @ranks(1, 3)
-def test_gather_and_scatter_move_rows_of_every_dtype() -> None:
-    me, size = hvd.rank(), hvd.size()
-    for dtype in DTYPES:
+def test_gather_and_scatter_move_rows_of_every_dtype(binding: str) -> None:
+    lib, me, size = horoclone if binding == "numpy" else hvd, hvd.rank(), hvd.size()
+    for name in ops.DTYPES:
         for rows in (0, 1, 5, 900):
             root = rows % size
-            parts = [values(rank, (rows * (rank + 1) % 1000, 2, 3), dtype) for rank in range(size)]
-            nothing = torch.empty((0, 2, 3), dtype=dtype)
-            for result in (
-                hvd.gather(parts[me], root),
-                hvd.synchronize(hvd.gather_async(parts[me], root, name="g")),
-            ):
-                same(result, torch.cat(parts) if me == root else nothing, dtype)
-            whole = values(17, (rows, 4), dtype)
-            mine = hvd.scatter(whole if me == root else None, root)
-            same(mine, torch.tensor_split(whole, size)[me], dtype)
-            splits = torch.zeros(size, dtype=torch.int32)
-            splits[-1] = rows
-            mine = hvd.synchronize(hvd.scatter_async(whole, root, splits, name="s"))
-            same(mine, whole if me == size - 1 else whole[:0], dtype)
+            parts = [values(rank, (rows * (rank + 1) % 1000, 2, 3), name) for rank in range(size)]
+            mine = given(parts[me], name, binding)
+            for result in (lib.gather(mine, root), lib.synchronize(lib.gather_async(mine, root, name="g"))):
+                if me == root:
+                    same(result, torch.cat(parts), name)
+                else:
+                    assert nothing(result, (2, 3))
+            whole = values(17, (rows, 4), name)
+            source = given(whole, name, binding)
+            same(lib.scatter(source if me == root else None, root), torch.tensor_split(whole, size)[me], name)
+            splits = [0] * (size - 1) + [rows]
+            mine = lib.synchronize(lib.scatter_async(source, root, splits, name="s"))
+            same(mine, whole if me == size - 1 else whole[:0], name)
+
+
+@ranks(2)
+def test_what_numpy_cannot_pass_is_refused_and_the_runtime_goes_on() -> None:
+    """The rest is the core's: csrc/tests/engine/test_rooted.cc."""
+    with pytest.raises(ValueError, match="needs a NumPy array"):
+        horoclone.reduce_([1.0, 2.0], 0)
+    if hvd.rank() == 0:
+        with pytest.raises(ValueError, match="must pass the array"):
+            horoclone.scatter(None, 0)
+        with pytest.raises(ValueError, match="at least one dimension"):
+            horoclone.scatter(np.float64(1), 0)
+    assert horoclone.scatter(np.ones(4), 0).tolist() == [1, 1]
 
 
 @ranks(3, init=False)
