@@ -7,7 +7,6 @@ that has come is answered. Descriptors are kept for the job.
 from __future__ import annotations
 
 import contextlib
-import errno
 import resource
 import select
 import socket
@@ -21,6 +20,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 KEPT_DESCRIPTORS = 128  # none of them may have the last ones of a process; at most a quarter of all
 _LEAVES_S = 1.0  # for a thread to see that its connection was closed
+_PAUSE_S = 0.01  # where the process has no descriptor or thread for one more connection
 _MAX_HEAD = 1 << 16  # bytes; of more the handler says that it is too long
 BACKLOG = 512  # that the kernel keeps: where it has no place for one more, that one tries again seconds later
 
@@ -138,6 +138,40 @@ class UnauthenticatedConnections(Generic[Peer]):
         self._end(peer)
 
 
+def accept(
+    listener: socket.socket, unauthenticated: UnauthenticatedConnections[Any]
+) -> tuple[socket.socket, Any] | None:
+    """The next connection and its address. None: look again, unless the listener was closed; there is none, or no
+    descriptor for it, and then an unauthenticated one makes room."""
+    try:
+        return listener.accept()
+    except (BlockingIOError, ConnectionAbortedError):
+        return None
+    except OSError:
+        if not unauthenticated.make_room():
+            time.sleep(_PAUSE_S)  # it would be tried again at once
+        return None
+
+
+def serve_in_thread(
+    peer: socket.socket,
+    unauthenticated: UnauthenticatedConnections[socket.socket],
+    serve: Callable[[socket.socket], object],
+    name: str,
+) -> None:
+    """Has a thread of this name call serve(peer), which closes it. It is closed at once where there is no room."""
+    if not unauthenticated.admit(peer, peer.fileno()):
+        peer.close()
+        return
+    try:
+        threading.Thread(target=serve, args=(peer,), name=name, daemon=True).start()
+    except RuntimeError:  # the process may have no more threads
+        unauthenticated.gone(peer)
+        peer.close()
+        if not unauthenticated.make_room():
+            time.sleep(_PAUSE_S)
+
+
 class _Visit(NamedTuple):
     peer: socket.socket
     address: Any
@@ -204,13 +238,10 @@ class BoundedThreads(socketserver.ThreadingMixIn):
     def _accept(self, listener: socket.socket) -> None:
         """A few: what they have sent is looked at before the next ones could displace them."""
         for _ in range(max(1, self.max_connections // 4)):
-            try:
-                peer, address = listener.accept()
-            except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE) and not self._unauthenticated.make_room():
-                    time.sleep(0.1)  # it would be tried again at once
+            accepted = accept(listener, self._unauthenticated)
+            if accepted is None:
                 return
-            visit = _Visit(peer, address)
+            visit, peer = _Visit(*accepted), accepted[0]
             if not self._unauthenticated.admit(visit, peer.fileno()):
                 peer.close()
                 continue
@@ -237,7 +268,10 @@ class BoundedThreads(socketserver.ThreadingMixIn):
     def _answer(self, visit: _Visit) -> None:
         visit.peer.setblocking(True)
         self._answered[visit.peer] = time.monotonic()
-        self.process_request(visit.peer, visit.address)
+        try:
+            self.process_request(visit.peer, visit.address)
+        except RuntimeError:  # the process may have no more threads
+            self.shutdown_request(visit.peer)
 
     def _close_silent(self, visit: _Visit) -> None:
         self._unauthenticated.gone(visit)

@@ -5,15 +5,18 @@ Nothing here needs horoclone to be built until a test asks for a world.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import importlib.util
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections import Counter
@@ -552,6 +555,34 @@ def opened(needs_root: None) -> Iterator[Callable[[Any], Any]]:
 def changing_device(opened: Callable[[Any], Any]) -> Any:
     """Two hosts, which are network namespaces, with a device between them (see changing_device.py)."""
     return opened(changing.Device())
+
+
+@pytest.fixture
+def shortage(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], list[str]]:
+    """shortage(accepting, serving), names of threads: from now on accept() fails there once as if no descriptor were
+    left, and start() of a thread that serves once as if there were too many. What has not failed yet is returned."""
+    accept, start = socket.socket.accept, threading.Thread.start
+
+    def run_out(accepting: str, serving: str) -> list[str]:
+        left = ["descriptor", "thread"]
+
+        def accept_or_fail(listener: socket.socket) -> Any:
+            if "descriptor" in left and threading.current_thread().name == accepting:
+                left.remove("descriptor")
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return accept(listener)
+
+        def start_or_fail(thread: threading.Thread) -> None:
+            if "thread" in left and serving in thread.name:
+                left.remove("thread")
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(socket.socket, "accept", accept_or_fail)
+        monkeypatch.setattr(threading.Thread, "start", start_or_fail)
+        return left
+
+    return run_out
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from horoclone.bootstrap import seal, wire
 from horoclone.bootstrap.client import Client
 from horoclone.bootstrap.failures import Failure, Failures
 from horoclone.bootstrap.waiting import Connection, Gather, Membership, Waiter
-from horoclone.connection_limits import BACKLOG, UnauthenticatedConnections
+from horoclone.connection_limits import BACKLOG, UnauthenticatedConnections, accept
 
 __all__ = ["Client", "Failure", "Server"]
 
@@ -211,14 +211,10 @@ class Server:
 
     def _accept(self, listener: socket.socket) -> None:
         for _ in range(MAX_HALF_OPEN // 4):  # what they say is read before the next ones could displace them
-            try:
-                peer, _ = listener.accept()
-            except (BlockingIOError, ConnectionAbortedError):
+            accepted = accept(listener, self._unauthenticated)
+            if accepted is None:
                 return
-            except OSError:
-                self._unauthenticated.make_room()  # out of descriptors: look again soon
-                time.sleep(0.01)
-                return
+            peer = accepted[0]
             peer.setblocking(False)
             if peer.family == socket.AF_UNIX:
                 if not wire.same_user(peer):

@@ -25,7 +25,14 @@ from typing import NamedTuple
 from horoclone import errors
 from horoclone.bootstrap import seal, wire
 from horoclone.bootstrap.client import HELLO_S, SLICE_S, Client
-from horoclone.connection_limits import BACKLOG, UnauthenticatedConnections, has_unread, shut_down
+from horoclone.connection_limits import (
+    BACKLOG,
+    UnauthenticatedConnections,
+    accept,
+    has_unread,
+    serve_in_thread,
+    shut_down,
+)
 from horoclone.runtime.native_module import core
 
 KEY = "replica"  # [generation u64][addresses, comma-separated]
@@ -153,16 +160,15 @@ class Feeder:
 
     def _accept(self, listener: socket.socket) -> None:
         while not self._closed:
-            try:
-                peer, _ = listener.accept()
-            except OSError:
-                return
-            # Anybody on this host may open the name of a unix socket.
-            is_stranger = peer.family == socket.AF_UNIX and not wire.same_user(peer)
-            if is_stranger or not self._unauthenticated.admit(peer, peer.fileno()):
-                peer.close()
+            accepted = accept(listener, self._unauthenticated)
+            if accepted is None:
                 continue
-            threading.Thread(target=self._serve, args=(peer,), name="hc-replica-out", daemon=True).start()
+            peer = accepted[0]
+            # Anybody on this host may open the name of a unix socket.
+            if peer.family == socket.AF_UNIX and not wire.same_user(peer):
+                peer.close()
+            else:
+                serve_in_thread(peer, self._unauthenticated, self._serve, "hc-replica-out")
 
     def _serve(self, peer: socket.socket) -> None:
         try:

@@ -17,7 +17,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from horoclone.bootstrap import wire
-from horoclone.connection_limits import BACKLOG, UnauthenticatedConnections, has_unread, shut_down
+from horoclone.connection_limits import (
+    BACKLOG,
+    UnauthenticatedConnections,
+    accept,
+    has_unread,
+    serve_in_thread,
+    shut_down,
+)
 from horoclone.launch.hosts import Host
 from horoclone.launch.link import HostEvents, Link
 from horoclone.launch.usage import LaunchError
@@ -210,21 +217,11 @@ class TaskServer:
                 if key.fileobj is self._wakeup:
                     self._wakeup.recv(4096)
                 elif key.fileobj in self._listeners:
-                    self._accept(key.fileobj)  # type: ignore[arg-type]
+                    accepted = accept(key.fileobj, self._unauthenticated)  # type: ignore[arg-type]
+                    if accepted is not None:
+                        serve_in_thread(accepted[0], self._unauthenticated, self._admit, "hc-spark-tasks-in")
                 else:
-                    self._look_at(key.data)
-
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            peer, _ = listener.accept()
-        except OSError:
-            return
-        with self._news:
-            is_closed = self._closed
-        if is_closed or not self._unauthenticated.admit(peer, peer.fileno()):
-            peer.close()
-            return
-        threading.Thread(target=self._admit, args=(peer,), name="hc-spark-tasks-in", daemon=True).start()
+                    self._look_at(key.data, key.fileobj)  # type: ignore[arg-type]
 
     def _admit(self, peer: socket.socket) -> None:
         """Thread hc-spark-tasks-in, one for each that comes."""
@@ -261,11 +258,11 @@ class TaskServer:
         self._wake()
         return True
 
-    def _look_at(self, name: str) -> None:
-        """A task that waits says nothing: what can be read is its end."""
+    def _look_at(self, name: str, connection: socket.socket) -> None:
+        """A task that waits says nothing: what can be read is its end. It may have come again meanwhile."""
         with self._news:
-            if name in self._waiting:
-                _, connection = self._waiting.pop(name)
+            if name in self._waiting and self._waiting[name][1] is connection:
+                del self._waiting[name]
                 self._unwatch(connection)
                 connection.close()
                 self._changed()

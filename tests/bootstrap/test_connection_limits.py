@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -45,6 +45,7 @@ class Answers(BaseHTTPRequestHandler):
 class Small(BoundedThreads, HTTPServer):
     max_connections = 4
     connection_limit_s = 1.0
+    thread_name = "test-accepts"
 
 
 class Patient(Small):
@@ -63,7 +64,7 @@ def patient() -> Iterator[Small]:
 
 def serving(kind: type[Small]) -> Iterator[Small]:
     server = kind(("127.0.0.1", 0), Answers)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, name=server.thread_name, daemon=True)
     thread.start()
     yield server
     server.shutdown()
@@ -198,6 +199,15 @@ def test_the_last_descriptors_are_for_the_job(small: Small, capfd: pytest.Captur
             one.close()
     assert get(small) == 200
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_server_without_descriptors_or_threads_answers_once_it_has_them(
+    small: Small, shortage: Callable[[str, str], list[str]]
+) -> None:
+    left = shortage(small.thread_name, "process_request_thread")
+    with pytest.raises(OSError):
+        get(small)  # no thread can be started for it
+    assert get(small) == 200 and not left
 
 
 def test_the_kernels_lowest_descriptor_tells_how_many_are_left() -> None:

@@ -7,7 +7,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -74,6 +74,21 @@ def test_a_spare_gets_each_commit_and_keeps_the_newest(feeder: Feeder, feed: Fee
     feeder.offer(8, lambda: [b"y"])
     newest(feed, 8)
     assert feed.take() is feed._newest
+
+
+def test_a_feeder_without_descriptors_or_threads_feeds_once_it_has_them(
+    server: Server, near: str, shortage: Callable[[str, str], list[str]]
+) -> None:
+    left = shortage("hc-replica", "hc-replica-out")
+    feeder = Feeder(SECRET, JOB, [near], 0.0)
+    feeder.offer(5, lambda: [b"five"])
+    tell(server, feeder.addresses)
+    feed = Feed(server.addresses, SECRET, JOB)
+    feed.start()
+    assert newest(feed, 5).parts == [b"five"] and not left
+    feed.take()
+    feeder.close()
+    until(lambda: not [one for one in threading.enumerate() if one.name == "hc-replica"])
 
 
 def test_who_comes_later_gets_what_is_there(server: Server, feeder: Feeder) -> None:

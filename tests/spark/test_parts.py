@@ -6,6 +6,7 @@ import importlib
 import secrets
 import socket
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,24 @@ def test_a_task_gets_in_past_unauthenticated_peers_that_say_nothing(server: Task
         assert len(server.wait(1, 10, nothing)) == 1
     for one in idle:
         one.close()
+
+
+def test_a_task_gets_in_once_there_are_descriptors_and_threads(
+    server: TaskServer, shortage: Callable[[str, str], list[str]]
+) -> None:
+    left = shortage("hc-spark-tasks", "hc-spark-tasks-in")
+    with knock(server, 0):
+        assert len(server.wait(1, 10, nothing)) == 1 and not left
+
+
+def test_the_end_of_an_old_connection_is_not_that_of_a_task_that_has_come_again(server: TaskServer) -> None:
+    with knock(server, 0):
+        name = server.wait(1, 10, nothing)[0].name
+        old = server._waiting[name][1]
+        with knock(server, 0):
+            until(lambda: server._waiting[name][1] is not old, 10)
+            server._look_at(name, old)  # the selector had seen its end before
+            assert server.is_ready(name)
 
 
 @pytest.mark.parametrize("name", ["horoclone", "Python", "cloudpickle"])
