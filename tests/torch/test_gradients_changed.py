@@ -183,6 +183,42 @@ def test_clipping_together_with_a_gradient_that_some_rank_lacks_names_the_lines_
         assert same(layers)
 
 
+@ranks(2)
+def test_clipping_with_a_parameter_that_has_taken_anothers_place_in_its_group() -> None:
+    """`optimizer.zero_grad()` finds it; where only the model clears gradients, step() names it."""
+    layers = torch.nn.ModuleList(torch.nn.Linear(3, 3) for _ in range(2))
+    hvd.broadcast_parameters(layers.state_dict(), root_rank=0)
+    optimizer = wrapped(layers)
+    for step, clears in enumerate((optimizer, optimizer, layers, optimizer)):
+        if step:
+            layers[1] = torch.nn.Linear(3, 3)
+            hvd.broadcast_parameters(layers.state_dict(), root_rank=0)
+            optimizer.param_groups[0]["params"] = list(layers.parameters())
+        clears.zero_grad()
+        (layers[1](layers[0](torch.ones(1, 3))) * (1 + hvd.rank())).sum().backward()
+        torch.nn.utils.clip_grad_norm_(layers.parameters(), 0.1)
+        told = pytest.raises(RuntimeError, match="has taken another's place in optimizer.param_groups")
+        with told if clears is layers else contextlib.nullcontext():
+            optimizer.step()
+        assert same(layers)
+
+
+@ranks(2)
+def test_gradients_that_a_script_keeps_in_one_memory_are_no_change_of_each_other() -> None:
+    class Own(hvd.Compression.none):
+        """Each gradient is reduced alone."""
+
+    model = torch.nn.Linear(3, 3)
+    optimizer = wrapped(model, 0.0, compression=Own)
+    memory = torch.zeros(12)
+    for _ in range(3):
+        memory.zero_()
+        model.weight.grad, model.bias.grad = memory[:9].view(3, 3), memory[9:]
+        (model(torch.ones(1, 3)) * (1 + hvd.rank())).sum().backward()
+        optimizer.step()
+        assert set(memory.tolist()) == {mean_of_ranks()}
+
+
 @pytest.mark.parametrize("option", ["none", "groups", "predivide", "fp16", "zero, whole"])
 @ranks(2)
 def test_a_change_through_data_while_another_gradient_is_not_reduced_is_seen_as_well(option: str) -> None:

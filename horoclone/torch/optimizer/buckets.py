@@ -204,10 +204,14 @@ class GradState:
 
     def note(self, content: bool = False) -> None:
         """Remembers parameter.grad as it is now, for is_changed(). A write through .data raises no version: it takes
-        the content to see it (with_other_content)."""
+        the content to see it (with_other_content); and a view's version is that of all views of its memory."""
         grad = self.parameter.grad
-        self.bits = bits_of(grad) if content and grad is not None else None
-        self.noted = None if grad is None else (grad, grad._version, address_of(grad))
+        if grad is None:
+            self.noted = self.bits = None
+            return
+        is_view = grad._is_view()
+        self.bits = bits_of(grad) if content or is_view else None
+        self.noted = (grad, None if is_view else grad._version, address_of(grad))
 
     def is_changed(self) -> bool:
         """Whether parameter.grad is another tensor, or has been written to, since note()."""
@@ -215,7 +219,9 @@ class GradState:
         if grad is None or self.noted is None:
             return False
         before, version, address = self.noted
-        return grad is not before or grad._version != version or address_of(grad) != address
+        if grad is not before or address_of(grad) != address:
+            return True
+        return bool(self.bits != bits_of(grad)) if version is None else grad._version != version
 
     def is_same(self) -> bool:
         """Whether parameter.grad is the tensor that it was at note(), whatever has been written to it."""

@@ -322,6 +322,8 @@ class DistributedMixin(WrappedOptimizer):
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
                 "optimizer.synchronize(). This is prohibited as it can cause a race condition."
             )
+        if self._included:
+            self._find_new()  # what has taken a parameter's place in its group
         super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -622,8 +622,9 @@ class Reducer:
     def _changed_by_user(self) -> list[GradState]:
         return [state for state in self.states if state.is_changed()] or with_other_content(self.states)
 
-    def _early_change(self) -> str | None:
-        """What is wrong if gradients were changed while others, or they themselves, were not reduced."""
+    def _early_change(self, added: Iterable[GradState]) -> str | None:
+        """What is wrong if gradients were changed while others, those that were `added` just now among them, or they
+        themselves were not reduced."""
         changed = self._changed_by_user()
         if not changed:
             return None
@@ -639,6 +640,9 @@ class Reducer:
         if pending is None:
             unfrozen = (n for p, n in self._frozen.items() if p.requires_grad and p.grad is not None)
             pending, why = next(unfrozen, None), "it was unfrozen after this step had begun"
+        if pending is None:
+            computed = (state.name for state in added if state.parameter.grad is not None)
+            pending, why = next(computed, None), "it has taken another's place in optimizer.param_groups"
         if pending is None:
             return None
         return CHANGED.format(changed=name, pending=f"that of {pending!r}", why=why)
@@ -762,7 +766,7 @@ class Reducer:
             self._begin()
         span = spans.Span("synchronize", None) if spans.profiler._is_profiler_enabled else None
         try:
-            learning, too_early = not self._learned, self._early_change()
+            learning = not self._learned
             if learning and is_capturing():
                 raise Unsupported(
                     "this step is being captured into a CUDA graph, but its gradients have no buckets yet. Run at "
@@ -770,6 +774,7 @@ class Reducer:
                 )
             before = len(self.states)
             find_new()
+            too_early = self._early_change(self.states[before:])
             if self._changed:
                 # Others read the first mark before they send more, unless they wait before the next forward only.
                 in_buckets = all(state.bucket is not None for state in self.states)
