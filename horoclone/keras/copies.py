@@ -81,8 +81,11 @@ def reduction_of(word: str, kind: str) -> Reduction:
     return refused
 
 
-def notice_marks(base: type, convert: Callable[[Any, Reduction], None]) -> None:
-    """From now on `convert` makes an optimizer distributed whose constructor is given a marked name."""
+def notice_marks(
+    base: type, mixin: type, state: Callable[[Reduction], Any], distribute: Callable[..., Any]
+) -> None:
+    """From now on an optimizer whose constructor is given a marked name, as it stands in the configuration of a
+    distributed one, is made distributed. mixin: the class of those that are already."""
     plain = base.__init__  # type: ignore[misc]
 
     @functools.wraps(plain)
@@ -90,8 +93,13 @@ def notice_marks(base: type, convert: Callable[[Any, Reduction], None]) -> None:
         words = [unmarked(value)[1] for value in (*args, *kwargs.values())]
         plain(self, *(unmarked(a)[0] for a in args), **{key: unmarked(v)[0] for key, v in kwargs.items()})
         for word in words:
-            if word is not None:
-                convert(self, reduction_of(word, type(self).__name__))
+            if word is None:
+                continue
+            reduction = reduction_of(word, type(self).__name__)
+            if isinstance(self, mixin):
+                self.__dict__["_horoclone"] = state(reduction)
+            else:
+                distribute(self, reduction)._horoclone.implied = True
 
     base.__init__ = __init__  # type: ignore[misc]
 

@@ -350,14 +350,6 @@ def _derived(base: type, reduction: Reduction) -> type:
 _SAVED_AS = ("_keras_api_names", "_keras_api_names_v1")  # the names by which Keras saves its classes
 
 
-def _imply(optimizer: Any, reduction: Reduction) -> None:
-    """For an optimizer that is made from the configuration of a distributed one."""
-    if isinstance(optimizer, DistributedMixin):
-        optimizer.__dict__["_horoclone"] = State(reduction)
-    else:
-        distribute(optimizer, reduction)._horoclone.implied = True
-
-
 def _while_it_scales(plain: Any) -> Any:
     """For methods in which a LossScaleOptimizer has the distributed optimizer inside compute gradients: these are not
     reduced there, but when they are applied, so that all ranks find the same infinities and keep one scale."""
@@ -377,7 +369,7 @@ def _while_it_scales(plain: Any) -> Any:
 
 
 for _kind in (tf_keras.optimizers.Optimizer, tf_keras.optimizers.legacy.Optimizer):
-    notice_marks(_kind, _imply)
+    notice_marks(_kind, DistributedMixin, State, distribute)
 for _kind in list(vars(loss_scale_optimizer).values()):
     for _name in ("compute_gradients", "_compute_gradients"):
         if isinstance(_kind, type) and _name in vars(_kind) and hasattr(_kind, "inner_optimizer"):

@@ -283,14 +283,6 @@ def _is_gone(variable: Any) -> bool:
     return variable._value is None or variable._value.is_deleted()
 
 
-def _imply(optimizer: Any, reduction: Reduction) -> None:
-    """For an optimizer that is made from the configuration of a distributed one."""
-    if isinstance(optimizer, DistributedMixin):
-        optimizer.__dict__["_horoclone"] = State(reduction)
-    else:
-        distribute(optimizer, reduction)._horoclone.implied = True
-
-
 def _derived(base: type, reduction: Reduction) -> type:
     names = names_of(base)
     key = base, word_of(reduction), names["__module__"]
@@ -366,7 +358,7 @@ def _before_a_step(plain: Any) -> Any:
     return step
 
 
-notice_marks(keras.optimizers.Optimizer, _imply)
+notice_marks(keras.optimizers.Optimizer, DistributedMixin, State, distribute)
 LossScaleOptimizer.__init__ = _after_construction(LossScaleOptimizer.__init__)
 LossScaleOptimizer.apply = _before_a_step(LossScaleOptimizer.apply)
 LossScaleOptimizer.stateless_apply = _before_a_step(LossScaleOptimizer.stateless_apply)
