@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR)
 
 
 class CheckpointError(RuntimeError):

@@ -167,7 +167,7 @@ class Save:
                 if not (place / one[0]).exists():
                     raise CheckpointError(
                         f"rank {rank} has written {place / one[0]}, which rank 0 does not see: the path must lie on "
-                        "storage that all machines of the job share"
+                        "storage that all machines of the job share, and nobody may remove it meanwhile"
                     )
                 files.check_file(place, files.Written(*one))
         content = {

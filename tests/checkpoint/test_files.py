@@ -405,6 +405,12 @@ def test_a_directory_that_is_read_only(tmp_path: Path) -> None:
         subprocess.run(["umount", place], check=True)
 
 
+def test_a_file_where_the_directory_should_be(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"File exists: .*Choose a directory that every rank may write"):
+        save_on(tmp_path / "file", [a_state(1)])
+
+
 def test_two_jobs_in_one_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = files.write_manifest
 

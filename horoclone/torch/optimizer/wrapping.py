@@ -141,9 +141,7 @@ def wrap(
     # Not __init__, which would need the user's arguments again. A step patched in by a scheduler stays behind.
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        optimizer._opt_called = (
-            True  # its scheduler does not see our steps, and would warn that there are none
-        )
+        optimizer._opt_called = True  # its scheduler does not see our steps, and would warn of none
     wrapped._parameter_names = _named(optimizer.param_groups, named_parameters)
     wrapped.backward_passes_per_step = passes
     wrapped._maker, wrapped._options = make, options
