@@ -26,7 +26,7 @@ HOROVODS_FAILURE = (
 _HARMLESS = ("Exception ignored ", "Error in atexit.")  # the line above a traceback that ended nothing
 _CONSEQUENCES = ("PeerLost", "Aborted")
 _SAID = re.compile(  # by what ends before there could be a traceback
-    r"(?:Syntax|Indentation|Tab)Error: |.*: (?:error: |No module named |can't open file )"
+    r"(?:Syntax|Indentation|Tab)Error: |.*: (?:error: |No module named |can't open file |can't find '__main__' )"
 )
 _OPEN_TENSORS = re.compile(r"open tensors|in flight|pending tensors", re.IGNORECASE)
 

@@ -380,6 +380,10 @@ GROUP = """  + Exception Group Traceback (most recent call last):
             "raised SyntaxError: '(' was never closed",
         ),
         (["/bin/python: No module named x"], "ended with exit code 1: /bin/python: No module named x"),
+        (
+            ["python: can't find '__main__' module in '/a'"],
+            "ended with exit code 1: python: can't find '__main__' module in '/a'",
+        ),
         (["usage: t.py", "t.py: error: what?"], "ended with exit code 1: t.py: error: what?"),
         (["a line of a log: of no matter"], "ended with exit code 1"),
         (GROUP, "raised ValueError: one: x"),
