@@ -40,6 +40,7 @@ class Parent:
 runtime: Runtime | None = None
 job: Job | None = None  # kept between init calls: its server, secret and MPI survive shutdown()
 forked_from: int | None = None  # pid of the parent that had called init
+here: Parent | None = None  # this rank, as processes that it forks need it
 parent: Parent | None = None  # the rank that has started this process, which is none
 named_ranks: list[int] = []  # that init(comm=[...]) of this life has named; empty: it has named none
 has_remarked = False  # rank 0: on variables that change nothing
@@ -87,7 +88,7 @@ def forked_error() -> errors.HorovodInternalError:
         f"{_called()}(): this process (pid {os.getpid()}) was forked from pid {forked_from} after hvd.init(), and the "
         "runtime does not survive a fork. Calling hvd.init() and then forking is not supported for processes that "
         "communicate: start them with the 'spawn' method, or fork first and call hvd.init() afterwards. Workers that "
-        "only load data may be forked; pass them hvd.rank() and hvd.size() as values."
+        "only load data may be forked: hvd.rank() and hvd.size() are the parent's there."
     )
 
 

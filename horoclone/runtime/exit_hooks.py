@@ -107,7 +107,7 @@ def _after_fork_in_child() -> None:
     logs.forget()
     runtime, current.runtime = current.runtime, None
     if runtime is not None:
-        current.forked_from = os.getppid()
+        current.forked_from, current.parent = os.getppid(), current.here
         _inherited.append(runtime)
         runtime.after_fork_child()
 

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from horoclone import errors
-from horoclone.runtime import current
+from horoclone.runtime import current, offspring
 from horoclone.runtime.current import native
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 def _place() -> Runtime | Parent:
     """Where the facts are: in a process that a rank has started they are the rank's."""
+    if current.runtime is None and current.parent is None:
+        offspring.recognise()  # a loader's worker by 'spawn' need not have called init()
     return current.runtime or current.parent or native()
 
 

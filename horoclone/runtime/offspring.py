@@ -30,12 +30,12 @@ _MAX_ANCESTORS = 64
 def mark(runtime: Runtime) -> None:
     """Lets processes that this rank starts know whose they are."""
     launch = _launch()
-    if not launch:
-        return
     place = (
         runtime.rank, runtime.size, runtime.local_rank, runtime.local_size, runtime.cross_rank, runtime.cross_size,
     )  # fmt: skip
-    os.environ[_MARK] = json.dumps(asdict(Parent(os.getpid(), launch, *place, runtime.is_homogeneous)))
+    current.here = Parent(os.getpid(), launch, *place, runtime.is_homogeneous)
+    if launch:
+        os.environ[_MARK] = json.dumps(asdict(current.here))
 
 
 def recognise() -> bool:

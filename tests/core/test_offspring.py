@@ -38,6 +38,8 @@ if __name__ == "__main__":
     alone = {name: text for name, text in __import__("os").environ.items() if "HORO" not in name}
     line = "import horoclone as h; h.init(); print(h.size(), h.allreduce([1.0], op=h.Sum)[0])"
     assert subprocess.check_output([sys.executable, "-c", line], env=alone, text=True) == "1 1.0\\n"
+    line = "import horoclone as h; print(h.rank(), h.size())"  # as a worker whose script calls init() in main() only
+    assert subprocess.check_output([sys.executable, "-c", line], text=True) == f"{hvd.rank()} {hvd.size()}\\n"
     hvd.shutdown()
     hvd.init()
     assert hvd.allreduce(np.ones(1), op=hvd.Sum)[0] == 2

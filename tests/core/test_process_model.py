@@ -65,12 +65,15 @@ def in_child(body):
 @ranks(2)
 def test_a_forked_child_is_told_and_the_parent_goes_on():
     handle = hvd.allreduce_async(np.ones(100_000), name="across the fork", op=hvd.Sum)
-    for call in (hvd.rank, hvd.barrier, hvd.init, hvd.shutdown, lambda: hvd.allreduce(np.ones(1)), hvd.join):
+    for call in (hvd.barrier, hvd.init, hvd.shutdown, lambda: hvd.allreduce(np.ones(1)), hvd.join):
         text = in_child(call)
         assert (
             text.startswith("HorovodInternalError") and "was forked from pid" in text and "spawn" in text
         ), text
     assert in_child(hvd.is_initialized) == "False"
+    assert in_child(lambda: (hvd.rank(), hvd.size(), hvd.local_rank())) == str(
+        (hvd.rank(), 2, hvd.local_rank())
+    )
     assert hvd.synchronize(handle)[0] == 2
     for _ in range(20):
         assert hvd.allreduce(np.ones(5), op=hvd.Sum).tolist() == [2] * 5
