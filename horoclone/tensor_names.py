@@ -19,6 +19,7 @@ KEPT = 1024  # operations, the newest
 SHOWN = 3  # names, where the text says nothing of a place
 
 _QUOTED = re.compile(r"'([^'\n]+)'")
+_FRAMES = re.compile(r"\n\nAt:\n(?:  .*\(\d+\): .*\n?)+\Z")
 _known: dict[str, tuple[str, ...]] = {}  # empty: two programs have other tensors under one name
 _lock = threading.Lock()
 
@@ -60,8 +61,9 @@ def _names_of(operation: str) -> tuple[str, ...]:
 
 
 def complete(error: BaseException) -> None:
-    """Adds the names to the text of an exception."""
-    _change(error, completed)
+    """Adds the names to the text of an exception, and takes out the frames that pybind11 has put there, which its
+    traceback has as well."""
+    _change(error, lambda text: completed(_FRAMES.sub("", text)))
 
 
 @contextmanager

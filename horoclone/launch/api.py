@@ -233,7 +233,7 @@ def _job(spec: _JobSpec, function: bytes) -> Any:
         command=[spec.ssh.python, "-c", RANK, package_home()],
         environment=_environment(spec),
         cwd=os.getcwd(),
-        screen=Screen(Style()),
+        screen=Screen(Style(), shows_all=spec.verbose),
         ssh=spec.ssh,
         output_folder=spec.output_folder,
         grace_s=spec.grace_s,

@@ -197,6 +197,11 @@ def _launch(arguments: argparse.Namespace, settings: dict[str, str], program: st
         failpoints.check()
     except ValueError as error:
         raise LaunchError(str(error)) from None
+    if arguments.num_proc is None and {"-np", "--num-proc"} & set(arguments.command):
+        raise LaunchError(
+            "how many ranks? What stands behind the command belongs to it, -np too: "
+            f"{program} -np 2 {shlex.join(arguments.command[:2])} ..."
+        )
     elastic = elastic_of(arguments, program)
     placements = (
         choose_placements(arguments.num_proc, arguments.hosts, arguments.hostfile) if elastic is None else []
@@ -224,7 +229,7 @@ def _launch(arguments: argparse.Namespace, settings: dict[str, str], program: st
         command=arguments.command,
         environment=environment,
         cwd=_here(),
-        screen=Screen(style, only),
+        screen=Screen(style, only, arguments.verbose),
         ssh=SshOptions(
             arguments.ssh_port,
             arguments.ssh_identity_file,

@@ -234,7 +234,7 @@ def _add_general(parser: argparse.ArgumentParser) -> None:
         help="YAML with the same settings (flag beats environment beats file)")
     add("--print-config", action="store_true", help="print every setting with its origin, and end")
     add("-cb", "--check-build", action="store_true", help="print what is available, and why not the rest")
-    add("--verbose", action="store_true", help="say what the launcher does")
+    add("--verbose", action="store_true", help="say what the launcher does, and show every traceback whole")
     add("-v", "-V", "--version", action="store_true", help="print the version")
     add("--gloo", "--use-gloo", action="store_true", dest="gloo", help="accepted; the launcher never needs MPI")
     add("--disable-cache", action="store_true", help="accepted; no check of hosts is remembered")

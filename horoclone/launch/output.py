@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import BinaryIO, Literal
 
-from horoclone.launch.root_cause import TRACEBACK, goes_on
+from horoclone.launch.root_cause import TRACEBACK, goes_on, suffered
 
 STDOUT, STDERR = 1, 2
 _STREAM_NAMES = {STDOUT: "stdout", STDERR: "stderr"}
@@ -32,6 +32,7 @@ _PROGRESS_EVERY_S = 10.0  # how often a progress bar becomes a line where output
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 _CLEAR_LINE = b"\r\x1b[K"
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_TORCHS_PREFIX = re.compile(rb"\A\[rank\d+\]: ")  # of tracebacks, after init_process_group()
 
 
 class Style:
@@ -79,31 +80,37 @@ def shown(line: bytes) -> bytes:
 
 
 class Repeats:
-    """Which tracebacks have been shown, and of which rank: all ranks often fail in one way, and one of the texts is
-    enough to read."""
+    """Which tracebacks have been shown, and of which rank: all ranks often fail in one way, or since one has, and one
+    of the texts is enough to read."""
 
     def __init__(self, wanted: bool) -> None:
         self.wanted = wanted
         self._first: dict[tuple[bytes, ...], tuple[int, int]] = {}  # of which rank, and where it ends
 
     def shortened(self, rank: int, traceback: list[bytes], end: int) -> tuple[list[bytes], int]:
-        """The traceback, which would end at this line of the screen, or its last line where another rank's like it has
-        been shown; and at which line the whole text ends."""
-        first, place = self._first.get(tuple(traceback), (rank, end))
-        if first != rank:
+        """The traceback, which would end at this line of the screen, or one line where it says that another rank is the
+        cause, or where another's like it has been shown; and at which line the whole text ends."""
+        found = suffered(rank, [line.decode(errors="replace") for line in traceback]) if self.wanted else None
+        key = tuple(traceback) if found is None else (found.cause.encode(),)
+        first, place = self._first.get(key, (rank, end))
+        if found is not None:
+            cause = found.cause if first == rank else f"as rank {first} says"
+            end += 1 - len(traceback)
+            traceback = [f"{found.did}{cause}  ({found.places})".encode()]
+        elif first != rank:
             said = next((line for line in reversed(traceback) if line[:1].strip()), traceback[-1])
             return [said + b"  (the traceback is rank %d's)" % first], place
-        if self.wanted and len(self._first) < _TRACEBACKS:
-            self._first[tuple(traceback)] = rank, end
+        if first == rank and self.wanted and len(self._first) < _TRACEBACKS:
+            self._first[key] = rank, end
         return traceback, end
 
 
 class Screen:
     """Our stdout and stderr. On a terminal one line at the bottom may be `live`: redrawn, not kept."""
 
-    def __init__(self, style: Style, only: set[int] | None = None) -> None:
+    def __init__(self, style: Style, only: set[int] | None = None, shows_all: bool = False) -> None:
         self._style, self._only = style, only
-        self.repeats = Repeats(wanted=only is None and not style.is_horovods)
+        self.repeats = Repeats(wanted=only is None and not style.is_horovods and not shows_all)
         self._terminal = {STDOUT: is_terminal(STDOUT), STDERR: is_terminal(STDERR)}
         self._live: tuple[int, int, bytes] | None = None  # rank, stream, text
         self._written = 0  # lines
@@ -208,8 +215,7 @@ class RankStream:
     def feed(self, data: bytes) -> None:
         self._keep(data)
         *complete, self._partial = (self._partial + data).split(b"\n")
-        whole = [shown(raw.removesuffix(b"\r")) for raw in complete]
-        self.tail.extend(whole)
+        whole = [self._kept(shown(raw.removesuffix(b"\r"))) for raw in complete]
         lines: list[bytes] = []
         for line in whole:
             lines += self._visible(line, len(lines))
@@ -230,6 +236,12 @@ class RankStream:
         self._partial_since = time.monotonic() if self._partial else 0.0
         self._live = bool(live)
         self._screen.show(self._rank, self._stream, lines, live)
+
+    def _kept(self, line: bytes) -> bytes:
+        """The line for the screen; the report's has no prefix of torch's, nor has the screen where ours is short."""
+        plain = _TORCHS_PREFIX.sub(b"", line) if self._stream == STDERR else line
+        self.tail.append(plain)
+        return plain if self._screen.repeats.wanted else line
 
     def _keep(self, data: bytes) -> None:
         if self._file is None or self.file_error:
@@ -303,9 +315,8 @@ class RankStream:
 
     def finish(self) -> None:
         """The stream has ended: the last line is printed although it has no newline."""
-        last = [shown(self._partial)] if shown(self._partial).strip() else []
+        last = [self._kept(shown(self._partial))] if shown(self._partial).strip() else []
         self._partial = b""
-        self.tail.extend(last)
         lines = [kept for line in last for kept in self._visible(line, 0)]
         lines += self._released(len(lines))
         self._screen.show(self._rank, self._stream, lines, b"" if self._live else None)

@@ -336,6 +336,8 @@ def _cannot_run(program: str, cwd: str, error: Exception) -> LaunchError:
         from horoclone.launch.command_line import did_you_mean, programs_on_path
 
         text = f"cannot run {program!r}: no such command on PATH and no such file in {cwd}"
+        if os.path.isfile(os.path.join(cwd, f"{program}.py")):
+            return LaunchError(f"{text}; did you mean python {program}.py?", 127)
         return LaunchError(text + did_you_mean(program, programs_on_path()), 127)
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.ENOEXEC):
         why = "it is not executable"

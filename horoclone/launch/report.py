@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
 from horoclone.launch.root_cause import (
+    CIRCLE,
     GROUP_TRACEBACK,
     TRACEBACK,
     exception_line,
     exception_name,
     goes_on,
+    is_lost_peer,
     root_cause_ranks,
     text_of_exception,
 )
@@ -24,7 +26,10 @@ HOROVODS_FAILURE = (
     "The first process to do so was:\nProcess name: {}\nExit code: {}"
 )
 _HARMLESS = ("Exception ignored ", "Error in atexit.")  # the line above a traceback that ended nothing
-_CONSEQUENCES = ("PeerLost", "Aborted")
+_TOO_EARLY = (
+    "ended with exit code 0 while others still had work: every rank must take part in every collective until the end, "
+    "and hvd.join() evens out numbers of steps"
+)
 _SAID = re.compile(  # by what ends before there could be a traceback
     r"(?:Syntax|Indentation|Tab)Error: |.*: (?:error: |No module named |can't open file |can't find '__main__' )"
 )
@@ -113,16 +118,24 @@ def _error(end: RankEnd) -> str:
     return exception_line(_traceback(end)) or (last.strip() if end.code and _SAID.match(last) else "")
 
 
+def _origin(end: RankEnd) -> str:
+    """The line of the exception from which the one was raised that ended the rank; empty where there is none."""
+    lines = _traceback(end)
+    first = next((at for at, line in enumerate(lines) if line.startswith(_CHAINS)), 0)
+    return exception_line(lines[:first]) or "" if end.code > 0 else ""
+
+
 def root_causes(end: RankEnd) -> list[int]:
     """The ranks that the text of this rank's exception names as its root cause, itself included."""
-    return root_cause_ranks(text_of_exception(_traceback(end))) if end.code > 0 else []
+    text = text_of_exception(_traceback(end)) if end.code > 0 else ""
+    return root_cause_ranks(text) or root_cause_ranks(_origin(end))
 
 
 def is_consequence(end: RankEnd) -> bool:
-    """Whether this rank only suffered from another's end."""
+    """Whether this rank only suffered from another's end, also where its error was raised from that."""
     if end.by_us or (end.report is not None and end.report_is_consequence):
         return True
-    return end.code >= 0 and exception_name(_error(end)) in _CONSEQUENCES
+    return end.code >= 0 and any(line[:1].strip() and is_lost_peer(line) for line in _traceback(end))
 
 
 def culprit(ends: Sequence[RankEnd]) -> RankEnd | None:
@@ -140,10 +153,17 @@ def culprit(ends: Sequence[RankEnd]) -> RankEnd | None:
 
 
 def _alike(end: RankEnd, ends: Sequence[RankEnd]) -> list[RankEnd]:
-    """The ranks that failed in the same way: one exit code or signal, one error."""
+    """The ranks that failed in the same way: one exit code or signal, one error with one origin."""
     if end.by_us:
         return [end]
-    return [one for one in ends if not one.by_us and (one.code, _error(one)) == (end.code, _error(end))]
+    return [one for one in ends if not one.by_us and one.code == end.code and _same(one) == _same(end)]
+
+
+def _same(end: RankEnd) -> tuple[str, str]:
+    """Its error and that error's origin; of ranks that wait for each other without what each of them did."""
+    error = _error(end)
+    circle = CIRCLE.search(error)
+    return error[circle.start() :] if circle else error, _origin(end)
 
 
 def _place(end: RankEnd) -> str:
@@ -167,6 +187,8 @@ def headline(end: RankEnd, alike: Sequence[RankEnd] = (), size: int = 0) -> str:
 def hint(end: RankEnd) -> str | None:
     if "Unknown backend type horoclone" in _error(end):
         return 'torch knows the backend after "import horoclone.torch"'
+    if end.code > 0 and not (end.by_us or end.note or _error(end)):
+        return "no traceback: the program chose this code itself (sys.exit, os._exit)"
     if end.code == -signal.SIGKILL:
         if end.memory_kills > 0:
             return f"out of memory: the kernel killed {end.memory_kills} process(es) of this cgroup while the job ran"
@@ -195,11 +217,11 @@ def _last_words(end: RankEnd) -> list[str]:
     return [line for line in rest if line.strip()][-STDERR_LINES:]
 
 
-def _evidence(end: RankEnd, whose: str) -> list[str]:
-    """The traceback without the error, which comes last, and what stands on stderr around it. whose: `its`, or of which
-    of several ranks."""
+def _evidence(end: RankEnd, whose: str, verdict: str) -> list[str]:
+    """The traceback without an error that the verdict has, and what stands on stderr around it. whose: `its`, or of
+    which of several ranks."""
     rest, traceback = _last_words(end), _traceback(end)
-    if traceback and traceback[-1].strip() == _error(end):
+    if traceback and traceback[-1].strip() == _error(end) and _error(end) in verdict:
         traceback.pop()
     rest = [line for line in rest if line not in traceback]
     tensors = [line for line in rest if _OPEN_TENSORS.search(line)]
@@ -243,13 +265,14 @@ def _others(
         ranks = ranks_text([one.rank for one in same])
         how, error = end_of_process(same[0].code), _error(same[0])
         lines.append(f"  {ranks} failed, too: {how}" + (f": {error}" if error else ""))
-    early = [other.rank for other in ends if other.code == 0 and not other.by_us]
-    if early and is_consequence(end):
-        lines.append(
-            f"  {ranks_text(early)} ended with exit code 0 while others still had work: "
-            "every rank must take part in every collective until the end."
-        )
+    early = [other.rank for other in ends if _left_in_order(other)]
+    if early and is_consequence(end) and not named:
+        lines.append(f"  {ranks_text(early)} {_TOO_EARLY}.")
     return lines
+
+
+def _left_in_order(end: RankEnd) -> bool:
+    return end.code == 0 and not end.by_us
 
 
 def failure_report(
@@ -271,10 +294,12 @@ def failure_report(
     advice = hint(end)
     if advice:
         lines.append(f"  hint: {advice}")
-    lines += [f"  the error is about {_place(other)}." for other in named]
+    if len(named) > 1:
+        lines += [f"  the error is about {_place(other)}." for other in named]
+    verdict = _verdict(end, named, alike, size)
     printed = not end.report or bool(traceback_in(end.stderr))  # a hook may have sent it elsewhere
     if not (printed and in_sight & {one.rank for one in alike}):
-        lines += _evidence(end, "its" if len(alike) == 1 else f"rank {end.rank}'s")
+        lines += _evidence(end, "its" if len(alike) == 1 else f"rank {end.rank}'s", verdict)
     for other in named:
         if other is not end and other.rank not in in_sight:
             lines += _block(f"last lines of rank {other.rank}'s stderr:", _last_words(other))
@@ -282,7 +307,7 @@ def failure_report(
     lines += _others(end, alike, [other.rank for other in named], ends)
     if logs:
         lines.append(f"  logs of every rank: {logs}")
-    lines.append(f"root cause: {_verdict(end, named, alike, size)}; exit code {exit_code(end.code)}")
+    lines.append(f"root cause: {verdict}; exit code {exit_code(end.code)}")
     return "\n".join(lines), exit_code(end.code)
 
 
@@ -304,8 +329,12 @@ def elastic_failure(
 def _verdict(end: RankEnd, named: Sequence[RankEnd], alike: Sequence[RankEnd], size: int) -> str:
     """Who failed with what, or the root cause by the words of the error that others have raised."""
     error, ranks = _error(end), [one.rank for one in alike]
+    if origin := _origin(end):
+        error += f" (from {origin})"
     if named:
         who = _place(named[0]) if len(named) == 1 else ranks_text([one.rank for one in named])
+        if is_consequence(end) and all(map(_left_in_order, named)):
+            return f"{who} {_TOO_EARLY}"
         return f"{who}, as {_who(ranks, size)} report{'s' if len(ranks) == 1 else ''}: {error}"
     if error and len(alike) > 1 and (_traceback(end) or exception_name(error).endswith("Error")):
         return f"{_who(ranks, size)} raised {error}"

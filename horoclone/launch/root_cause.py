@@ -6,8 +6,10 @@ The words come from csrc/agreement/mismatch.cc (who announced what), csrc/engine
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 TRACEBACK = "Traceback (most recent call last):"
 GROUP_TRACEBACK = f"+ Exception Group {TRACEBACK}"
@@ -26,6 +28,17 @@ _NAMED = re.compile(
     r"\brank (\d+) (?:\([^()\n]*, pid \d+\)|announced |raised |failed before |was killed by |was interrupted "
     r"|ended with exit code |has died or left)"
 )
+_LOST_PEER = re.compile(
+    r"(?:\A|[\s.])(?:PeerLost|Aborted)(?::|\Z)"
+)  # as it is, or in the text of a framework's error
+_FRAME = re.compile(r'  File "([^"]+)", line (\d+), in (.+)')
+_LIBRARY = re.compile(  # whose frames are not the user's
+    r"/(?:site|dist)-packages/|/lib/python3\.\d+/|\A<frozen |\A"
+    + re.escape(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    + "/"
+)
+CIRCLE = re.compile(r"\branks? [\d,-]+ stands? in ")
+_NEXT_SENTENCE = re.compile(r"[.?!] (?=[A-Z(])")
 
 
 def goes_on(text: Iterable[str], line: str) -> bool:
@@ -76,6 +89,44 @@ def exception_name(line: str | None) -> str:
     """`Mismatch` of `horoclone.errors.Mismatch: ...`; empty when there is no exception."""
     match = _EXCEPTION.match(line or "")
     return match.group(1).rpartition(".")[2] if match else ""
+
+
+def is_lost_peer(line: str) -> bool:
+    """Whether an exception's line says that the rank only suffered from another's end."""
+    return _LOST_PEER.search(_QUOTED.sub("''", line)) is not None
+
+
+class Suffered(NamedTuple):
+    """The traceback of a rank that is not the cause, in a few words: what it did, who is the cause, and where in the
+    user's own code it stood."""
+
+    did: str
+    cause: str
+    places: str
+
+
+def suffered(rank: int, traceback: Sequence[str]) -> Suffered | None:
+    """None: the error does not say that others are the cause, or that ranks wait for each other; or no frame is the
+    user's."""
+    above = traceback[: _error_at(traceback)]
+    frames = [(at, found) for at, line in enumerate(above) if (found := _FRAME.match(line))]
+    own = [(at, found) for at, found in frames if not _LIBRARY.search(found[1])]
+    said = exception_line(traceback) or ""
+    plain = _QUOTED.sub(lambda quoted: "x" * len(quoted[0]), said)
+    begins = _NAMED.search(plain) or CIRCLE.search(plain)
+    if not own or begins is None or rank in root_cause_ranks(said):
+        return None
+    ends = _NEXT_SENTENCE.search(plain, begins.start())  # advice follows, for the rank that the error names
+    places, before = [], ""
+    for path, line, function in (found.groups() for _, found in own):
+        places.append(f"{'' if path == before else path}:{line} in {function}")
+        before = path
+    source = next(iter(above[own[-1][0] + 1 :]), "").strip()
+    return Suffered(
+        said[: begins.start()],
+        said[begins.start() : ends.start() + 1 if ends else None],
+        ", ".join(places) + (f": {source}" if source and not _FRAME.match(f"  {source}") else ""),
+    )
 
 
 def text_of_exception(lines: Sequence[str]) -> str:

@@ -45,6 +45,7 @@ def test_the_error_that_ends_a_process_names_the_tensors_of_compiled_operations(
         "'f/tape/op': rank 1 announced tensor 1 (b) as a, rank 0 announced tensor 1 (b) as b",
         "rank 1 has died in 'step' (3 s)": "rank 1 has died in 'step' (w, b, out/w and 1 more) (3 s)",
         "'both': tensor 1 as a, 'alone'": "'both': tensor 1 as a, 'alone'",
+        "no value: 'x' failed\n\nAt:\n  /a b/work.py(214): fail\n  t.py(3): <module>\n": "no value: 'x' failed",
     }.items():  # fmt: skip
         for _ in range(2):  # what is complete stays as it is
             sys.excepthook(RuntimeError, RuntimeError(text), None)

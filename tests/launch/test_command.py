@@ -248,6 +248,7 @@ def test_a_script_may_be_on_the_discovered_hosts_only(called):
     (["-np", "2", "--min-np", "1", "-H", "a:2", "--host-discovery-script", "x", "true"], 2, "give one of them"),
     (["-np", "2", "--min-np", "2", "--mpi", "true"], 2, "goes without --mpi"),
     (["true"], 2, "-np N"),
+    (["python", "-c", "x", "-np", "2"], 2, "belongs to it, -np too: horoclonerun -np 2 python -c ..."),
     (["-np", "0", "true"], 2, "whole number from 1"),
     (["-np", "2"], 2, "nothing to run"),
     (["-np", "3", "-H", "localhost:2", "true"], 2, "needs 3 slots"),
@@ -268,6 +269,12 @@ def test_user_errors_are_one_message_and_never_a_traceback(called, flags, code, 
     done = called(cli.main, flags)
     assert done.returncode == code and said in done.stderr, done.output
     assert "Traceback" not in done.stderr and done.stderr.startswith("horoclonerun: ")
+
+
+def test_a_script_without_its_ending_is_meant_before_a_program_on_path(called, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sleeep.py").touch()
+    assert "did you mean python sleeep.py?" in called(cli.main, ["-np", "1", "sleeep"]).stderr
 
 
 def test_a_script_without_an_interpreter_is_told_from_one_that_is_not_executable(called, tmp_path):

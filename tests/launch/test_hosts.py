@@ -324,7 +324,6 @@ def test_a_mismatch_is_blamed_on_the_rank_that_its_text_names():
     assert found is not None and found.rank == 2, "the first to end is not the one that differs"
     lines = report.failure_report(ends, None, 3)[0].splitlines()
     assert sum("horoclone.errors.Mismatch: " in line for line in lines) == 1
-    assert "  the error is about rank 2 (h, pid 102)." in lines
     assert lines[-1].startswith("root cause: rank 2 (h, pid 102), as all 3 ranks report: ")
 
 
@@ -437,6 +436,52 @@ def test_what_another_rank_saw_names_the_tensor_of_a_killed_one():
     lost = "Traceback (most recent call last):\n  x\nhoroclone.errors.PeerLost: allreduce 'w.3': rank 1 closed its connection"
     text, code = report.failure_report([_end(0, 1, 1.0, report=lost), _end(1, -9, 1.1)], None)
     assert code == 137 and "as rank 0 saw it: horoclone.errors.PeerLost: allreduce 'w.3'" in text
+
+
+def test_a_rank_that_left_in_order_is_the_verdict_where_the_others_name_it():
+    gone = "horoclone.errors.Aborted: allreduce 'w': Horovod has been shut down: rank 1 (h, pid 101) has shut down"
+    for error in (
+        gone,
+        f"RuntimeError: Cannot extract tensors from value: {gone.removeprefix('horoclone.errors.')}",
+    ):
+        stderr = ["Traceback (most recent call last):", '  File "t.py", line 3', error]
+        ends = [_end(0, 1, 3.0, stderr=stderr), _end(1, 0, 2.0)]
+        lines = report.failure_report(ends, None, 2)[0].splitlines()
+        assert lines[-1].startswith(
+            "root cause: rank 1 (h, pid 101) ended with exit code 0 while others still had work: every rank must take part"
+        )
+        assert f"    | {error}" in lines, "which the verdict has not"
+        assert len(report.failure_report(ends, None, 2, {0})[0].splitlines()) == 2
+
+
+def test_an_exit_code_that_a_program_chose_is_told_from_an_error():
+    told = [
+        report.failure_report([_end(0, 3, 1.0, stderr=["a log"]), _raised(1, "ValueError: x")], None, 2)[0]
+    ]
+    told.append(report.failure_report([_raised(0, "ValueError: x")], None, 1)[0])
+    assert ["the program chose this code itself (sys.exit, os._exit)" in one for one in told] == [True, False]
+
+
+def test_an_error_raised_from_another_is_told_with_that_and_no_lost_peer_is_a_cause():
+    """Where the user's code turns every error into one of its own, all ranks seemed to have failed by themselves."""
+    chain = (
+        "{}\n\nThe above exception was the direct cause of the following exception:\n\n"
+        + _raised(0, "RuntimeError: step failed").report
+    )
+    suffered = chain.format("horoclone.errors.Aborted: rank 1 raised RuntimeError: step failed")
+    ends = [
+        _raised(0, suffered, 1.0),
+        _raised(1, chain.format("ValueError: bad batch"), 1.1),
+        _raised(2, suffered, 1.2),
+    ]
+    lines = report.failure_report(ends, None, 3)[0].splitlines()
+    assert lines[-1] == (
+        "root cause: rank 1 (h, pid 101) ended with exit code 1: RuntimeError: step failed (from ValueError: bad batch); "
+        "exit code 1"
+    )
+    assert "  ranks 0,2 were stopped because of this." in lines
+    ends = [_raised(rank, chain.format(MISMATCH)) for rank in range(3)]
+    assert "root cause: rank 2 (h, pid 102), as all 3" in report.failure_report(ends, None, 3)[0]
 
 
 def test_a_rank_that_left_early_is_named_when_nobody_else_is_to_blame():

@@ -140,7 +140,11 @@ def test_a_text_of_several_lines_is_shown_once_and_its_cause_is_the_verdict(capf
         stream.finish()
     shown = capfd.readouterr().err
     cause = "allreduce 'DistributedSGD.0': rank 1 announced float32[9], rank 0 announced float32[8]."
-    assert shown.count("Detected at node") == 1 and f"[1] {cause}  (the traceback is rank 0's)" in shown
+    places = "  (train.py:6 in <module>: model.fit(x, y))"
+    assert f"[0] errors_impl.FailedPreconditionError: Graph execution error: {cause}{places}\n" in shown
+    assert shown.count("Detected at node") == 1 and shown.endswith(
+        f"[1] {cause}\n[1] \t [[{{{{node DistributedSGD.0}}}}]]\n"
+    )
     assert screen.in_sight() == {0, 1}
     lines = tuple(OF_TENSORFLOW.splitlines())
     ends = [report.RankEnd(rank, "h", 1, 1, 1.0, False, None, False, lines) for rank in range(2)]
@@ -150,6 +154,59 @@ def test_a_text_of_several_lines_is_shown_once_and_its_cause_is_the_verdict(capf
     )
     assert told.count("Detected at node") == 1, told
     assert "Detected at node" not in report.failure_report(ends, None, 2, screen.in_sight())[0]
+
+
+LIBRARY = f'  File "{output.__file__}", line 7, in wait\n    self._wait()\n    ^^^^^^^^^^^^\n'
+STOOD = """Traceback (most recent call last):
+  File "/x/train.py", line 23, in <module>
+    main()
+  File "/x/train.py", line 20, in main
+    loss.backward()
+"""
+
+
+def _shown(capfd, screen: output.Screen, errors: list[str], prefix: str = "") -> str:
+    """What the screen has of ranks whose tracebacks end so. prefix: before each line, as torch's."""
+    for rank, error in enumerate(errors):
+        stream = output.RankStream(rank, output.STDERR, screen, None)
+        lines = (STOOD + LIBRARY + error).splitlines()
+        stream.feed("".join(f"{prefix}{line}\n" for line in lines).encode())
+        stream.finish()
+        assert report.traceback_in([line.decode() for line in stream.tail]) == lines
+    return capfd.readouterr().err
+
+
+@pytest.mark.parametrize("prefix", ["", "[rank1]: "])
+def test_who_is_not_the_cause_says_in_one_line_where_it_stood(capfd, prefix):
+    """Its frames inside the libraries filled the screen, and torch's prefix made each traceback come three times."""
+    places = "(/x/train.py:23 in <module>, :20 in main: loss.backward())"
+    aborted, raised = "horoclone.errors.Aborted: allreduce 'a. B': ", "rank 2 raised ValueError: bad batch"
+    own = "ValueError: bad batch"
+    shown = _shown(
+        capfd, output.Screen(output.Style()), [f"{aborted}{raised}. Try again."] * 2 + [own], prefix
+    )
+    assert shown.startswith(
+        f"[0] {aborted}{raised}.  {places}\n[1] {aborted}as rank 0 says  {places}\n[2] Traceback "
+    )
+    assert shown.count("_wait()") == 1 and shown.endswith(f"[2] {own}\n") and "[rank" not in shown
+    whole = _shown(capfd, output.Screen(output.Style(), shows_all=True), [f"{aborted}{raised}"] * 2, prefix)
+    assert whole.count("_wait()") == 2, "--verbose"
+
+
+def test_ranks_that_wait_for_each_other_say_it_once(capfd):
+    circle = "rank 0 stands in allreduce 'a' at t.py:1, rank 1 in allreduce 'b' at t.py:2: none can go on. Is it so?"
+    errors = [f"horoclone.errors.Mismatch: allreduce '{name}': {circle}" for name in "ab"]
+    shown = _shown(capfd, output.Screen(output.Style()), errors)
+    assert (
+        shown.count("stands in") == 1
+        and "\n[1] horoclone.errors.Mismatch: allreduce 'b': as rank 0 says" in shown
+    )
+    ends = [
+        report.RankEnd(rank, "h", 1, 1, 1.0, False, None, False, (STOOD + error).splitlines())
+        for rank, error in enumerate(errors)
+    ]
+    lines = report.failure_report(ends, None, 2, {0, 1})[0].splitlines()
+    assert len(lines) == 2 and lines[1] == f"root cause: both ranks raised {errors[0]}; exit code 1"
 
 
 OF_TORCH = """Traceback (most recent call last):
@@ -172,8 +229,8 @@ AT_EXIT = {
     [
         (OF_TORCH, "for Net: size mismatch for weight: copying a param with shape torch.Size([4])."),
         (
-            OF_TENSORFLOW,
-            "error: allreduce 'DistributedSGD.0': rank 1 announced float32[9], rank 0 announced float32[8].",
+            OF_TENSORFLOW.replace("rank 1 announced float32[9], rank 0 announced float32[8].", "no memory"),
+            "error: allreduce 'DistributedSGD.0': no memory",
         ),
         (
             OF_TORCH.partition("RuntimeError")[0] + "pydantic.ValidationError: 1 error\n",
