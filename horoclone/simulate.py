@@ -225,6 +225,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for ranks in arguments.ranks:
         for shape, fanout in (("tree", arguments.fanout), ("star", 0)):
+            _say(f"{ranks:,} ranks, {shape} ...")
             steps = arguments.steps if fanout or ranks <= 4096 else 1
             row = agreement(
                 ranks,
@@ -249,12 +250,34 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                     cross_barrier=arguments.cross_barrier,
                 )
             rows.append({"ranks": ranks, "shape": shape, **row})
+    _say("")
     given = {k: v for k, v in vars(arguments).items() if k not in ("json", "plot", "costs", "ranks", "does")}
     return {"given": given, "costs_us": costs, "rows": rows}
 
 
+def _say(text: str) -> None:
+    """What is being worked on, in the terminal's last line."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def _conclusion(rows: Sequence[dict[str, Any]]) -> str:
+    """Of the largest size."""
+    ranks = max(row["ranks"] for row in rows)
+    tree, star = (
+        next(row for row in rows if (row["ranks"], row["shape"]) == (ranks, shape))
+        for shape in ("tree", "star")
+    )
+    ways = {"two levels": tree["two_level_step_ms"], "a flat ring": tree["ring_step_ms"]}
+    best = min(ways, key=ways.__getitem__)
+    return (
+        f"{ranks:,} ranks agree in {tree['latency_us']:,.0f} us by a tree, {star['latency_us']:,.0f} us by a star; "
+        f"with the tree, the shortest step takes {ways[best]:,.1f} ms ({best})"
+    )
+
+
 def show(result: dict[str, Any]) -> None:
-    """The table, on stdout."""
+    """The table and what follows from it, on stdout."""
     header = ["ranks", "", *COLUMNS.values(), "step, ms", "flat ring"]
     lines = [header]
     for row in result["rows"]:
@@ -264,6 +287,7 @@ def show(result: dict[str, Any]) -> None:
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     for line in lines:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    print(f"\n{_conclusion(result['rows'])}")
 
 
 def _check_plot(path: Path) -> None:

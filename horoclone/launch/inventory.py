@@ -24,6 +24,8 @@ print(json.dumps({'file': core.__file__, 'build': json.loads(core.build_info()),
 """
 _PROBE_LIMIT_S = 90.0  # the kernels for GPUs are compiled, which takes seconds on a quiet machine
 
+_NO_GPU = "of no use without a GPU and CUDA's driver"
+
 
 class Item(NamedTuple):
     """One row: is it there, which version or place, and if not, why and what would change that."""
@@ -65,7 +67,9 @@ def frameworks() -> list[Item]:
     for name, module, distributions, binding, packages in _FRAMEWORKS:
         version = next((found for one in distributions if (found := version_of(one))), None)
         if not module_exists(module):
-            items.append(Item(name, False, f"not installed: pip install {packages}"))
+            needs_gpu = module == "cupy" and not gpu_driver().found
+            what = f", and {_NO_GPU}" if needs_gpu else f": pip install {packages}"
+            items.append(Item(name, False, f"not installed{what}"))
         elif not module_exists(binding):  # which does not import it
             text = f"{version or 'installed'}, but this version of horoclone has no binding for it"
             items.append(Item(name, False, text))
@@ -202,8 +206,11 @@ def operations() -> list[Item]:
         driver,
     ]
     for item in (nccl_library(), gpu_kernels()):
-        without = "" if driver.found or not item.found else "; of no use without CUDA's driver"
-        items.append(Item(item.name, item.found and driver.found, item.detail + without))
+        if driver.found:
+            items.append(item)
+        else:
+            there = f"{item.detail}; " if item.found else ""
+            items.append(Item(item.name, False, f"{there}{_NO_GPU}"))
     return [*items, _mpi_data()]
 
 

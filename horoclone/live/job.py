@@ -75,7 +75,10 @@ def find(name: str | None = None) -> Job:
         matching = [one for one in found if one.id.startswith(name)]
     if len(matching) == 1:
         return matching[0]
-    shown = "".join(f"\n  {one.id}  {one.command}" for one in found)
+    shown = "".join(
+        f"\n  {one.id}  since {time.strftime('%H:%M:%S', time.localtime(one.started))}  {one.command}"
+        for one in found
+    )
     if not found:
         raise NoJob(
             "no job of yours runs on this host. Jobs of horoclonerun are seen on the launcher's host; those of mpirun, "

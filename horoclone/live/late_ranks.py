@@ -200,6 +200,12 @@ def culprits(ranks: Sequence[RankMetrics]) -> dict[int, str]:
     return found
 
 
+def waited_seconds(ranks: Sequence[RankMetrics]) -> float:
+    """For how long the culprits of a stall have held the others up by now, as the one says who has waited longest."""
+    last = [one.last_operation for one in ranks if _waits(one)]
+    return max((one.age_seconds for one in last if one is not None), default=0.0)
+
+
 def _waits(one: RankMetrics) -> bool:
     """In a collective, for so long that somebody must be late."""
     if one.is_stopped or one.is_silent:

@@ -106,6 +106,8 @@ class Observer:
         late = late_seconds(ranks)
         why = {one.rank: one for one in late_ranks.of_ranks(ranks)}
         culprits = late_ranks.culprits(ranks)
+        for rank in culprits:  # what the ranks have summed up ends with the last operation
+            late[rank] = late.get(rank, 0.0) + late_ranks.waited_seconds(ranks)
         earlier = {key: self._earlier(key, metrics) for key, metrics in current.items()}
         shares = _late_shares([(one, earlier[key]) for key, one in current.items()])
         rows = tuple(

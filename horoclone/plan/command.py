@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -86,6 +87,10 @@ def _subject_of(text: str) -> tuple[str, str]:
         raise PlanError(f"{text}: expected FILE.py:FUNCTION, such as train_model.py:build")
     if not Path(file).is_file():
         raise PlanError(f"there is no file {file} here; give the path of the file that defines {function}()")
+    source = Path(file).read_text(errors="replace")
+    if not re.search(rf"\b{function}\b|import \*|globals\(|exec\(", source):  # running it may take hours
+        have = ", ".join(re.findall(r"^def (\w+)", source, re.MULTILINE)) or "none"
+        raise PlanError(f"{file} has no function {function!r}; it has {have}. Write {file}:NAME")
     return str(Path(file).resolve()), function
 
 

@@ -56,6 +56,7 @@ def test_layers_come_from_a_file_of_plan_and_wrong_ones_are_refused(capsys, tmp_
     assert (
         tool.main(["simulate", "--ranks", "8", "--steps", "1", "--layers", str(file), "--cross-barrier"]) == 0
     )
+    assert capsys.readouterr().out.splitlines()[-1].startswith("8 ranks agree in ")
     for wrong in ('{"ways": []}', "[[1, -2]]", "[[0, 1]]", "[]", "no"):
         file.write_text(wrong)
         assert tool.main(["simulate", "--ranks", "8", "--layers", str(file)]) == 2, wrong

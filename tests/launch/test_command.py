@@ -335,6 +335,8 @@ def test_check_build_says_what_is_missing_and_how_to_get_it(launch):
     if importlib.util.find_spec("mpi4py"):
         assert data.startswith("    [X] MPI") and "HOROVOD_CPU_OPERATIONS=mpi" in data, "MPI does move data"
     assert "moves no data" not in text
+    if "[X] CUDA" not in text:
+        assert "nvidia-nccl" not in text and "pip install cupy" not in text, "of no use here"
 
 
 def test_check_build_imports_no_framework(launch):

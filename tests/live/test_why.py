@@ -16,7 +16,7 @@ import horoclone
 from horoclone.live import job, late_ranks, rank_metrics
 from horoclone.live.overview import Observer
 from horoclone.live.phases import FIGURES, Phases, packed, unpacked
-from horoclone.live.top.table import headline
+from horoclone.live.top.table import ViewOptions, headline, screenful
 from horoclone.runtime import phase_sampler
 from horoclone.runtime.phase_sampler import Classifier
 
@@ -120,6 +120,14 @@ def test_in_a_stall_the_culprit_is_marked_and_nobody_who_waits_for_it():
     # Rank 1, for which they have waited longest so far, is not the one.
     assert "held up by: rank 3" in headline(seen, "job 1", 200).plain
     assert rows[3].note.startswith("holds up the others: in data loading") and not rows[0].note
+    # Nobody had waited for it before, and the core sums up waits that are over.
+    ranks[0] = metrics_of(
+        0, 4, last_operation=rank_metrics.LastOperation("allreduce", "x", 4, 20.0), **waiting
+    )
+    seen = Observer(FixedJob(ranks)).look()
+    assert seen.rows[3].late_s == 20.0
+    for options, rank in ((ViewOptions(), 3), (ViewOptions(chosen=1), 1)):
+        assert f"s stacks of rank {rank}  " in screenful(seen, "job 1", 200, 24, options).plain
     ranks[3] = metrics_of(3, 4, **late, state="stalled", is_stopped=True, stalled_on="the process is stopped")
     assert "stopped" in late_ranks.culprits(ranks)[3]
 

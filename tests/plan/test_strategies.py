@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 
 import pytest
 
@@ -216,6 +217,7 @@ def test_the_measured_best_is_chosen_and_everything_is_printed(tmp_path, capsys)
     [
         (["nowhere.py:build", "-np", "2"], "there is no file nowhere.py"),
         (["{file}", "-np", "2"], "expected FILE.py:FUNCTION"),
+        (["{file}:built", "-np", "2"], "model.py has no function 'built'; it has build."),
         (["{file}:build"], "for how many ranks? Give -np N"),
         (["{file}:build", "-np", "0"], "-np 0: must be at least 1"),
         (["{file}:build", "-np", "2", "--link", "slow"], "--link slow: expected"),
@@ -226,9 +228,10 @@ def test_a_mistake_is_told_before_anything_starts(words, text, tmp_path, capfd) 
     pytest.importorskip("torch", reason="PyTorch is not installed")
     pytest.importorskip("rich", reason="rich is not installed")
     file = tmp_path / "model.py"
-    file.write_text("def build(): pass\n")
+    file.write_text("def build(): pass\nopen(__file__ + '.ran', 'w')\n")
     assert tool.main(["plan", *[word.format(file=file) for word in words]]) == 2
     assert text in capfd.readouterr().err
+    assert os.listdir(tmp_path) == ["model.py"], "which may be the whole training"
 
 
 def test_what_is_printed_begins_with_the_answer_and_fits_80_columns(

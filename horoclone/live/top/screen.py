@@ -23,8 +23,8 @@ from rich.live import Live
 
 from horoclone.live import stack_dump_client
 from horoclone.live.job import Job
-from horoclone.live.overview import Observer, Overview
-from horoclone.live.top.table import NARROWEST, ORDERS, ViewOptions, once, ordered, screenful
+from horoclone.live.overview import Observer, Overview, Row
+from horoclone.live.top.table import NARROWEST, ORDERS, ViewOptions, chosen_place, once, ordered, screenful
 
 INTERVAL_S, MANY_INTERVAL_S, MANY_RANKS = 1.0, 2.0, 32  # so that looking costs a busy machine less than 1 %
 FIRST_RATE_S = 0.5  # between the two looks that a rate takes
@@ -142,34 +142,31 @@ class Top:
         if self._options.overlay is not None:
             self._options.overlay = None
             return
-        ranks = [row.rank for row in ordered(self.overview.rows, self._options.order)]
-        at = ranks.index(self._options.chosen) if self._options.chosen in ranks else 0
+        rows = ordered(self.overview.rows, self._options.order)
+        at = chosen_place(rows, self._options)
         step = {"j": 1, "k": -1, "J": _PAGE, "K": -_PAGE}.get(key)
-        if step is not None and ranks:
-            self._options.chosen = ranks[min(max(0, at + step), len(ranks) - 1)]
+        if step is not None and rows:
+            self._options.chosen = rows[min(max(0, at + step), len(rows) - 1)].rank
         elif key == "o":
             names = list(ORDERS)
             self._options.order = names[(names.index(self._options.order) + 1) % len(names)]
             self._say(f"ordered by {self._options.order}")
-        elif key == "s":
-            self._show_stacks(self._options.chosen)
+        elif key == "s" and rows:
+            self._show_stacks(rows[at])
         elif key == "r":
             self._record()
 
     def _say(self, text: str) -> None:
         self._options.message, self._message_until = text, time.monotonic() + 5.0
 
-    def _show_stacks(self, rank: int) -> None:
-        row = next((row for row in self.overview.rows if row.rank == rank), None)
-        if row is None:
-            return
+    def _show_stacks(self, row: Row) -> None:
         try:
             stacks = stack_dump_client.stacks(row.pid, row.host)
         except stack_dump_client.NoAnswer as error:
-            self._say(f"rank {rank}: {error}")
+            self._say(f"rank {row.rank}: {error}")
             return
         self._options.overlay = [
-            f"Stacks of rank {rank} (pid {row.pid}); any key goes back",
+            f"Stacks of rank {row.rank} (pid {row.pid}); any key goes back",
             *stacks.splitlines(),
         ]
 

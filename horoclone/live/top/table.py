@@ -45,9 +45,10 @@ class Column(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class ViewOptions:
-    """What the user has chosen. chosen: a rank. order: a key of ORDERS. overlay: lines in place of the table."""
+    """What the user has chosen. chosen: a rank; None: the one that holds the others up, if any. order: a key of ORDERS.
+    overlay: lines in place of the table."""
 
-    chosen: int = 0
+    chosen: int | None = None
     order: str = "rank"
     message: str = ""
     overlay: Sequence[str] | None = None
@@ -220,9 +221,18 @@ def once(overview: Overview, title: str, width: int) -> Text:
     return _joined(parts)
 
 
+def chosen_place(rows: Sequence[Row], options: ViewOptions) -> int:
+    """Which of the rows the keys are about."""
+    wanted = (row.is_culprit if options.chosen is None else row.rank == options.chosen for row in rows)
+    return next((at for at, is_wanted in enumerate(wanted) if is_wanted), 0)
+
+
 def screenful(overview: Overview, title: str, width: int, height: int, options: ViewOptions) -> Text:
     """What fits into a terminal: the lines around the chosen rank, the newest events, the keys."""
-    keys = options.message or "q end  arrows rank  o order  s stacks  r flight record"
+    rows = ordered(overview.rows, options.order)
+    at = chosen_place(rows, options)
+    whose = f" of rank {rows[at].rank}" if rows else ""
+    keys = options.message or f"q end  arrows rank  o order  s stacks{whose}  r flight record"
     last = Text(keys, "reverse", no_wrap=True)
     last.truncate(width, overflow="ellipsis")
     head = headline(overview, title, width)
@@ -230,12 +240,10 @@ def screenful(overview: Overview, title: str, width: int, height: int, options: 
         lines = [line[:width] for line in options.overlay]
         shown = Text("\n".join(lines[: max(1, height - 3)]), no_wrap=True, overflow="crop", end="")
         return _joined([head, shown, last])
-    rows = ordered(overview.rows, options.order)
     events = min(_EVENTS, len(overview.events), max(0, height - 7))
     room = max(1, height - 5 - events)  # two lines of head, the titles, the chosen rank, the keys
-    at = next((index for index, row in enumerate(rows) if row.rank == options.chosen), 0)
     start = min(max(0, at - room // 2), max(0, len(rows) - room))
-    parts = [head, rows_text(rows[start : start + room], width, options.chosen)]
+    parts = [head, rows_text(rows[start : start + room], width, rows[at].rank if rows else None)]
     if rows:
         parts.append(_about(rows[at], width))
     if events:
