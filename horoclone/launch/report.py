@@ -135,7 +135,8 @@ def is_consequence(end: RankEnd) -> bool:
     """Whether this rank only suffered from another's end, also where its error was raised from that."""
     if end.by_us or (end.report is not None and end.report_is_consequence):
         return True
-    return end.code >= 0 and any(line[:1].strip() and is_lost_peer(line) for line in _traceback(end))
+    lines = [_error(end), *(line for line in _traceback(end) if line[:1].strip())]
+    return end.code >= 0 and any(map(is_lost_peer, lines))
 
 
 def culprit(ends: Sequence[RankEnd]) -> RankEnd | None:
