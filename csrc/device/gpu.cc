@@ -45,8 +45,7 @@ Gpu::Current::Current(const Gpu& gpu, For what) : gpu_(gpu), outer_(here.gpu) {
   if (here.is_ours) {
     if (here.kept == gpu.context_) return;
     if (cuda.cuCtxSetCurrent(gpu.context_) == kCuSuccess) here.kept = gpu.context_;
-    if (!here.relaxed) (void)cuda.cuThreadExchangeStreamCaptureMode(&mode_);
-    here.relaxed = true;
+    if (!here.relaxed) here.relaxed = cuda.cuThreadExchangeStreamCaptureMode(&mode_) == kCuSuccess;
     return;
   }
   if (here.gpu != &gpu) {
@@ -56,8 +55,7 @@ Gpu::Current::Current(const Gpu& gpu, For what) : gpu_(gpu), outer_(here.gpu) {
     here.gpu = &gpu;
   }
   if (what == For::kStreams || here.relaxed) return;
-  exchanged_ = cuda.cuThreadExchangeStreamCaptureMode(&mode_) == kCuSuccess;
-  here.relaxed = true;
+  here.relaxed = exchanged_ = cuda.cuThreadExchangeStreamCaptureMode(&mode_) == kCuSuccess;
 }
 
 Gpu::Current::~Current() {

@@ -14,11 +14,11 @@ constexpr double kLonelyEndS = 1.0;        // the data line ended and the contro
 constexpr size_t kSmallBytes = 32u << 10;  // a transfer that is copied at once rather than waited for
 constexpr size_t kCopiedBytes = 128u << 10;    // of small transfers, at one time
 constexpr size_t kLastBytes = 256u << 10;      // of large ones, before this rank would sleep
-constexpr size_t kAskAfterBytes = 256u << 10;  // are written before it is asked what is acknowledged
+constexpr size_t kAskAfterBytes = 256u << 10;  // written between two queries of what is acknowledged
 constexpr double kBytesPerUs = 1250;           // a link of 10 Gbit/s; how soon to ask again while more is missing
 constexpr double kSoonUpS = 0.2;               // a line that is down so long may stay so
 constexpr int kAskAgainUs = 50, kAskAgainMaxUs = 1000;
-constexpr size_t kControlLooseBytes = 64u << 10;  // kept before it is asked what is acknowledged
+constexpr size_t kControlLooseBytes = 64u << 10;  // kept before the next query of what is acknowledged
 
 }  // namespace
 
@@ -79,7 +79,7 @@ void FramedChannel::take_up(Line line) {
   settle();
 }
 
-// Who leaves does not wait for a peer that cannot be reached.
+// A rank that shuts down does not wait for a peer that cannot be reached.
 bool FramedChannel::flushed() const {
   const auto is_hopeless = [&](Line line) {
     return is_down(line) && seconds_between(down_at_[static_cast<int>(line)], Clock::now()) > kSoonUpS;

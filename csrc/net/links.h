@@ -1,11 +1,12 @@
 // Makes a lost TCP connection between two living ranks again, so that every transfer goes on at the byte where it was.
 // A connection is lost when it fails or ends without a goodbye, when its interface is down, or when the kernel sends
 // something again and again and hears nothing (the cable is cut; its own timers would take seconds, or minutes) -
-// unless it does hear something before anybody has proved who he is on another one. Whoever notices stops writing and
-// dials every address of the other, whose listeners stay open for the job's life, with the handshake of the bootstrap.
-// Who accepts stops writing, too, before it welcomes; only then does each side take over what its old connection has
-// received and tell the other how many bytes of the line that makes, and the sender goes on from there. So nothing that
-// an old connection may still deliver counts, and bytes that a kernel has acknowledged are never asked for again.
+// unless it hears from the peer on the old connection before a new one has been authenticated. The rank that notices
+// stops writing and dials every address of the peer, whose listeners stay open for the job's life, with the handshake
+// of the bootstrap. The rank that accepts also stops writing before it welcomes; only then does each side take over
+// what its old connection has received and tell the other how many bytes of the line that makes, and the sender goes on
+// from there. So nothing that an old connection may still deliver counts, and bytes that a kernel has acknowledged are
+// never asked for again.
 //
 // If both dial at once the higher rank's connection is the one. A rank is lost when the address at which it was
 // reached refuses (its process is gone), when a connection that it closed is not replaced within kClosedS, or when

@@ -149,7 +149,7 @@ Status Connection::receive(FrameHeader* header, Buffer* payload, double silence_
   HC_TRY(fill(header, sizeof(*header), kWithinFrameS));
   if (header->magic != kFrameMagic || header->verb >= Verb::kVerbs || header->bytes > kMaxPayload ||
       header->guard != header->guard_of())
-    return error(Code::kPeerLost, peer_, " sent what is no frame");
+    return error(Code::kPeerLost, peer_, " sent a malformed frame");
   HC_TRY(fill(payload->sized(header->bytes), header->bytes, kWithinFrameS));
   if (!has_sums_ || hash_of_bytes(payload->data(), header->bytes) == header->sum) return Status::ok();
   return error(Code::kPeerLost, peer_, " sent ", header->bytes,

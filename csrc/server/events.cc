@@ -1,6 +1,9 @@
 #include "server/events.h"
 
+#include <algorithm>
 #include <chrono>
+
+#include "base/clock.h"
 
 namespace hc {
 
@@ -17,8 +20,11 @@ Status Events::ask(std::string question, double wait_s, const std::function<Stat
   asked_[number] = true;
   changed_.notify_all();
   Status status;
+  Deadline next_look = Deadline::in(wait_s);
   while (status.is_ok() && !answers_.contains(number)) {
-    if (changed_.wait_for(mutex_, std::chrono::duration<double>(wait_s))) continue;
+    changed_.wait_for(mutex_, std::chrono::duration<double>(std::max(0.0, next_look.remaining_s())));
+    if (!next_look.passed()) continue;
+    next_look = Deadline::in(wait_s);
     lock.unlock();
     status = look();
     lock.lock();

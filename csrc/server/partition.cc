@@ -41,10 +41,12 @@ Status with_memory(const char* what, Call&& call) {
 Partition::Partition(uint32_t number, MemoryBudget* budget, Events* events, Alarm* watch, double silence_s)
     : number_(number), budget_(budget), events_(events), watch_(watch), silence_s_(silence_s) {}
 
-Status Partition::pause(const Patience& patience) {
+Status Partition::pause(Patience& patience) {
   if (stopping_) return error(Code::kAborted, "the server stops");  // a worker hears "elsewhere" instead
-  if (changed_.wait_for(mutex_, seconds(std::min(patience.sign_s, std::max(0.0, patience.deadline.remaining_s())))))
-    return Status::ok();
+  const double wait_s = std::min(patience.next_sign.remaining_s(), patience.deadline.remaining_s());
+  changed_.wait_for(mutex_, seconds(std::max(0.0, wait_s)));
+  if (!patience.next_sign.passed()) return Status::ok();
+  patience.next_sign = Deadline::in(patience.sign_s);
   mutex_.unlock();
   try {
     Status wanted = patience.still_wanted();
@@ -56,7 +58,7 @@ Status Partition::pause(const Patience& patience) {
   }
 }
 
-Status Partition::wait_until_decided(const Patience& patience, bool* elsewhere) {
+Status Partition::wait_until_decided(Patience& patience, bool* elsewhere) {
   while (role_ == Role::kUndecided) {
     if (patience.deadline.passed()) {
       return error(
@@ -72,7 +74,7 @@ Status Partition::wait_until_decided(const Patience& patience, bool* elsewhere) 
 
 // The change is done on this copy. It may be acknowledged when the backup has it, or when it was decided that there is
 // none; if it was decided that the backup goes on instead, this copy counts for nothing and the change neither.
-Status Partition::wait_for_backup(const std::shared_ptr<BackupLink>& link, uint64_t frame, const Patience& patience,
+Status Partition::wait_for_backup(const std::shared_ptr<BackupLink>& link, uint64_t frame, Patience& patience,
                                   bool* elsewhere) {
   while (!link->wait_for(frame, patience.sign_s)) {
     if (link->is_lost()) {
@@ -89,7 +91,7 @@ Status Partition::wait_for_backup(const std::shared_ptr<BackupLink>& link, uint6
   return Status::ok();
 }
 
-Status Partition::change(const FrameHeader& header, std::span<const uint8_t> payload, const Patience& patience,
+Status Partition::change(const FrameHeader& header, std::span<const uint8_t> payload, Patience& patience,
                          FrameHeader* answer, bool* elsewhere) {
   std::shared_ptr<BackupLink> link;
   uint64_t frame = 0;
@@ -110,8 +112,8 @@ Status Partition::change(const FrameHeader& header, std::span<const uint8_t> pay
   return link ? wait_for_backup(link, frame, patience, elsewhere) : Status::ok();
 }
 
-Status Partition::pull(const FrameHeader& header, std::span<const uint8_t> payload, const Patience& patience,
-                       Buffer* rows, bool* elsewhere) {
+Status Partition::pull(const FrameHeader& header, std::span<const uint8_t> payload, Patience& patience, Buffer* rows,
+                       bool* elsewhere) {
   MutexLock lock(mutex_);
   for (;;) {
     HC_TRY(wait_until_decided(patience, elsewhere));

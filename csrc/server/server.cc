@@ -16,6 +16,7 @@ namespace {
 
 constexpr int kMaxStrangers = static_cast<int>(kMaxHalfOpen);
 constexpr double kDefaultWaitS = 60;  // for who says nothing about it
+constexpr int kPauseMs = 100;
 
 Patience patience_of(const FrameHeader& header, Connection* connection, double silence_s,
                      const std::atomic<bool>* stopping) {
@@ -68,17 +69,26 @@ void Server::accept() {
   std::vector<pollfd> set{{wake_.get(), POLLIN, 0}, {listeners_.unix_socket.get(), POLLIN, 0}};
   for (const Fd& one : listeners_.tcp) set.push_back({one.get(), POLLIN, 0});
   while (!stopping_) {
-    if (::poll(set.data(), set.size(), -1) < 0 && errno != EINTR) return;
+    if (::poll(set.data(), set.size(), -1) < 0) {
+      if (errno != EINTR) pause_accepting();
+      continue;
+    }
     for (size_t i = 1; i < set.size(); ++i) {
       if (set[i].revents == 0) continue;
       Address from;
       int number = 0;
       Fd fd = accept_one(set[i].fd, &from, &number);
       if (fd && !stopping_) take(std::move(fd), from.text());
-      if (number != 0) alarm_.wait(0.1);  // no descriptor is left: not again at once
+      if (number != 0) pause_accepting();
     }
     reap();
   }
+}
+
+// No descriptor or no memory is left: not again at once.
+void Server::pause_accepting() {
+  pollfd one{wake_.get(), POLLIN, 0};
+  ::poll(&one, 1, kPauseMs);
 }
 
 void Server::take(Fd fd, const std::string& from) {
@@ -185,7 +195,7 @@ Status Server::talk(Session& session, uint64_t number) {
 
 Status Server::answer(Session& session, const FrameHeader& header, std::span<const uint8_t> payload, Buffer* rows) {
   Connection& connection = *session.connection;
-  const Patience patience = patience_of(header, &connection, options_.silence_s, &stopping_);
+  Patience patience = patience_of(header, &connection, options_.silence_s, &stopping_);
   FrameHeader reply;
   reply.partition = header.partition;
   bool elsewhere = false;
@@ -332,6 +342,7 @@ void Server::stop() {
     MutexLock lock(mutex_);
     for (Session& session : sessions_) {
       if (session.connection) session.connection->shut();
+      if (session.stranger) (void)::shutdown(session.stranger.get(), SHUT_RDWR);
     }
     ending.swap(sessions_);  // nobody adds any more, and their threads refer to them where they are
   }

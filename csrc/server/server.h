@@ -64,6 +64,7 @@ class Server {
   Status answer(Session& session, const FrameHeader& header, std::span<const uint8_t> payload, Buffer* rows);
   Status follow(Session& session, uint64_t number, const FrameHeader& first);
   void reap();
+  void pause_accepting();
   void watch();
   void hello(Session& session, uint64_t worker);
   void look_for_lost_workers();

@@ -55,7 +55,7 @@ Status Shard::apply(const FrameHeader& header, std::span<const uint8_t> payload,
   if (numbered) {
     auto known = sequences_.find(header.worker);
     if (known == sequences_.end())
-      return error(Code::kInvalidArgument, "this worker has not registered, or was given up; open the table again");
+      return error(Code::kInvalidArgument, "this worker has not registered; open the table again");
     if (known->second >= header.sequence) return Status::ok();
   }
   Status done;

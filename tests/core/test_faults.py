@@ -183,7 +183,7 @@ def test_a_stopped_rank_that_goes_on_in_time_costs_a_warning(worker_pool, shared
     team.wait_for(0, "running")
     team.wait_for(1, "running")
     team.send(1, signal.SIGSTOP)
-    team.wait_for_output(0, r"rank 1 .*is not responding for \d+ s \(stopped\? swapped out\?\)")
+    team.wait_for_output(0, r"rank 1 .*has not responded for \d+ s \(stopped\? swapped out\?\)")
     team.send(1, signal.SIGCONT)
     assert team.wait() == [0, 0]
     assert team.said(0, "right")[0]["right"] and team.said(1, "right")[0]["right"], team.outputs()
@@ -231,7 +231,7 @@ def test_a_rank_that_the_kernel_does_not_see_stopped_is_waited_for(worker_pool):
     team.wait_for(1, "running")
     with held(team.pids[1]):
         time.sleep(3.5)
-    assert "rank 1" in team.output(0) and "is not responding for 1 s" in team.output(0)
+    assert "rank 1" in team.output(0) and "has not responded for 1 s" in team.output(0)
     assert team.wait() == [0, 0]
     assert team.said(0, "right")[0]["right"] and team.said(1, "right")[0]["right"], team.outputs()
 

@@ -187,7 +187,7 @@ def test_a_rank_that_another_one_on_its_host_sees_running_is_waited_for(team):
     with held(started.pids[3]):
         time.sleep(LONGER_THAN_A_SILENT_RANK_IS_WAITED_FOR_S)
     wait_for_more(started)
-    assert "is not responding for 1 s" in started.output(0)
+    assert "has not responded for 1 s" in started.output(0)
 
 
 SOAK_S = float(os.environ.get("HC_SOAK_S", "60"))

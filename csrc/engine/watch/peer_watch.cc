@@ -35,7 +35,7 @@ Status PeerWatch::check(TimePoint now, std::vector<bool> waits) {
         HC_TRY(ping(action.rank));
         break;
       case Liveness::Action::kWarn:
-        context_.log.warning(mesh.describe(action.rank), " is not responding for ", static_cast<int>(action.silent_s),
+        context_.log.warning(mesh.describe(action.rank), " has not responded for ", static_cast<int>(action.silent_s),
                              " s (stopped? swapped out?); it counts as lost after ", context_.config.liveness_error_s,
                              " s");
         break;

@@ -16,9 +16,9 @@ const Credentials kJob{"sixteen bytes or more", "ps:test"};
 constexpr double kSilenceS = 5;
 
 struct Node {
-  explicit Node(int32_t index, const Credentials& credentials = kJob) {
+  explicit Node(int32_t index, const Credentials& credentials = kJob, double silence_s = kSilenceS) {
     auto started =
-        Server::start({credentials, index, 1, 100 + static_cast<uint64_t>(index), 64 << 20, kSilenceS, "lo"});
+        Server::start({credentials, index, 1, 100 + static_cast<uint64_t>(index), 64 << 20, silence_s, "lo"});
     REQUIRE_MESSAGE(started.is_ok(), started.status().text());
     server = started.take();
   }
@@ -38,23 +38,25 @@ TableSpec spec_of(int32_t workers, int32_t staleness) {
 }
 
 struct Worker {
-  explicit Worker(int32_t rank) : client({kJob, 1000 + static_cast<uint64_t>(rank), rank, kSilenceS, 1}), rank(rank) {
+  explicit Worker(int32_t rank, double silence_s = kSilenceS, std::string table = "t")
+      : client({kJob, 1000 + static_cast<uint64_t>(rank), rank, silence_s, 1}), rank(rank), table(std::move(table)) {
     client.route(0, 0);
   }
   std::vector<Failure> run(Call& call, double limit_s = 10) {
     return client.run(call, limit_s, [] { return false; });
   }
-  void open(const TableSpec& spec) {
-    Writer table, place;
-    spec.write(&table);
+  void open(TableSpec spec) {
+    spec.name = table;
+    Writer text, place;
+    spec.write(&text);
     place.put(rank);
-    Call make(Verb::kTable, 1, table_hash("t"), {table.bytes().begin(), table.bytes().end()});
+    Call make(Verb::kTable, 1, table_hash(table), {text.bytes().begin(), text.bytes().end()});
     REQUIRE(run(make).empty());
-    Call enter(Verb::kRegister, 1, table_hash("t"), {place.bytes().begin(), place.bytes().end()});
+    Call enter(Verb::kRegister, 1, table_hash(table), {place.bytes().begin(), place.bytes().end()});
     REQUIRE(run(enter).empty());
   }
   Call push_call(const std::vector<int64_t>& ids, const std::vector<float>& ones) {
-    Call call(Verb::kPush, 1, table_hash("t"), 0, {ids, 4, ones.data(), nullptr});
+    Call call(Verb::kPush, 1, table_hash(table), 0, {ids, 4, ones.data(), nullptr});
     call.clocks()[0] = clock++;
     return call;
   }
@@ -65,13 +67,14 @@ struct Worker {
   }
   std::vector<float> pull(const std::vector<int64_t>& ids, std::vector<Failure>* failures, double limit_s = 10) {
     std::vector<float> out(ids.size() * 4, -1.0f);
-    Call call(Verb::kPull, 1, table_hash("t"), 0, {ids, 4, nullptr, out.data()});
+    Call call(Verb::kPull, 1, table_hash(table), 0, {ids, 4, nullptr, out.data()});
     call.clocks()[0] = clock;
     *failures = run(call, limit_s);
     return out;
   }
   Client client;
   int32_t rank;
+  std::string table;
   int64_t clock = 0;
 };
 
@@ -236,6 +239,27 @@ TEST_CASE("a pull that staleness holds up ends with the name of the worker that 
     leaves.join();
   }
   CHECK(failures.empty());
+}
+
+TEST_CASE("a pull that waits hears of it, however much others change in that partition") {
+  constexpr double kShortS = 0.6;
+  Node node(0, kJob, kShortS);
+  REQUIRE(node.server->set_role(0, Role::kPrimary).is_ok());
+  Worker waiting(0, kShortS), busy(1, kShortS, "u");
+  for (Worker* one : {&waiting, &busy}) REQUIRE(one->client.connect(node.target(0), 5).is_ok());
+  waiting.open(spec_of(2, 0));
+  busy.open(spec_of(2, -1));
+  REQUIRE(waiting.push({1}).empty());
+  std::atomic<bool> over{false};
+  std::thread pushing([&] {
+    while (!over) REQUIRE(busy.push({1}).empty());
+  });
+  std::vector<Failure> failures;
+  waiting.pull({1}, &failures, 3 * kShortS);
+  over = true;
+  pushing.join();
+  REQUIRE(failures.size() == 1);
+  CHECK_MESSAGE(failures[0].status.text().find("rank 1 never came") != std::string::npos, failures[0].status.text());
 }
 
 }  // namespace
