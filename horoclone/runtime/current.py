@@ -93,13 +93,14 @@ def forked_error() -> errors.HorovodInternalError:
 
 
 def _called() -> str:
-    """The public function through which the user came: the outermost frame of this package above the user's code."""
+    """The public function through which the user came: the outermost frame of this package above the user's code, also
+    where a framework has called it back."""
     frame, name = sys._getframe(1), "native"
     while frame is not None:
-        module = str(frame.f_globals.get("__name__", ""))
-        if module.split(".", 1)[0] != "horoclone":
+        package = str(frame.f_globals.get("__name__", "")).split(".", 1)[0]
+        if package not in ("horoclone", "jax", "keras", "tensorflow", "torch"):
             break
-        if not frame.f_code.co_name.startswith(("_", "<")):
+        if package == "horoclone" and not frame.f_code.co_name.startswith(("_", "<")):
             name = frame.f_code.co_name
         frame = frame.f_back  # type: ignore[assignment]
     return f"hvd.{name}"

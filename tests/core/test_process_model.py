@@ -13,6 +13,7 @@ import pytest
 from world import ranks, run_python
 
 import horoclone as hvd
+from horoclone.runtime import current
 
 
 @ranks(2)
@@ -24,6 +25,17 @@ def test_init_twice_is_one_init_and_shutdown_twice_is_one_shutdown():
     assert not hvd.is_initialized()
     with pytest.raises(hvd.NotInitialized, match=r"use hvd.init\(\).*hvd.allreduce\(\)"):
         hvd.allreduce(np.ones(1))
+    # Also where JAX has called the package back.
+    frames = {
+        "horoclone.jax.eager": "def allreduce(inner): return through(inner)",
+        "jax.core": "def through(f): return f()",
+    }
+    scopes = {module: {"__name__": module} for module in frames}
+    for module, text in frames.items():
+        exec(text, scopes[module])
+    scopes["horoclone.jax.eager"]["through"] = scopes["jax.core"]["through"]
+    with pytest.raises(hvd.NotInitialized, match=r"hvd.allreduce\(\)"):
+        scopes["horoclone.jax.eager"]["allreduce"](current.native)
     with pytest.raises(ValueError, match=r"hvd.rank\(\)"):
         hvd.rank()
 
