@@ -399,15 +399,13 @@ def _through_torch_store(
     placement: Placement, secret: bytes, environ: Environment, deadline: float
 ) -> Rendezvous:
     """torchrun's store tells the address of rank 0, in clear; the secret decides whether it is believed."""
-    from torch.distributed import PrefixStore
-
     server, text = None, ""
     if placement.rank == 0:
         life = secrets.token_hex(8)
         server = Server(secret, f"{placement.job}:{life}", placement.size, wire.bindings(environ))
         text = ",".join([life, *server.addresses])
     try:
-        store = PrefixStore("horoclone/hvd", launchers.agents_store(environ, deadline))
+        store = launchers.agents_store(environ, deadline)
         blob = launchers.told_by_rank_0(store, placement.rank, placement.size, text.encode(), deadline)
     except BaseException:
         if server is not None:

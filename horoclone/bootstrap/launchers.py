@@ -290,17 +290,18 @@ def mpi_broadcast(comm: Any, blob: bytes, deadline: float) -> bytes:
 
 
 def agents_store(environ: Mapping[str, str], deadline: float) -> Any:
-    """The key-value store of torchrun's agent. It is public: nothing in it may be trusted."""
+    """Our part of the key-value store of torchrun's agent. It is public: nothing in it may be trusted."""
     from datetime import timedelta
 
-    from torch.distributed import TCPStore
+    from torch.distributed import PrefixStore, TCPStore
 
     limit = timedelta(seconds=max(1.0, deadline - time.monotonic()))
     host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     try:
-        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
     except RuntimeError as error:  # torch's DistStoreError among them
         raise errors.Timeout(f"torchrun's store at {wire.format_address(host, port)}: {error}") from error
+    return PrefixStore("horoclone/hvd", store)
 
 
 def told_by_rank_0(

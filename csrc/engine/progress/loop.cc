@@ -213,7 +213,7 @@ Status Loop::poll() {
     if (!parts_.link.has_left(loss.rank))
       return Status(Code::kPeerLost,
                     text_of(mesh.describe(loss.rank), " ", loss.reason,
-                            ". Its own output has the cause; the others stop because of it."),
+                            ". Its own output or its launcher's report has the cause; the others stop because of it."),
                     loss.rank);
   return polled;
 }
