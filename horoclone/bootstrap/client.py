@@ -7,6 +7,7 @@ one at a time, except report_failure, which uses a connection of its own.
 from __future__ import annotations
 
 import errno
+import functools
 import hmac
 import os
 import secrets
@@ -164,10 +165,11 @@ class Client:
         deadline, report_at = started + timeout_s, started + REPORT_AFTER_S
         missing = "nobody has been heard of"
         while True:
-            wait_ms = int(1000 * max(0.0, min(SLICE_S, deadline - time.monotonic())))
+            until = min(deadline, report_at)
+            wait_ms = int(1000 * max(0.0, min(SLICE_S, until - time.monotonic())))
             request = struct.pack("<BIII", wire.GATHER, rank, size, wait_ms) + body
             try:
-                status, answer = self._ask(request, min(deadline, report_at) + SLICE_S, wait_ms / 1000)
+                status, answer = self._ask(request, until + SLICE_S, wait_ms / 1000)
                 if status == wire.OK:
                     return self._take(prefix, rank, size, answer, deadline)
             except errors.Timeout:
@@ -332,13 +334,14 @@ class Client:
         return blobs
 
     def _ask(self, payload: bytes, deadline: float, wait_s: float = 0.0) -> tuple[int, bytes]:
+        """wait_s: for so long may the server wait before it answers. What comes after the deadline is lost."""
         while True:
-            self._drain()
+            self._drain(deadline)
             self._connect(deadline)
             assert self._connection is not None
             try:
-                self._connection.send(payload, HELLO_S)
-                status, answer = self._receive(time.monotonic() + wait_s + HELLO_S)
+                self._connection.send(payload, max(0.001, min(HELLO_S, deadline - time.monotonic())))
+                status, answer = self._receive(min(deadline, time.monotonic() + wait_s + HELLO_S))
                 if status == wire.CLOSED:
                     self._met = False
                     raise ConnectionError(wire.CLOSED_BY_PEER)
@@ -353,11 +356,11 @@ class Client:
                 if time.monotonic() >= deadline:
                     raise errors.Timeout(f"the rendezvous does not answer: {self.where()}") from error
 
-    def _drain(self) -> None:
+    def _drain(self, deadline: float) -> None:
         """What lies there before anything is asked: the connection's end, that the server moves, or why it ends."""
         while self._connection is not None and self._connection.readable(0.0):
             try:
-                status, answer = self._receive(time.monotonic() + HELLO_S)
+                status, answer = self._receive(min(deadline, time.monotonic() + HELLO_S))
                 if status == wire.FAILED:
                     self._last_words.append(answer)
                 elif status == wire.CLOSED:
@@ -380,7 +383,7 @@ class Client:
         pause_s, refused_since, gone_since = 0.01, 0.0, 0.0
         while self._connection is None:
             self.tried = {}
-            self._connection = self._one_round(min(deadline, time.monotonic() + CONNECT_S))
+            self._connection = self._one_round(deadline)
             if self._connection is not None:
                 self._met, self._last_words = True, []
                 try:
@@ -433,7 +436,9 @@ class Client:
         """Tries every address at once; the first that proves the secret wins.
 
         Nobody is waited for alone: who accepts a connection and says nothing would keep us from the one that answers.
+        A connection has CONNECT_S to come about, then HELLO_S to say something, and all of it ends at the deadline.
         """
+        end = min(deadline, time.monotonic() + CONNECT_S)
         waiting: dict[int, tuple[str, socket.socket]] = {}
         connected: set[int] = set()  # of those who wait: for the greeting
         poller = select.poll()
@@ -444,7 +449,7 @@ class Client:
                     waiting[one.fileno()] = (address, one)
                     poller.register(one, select.POLLOUT)
             while waiting:
-                ready = poller.poll(max(0.0, (deadline - time.monotonic()) * 1000))
+                ready = poller.poll(max(0.0, (end - time.monotonic()) * 1000))
                 if not ready:
                     for descriptor, (address, _) in waiting.items():
                         self.tried[address] = SILENT if descriptor in connected else NO_ANSWER
@@ -454,11 +459,14 @@ class Client:
                     if descriptor not in connected and self._attempt(address, one, self._look_at):
                         connected.add(descriptor)
                         poller.modify(descriptor, select.POLLIN)
-                        deadline = max(deadline, time.monotonic() + HELLO_S)
+                        end = min(deadline, time.monotonic() + HELLO_S)
                         continue
                     del waiting[descriptor]
                     poller.unregister(descriptor)
-                    stream = self._attempt(address, one, self._handshake) if descriptor in connected else None
+                    prove = functools.partial(
+                        self._handshake, deadline=min(deadline, time.monotonic() + HELLO_S)
+                    )
+                    stream = self._attempt(address, one, prove) if descriptor in connected else None
                     if stream is not None:
                         self.tried[address] = "connected"
                         return stream
@@ -504,8 +512,7 @@ class Client:
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return True
 
-    def _handshake(self, one: socket.socket) -> Stream:
-        deadline = time.monotonic() + HELLO_S
+    def _handshake(self, one: socket.socket, deadline: float) -> Stream:
         greeting = wire.receive_exactly(one, wire.GREETING_BYTES, deadline)
         if not greeting.startswith(wire.GREETING):
             raise ConnectionError("something else than a rendezvous of this version answers there")

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from horoclone import errors, failpoints
 from horoclone.bootstrap import exchange, launchers, service, wire
-from horoclone.bootstrap.client import GONE, HELLO_S, SLICE_S, Client, Stream
+from horoclone.bootstrap.client import CONNECT_S, GONE, HELLO_S, SLICE_S, Client, Stream
 from horoclone.membership.records import (
     GENERATION_KEY,
     ID_BYTES,
@@ -128,11 +128,11 @@ class MembershipClient(Client):
             self._rank = struct.unpack("<I", body)[0]
             super()._introduce(connection)
 
-    def probe(self, timeout_s: float) -> int | None:
+    def probe(self) -> int | None:
         """One attempt to join. None: this is the coordinator, and the connection stays; else what NotCoordinator
         says."""
         try:
-            self._connection = self._one_round(time.monotonic() + timeout_s)
+            self._connection = self._one_round(time.monotonic() + CONNECT_S + HELLO_S)
             if self._connection is None:
                 texts = self.tried.values()
                 if any(text.startswith("refused") for text in texts):
@@ -159,7 +159,7 @@ class MembershipClient(Client):
         failpoints.reach("membership.form")
         request = struct.pack("<BIQBB", wire.FORM, int(wait_s * 1000), seen, is_ready, len(commits))
         request += struct.pack(f"<{len(commits)}Q", *commits)
-        status, body = self._ask(request, time.monotonic() + self._timeout_s, wait_s)
+        status, body = self._ask(request, time.monotonic() + wait_s + self._timeout_s, wait_s)
         self.reason = body.decode(errors="replace") if status == wire.NOT_YET else ""
         return Assignment(body) if status == wire.OK else _end(status, body)
 

@@ -222,7 +222,7 @@ def ask_all(links: dict[Key, MembershipClient]) -> tuple[dict[Key, int | None], 
         # also where asking fails in a way of its own: somebody waits for each answer
         answer: int | None = DECLINES
         try:
-            answer = links[rank].probe(CONNECT_S)
+            answer = links[rank].probe()
             if answer is None and not first.acquire(blocking=False):
                 answer = DECLINES
                 links[rank].close()

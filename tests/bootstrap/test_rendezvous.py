@@ -255,6 +255,29 @@ def test_an_address_that_does_not_answer_does_not_delay_the_one_that_does(tcp):
     assert time.monotonic() - started < bootstrap_client.HELLO_S
 
 
+@pytest.mark.parametrize("proves", [False, True])
+def test_a_server_that_is_stopped_costs_no_more_than_the_time_of_the_call(proves):
+    """The kernel accepts for it; or it is stopped after its proof."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    peers = []
+
+    def prove():
+        with contextlib.suppress(OSError):
+            while True:
+                peers.append(listener.accept()[0])
+                wire.admit(peers[-1], SECRET, "job", 10)
+
+    if proves:
+        threading.Thread(target=prove, daemon=True).start()
+    client = Client([wire.format_address(*listener.getsockname())], SECRET, "job", 60)
+    started = time.monotonic()
+    with pytest.raises(errors.Timeout):
+        client.report_failure(1, "ValueError: no data", timeout_s=0.2)
+    assert time.monotonic() - started < bootstrap_client.HELLO_S - 1
+    for one in (*peers, listener):
+        one.close()
+
+
 # --- strangers
 
 
