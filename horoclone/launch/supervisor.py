@@ -349,10 +349,10 @@ class Supervisor:
         with self._service.mutex:
             was_held = self._coordinator.is_handing_over()
             self._coordinator.displace(reasons, now)
-            is_held = self._coordinator.is_handing_over()
-        if is_held and not was_held:
+            holders = [one.leave_reason for one in self._coordinator.last_holders()]
+        if holders and not was_held:
             self._backend.say(
-                f"{next(iter(displaced.values()))}, and nobody else has the state of the training: its workers go on "
+                f"{holders[0]}, and nobody else has the state of the training: its workers go on "
                 f"until others have it, for {self._job.timeout_s:g} s at most (--elastic-timeout)"
             )
         self._ring()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,6 +109,20 @@ def formed(one: Processes) -> list[Worker]:
     workers = list(one.started)
     one.come(*workers)
     return workers
+
+
+def test_who_has_the_state_alone_says_why_it_was_to_leave_where_no_host_has_gone(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = make([Host("a", 2)], 2, Plan(1, 2))
+    formed(one)
+    holders: list[SimpleNamespace] = []
+    coordinator = one.supervisor._coordinator
+    monkeypatch.setattr(coordinator, "last_holders", lambda: holders)
+    reason = SimpleNamespace(leave_reason="it was asked to leave")
+    monkeypatch.setattr(coordinator, "displace", lambda reasons, now: holders.append(reason))
+    one.supervisor._take_hosts([Host("a", 2)], time.monotonic())
+    assert one.said[-1].startswith("it was asked to leave, and nobody else has the state of the training")
 
 
 def test_a_slot_whose_worker_fails_gets_another_one(make: Any) -> None:
