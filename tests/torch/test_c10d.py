@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import queue
 import sys
 import threading
 import types
@@ -17,6 +18,7 @@ from world import distributed, raised, ranks
 
 import horoclone.torch as hvd
 from horoclone.torch.c10d.tensors import reduction
+from horoclone.torch.c10d.work import InFlight
 
 
 def values(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -564,3 +566,16 @@ def test_a_tensor_without_memory_of_its_own_is_refused() -> None:
         ):
             error = raised(call)
             assert "DTensor" in str(error) and "to_local" in str(error), error
+
+
+def test_a_time_limit_that_was_shortened_does_not_wait_for_older_ones() -> None:
+    expired: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def work(name: str) -> Any:
+        return types.SimpleNamespace(is_done=lambda: False, expire=lambda: expired.put(name))
+
+    flight = InFlight(None, 0, [0])  # type: ignore[arg-type]
+    for name, limit_s in (("first", 60.0), ("second", 0.05), ("third", 30.0)):
+        flight.limit(work(name), limit_s)
+    assert expired.get(timeout=20) == "second"
+    flight.close()

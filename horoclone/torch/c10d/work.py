@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import heapq
+import itertools
 import threading
 import time
 import weakref
@@ -74,7 +76,9 @@ class InFlight:
         self._taken = False  # whether a thread waits for the core now
         self._idle = 0  # threads that wait for their turn
         self._closed = False
-        self._limited: deque[tuple[float, Work]] = deque()  # deadlines of works whose futures were asked for
+        # a heap: deadlines of works whose futures were asked for, a number that tells equal ones apart, the works
+        self._limited: list[tuple[float, int, Work]] = []
+        self._limits = itertools.count()
         self._has_clock = False
         self._lock = threading.Lock()
         self._stream: Any = None  # of the GPU that the group works on
@@ -157,16 +161,16 @@ class InFlight:
         """Has `work` expire in time. Nobody calls wait() on it, and a future knows no limit."""
         with self._turn:
             self._drop_done()
-            self._limited.append((time.monotonic() + limit_s, work))
+            heapq.heappush(self._limited, (time.monotonic() + limit_s, next(self._limits), work))
             if not self._has_clock:
                 self._start(self._expire_in_time, "hc-c10d-limit")
                 self._has_clock = True
-            elif len(self._limited) == 1:
+            elif self._limited[0][2] is work:
                 self._clock.notify()
 
     def _drop_done(self) -> None:
-        while self._limited and self._limited[0][1].is_done():
-            self._limited.popleft()
+        while self._limited and self._limited[0][2].is_done():
+            heapq.heappop(self._limited)
 
     def _expire_in_time(self) -> None:
         while True:
@@ -178,7 +182,7 @@ class InFlight:
                 if left_s is None or left_s > 0:
                     self._clock.wait(left_s)
                     continue
-                _, work = self._limited.popleft()
+                work = heapq.heappop(self._limited)[2]
             work.expire()
 
     def close(self) -> None:
