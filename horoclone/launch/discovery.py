@@ -5,6 +5,7 @@ Thread: hc-discovery checks; it wakes the job's loop, which takes the result.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import selectors
@@ -23,6 +24,7 @@ from horoclone.launch.usage import LaunchError
 LOOK_EVERY_S = 1.0  # Horovod's DISCOVER_HOSTS_FREQUENCY_SECS
 SHELL = shutil.which("bash") or "/bin/sh"
 SCRIPT_S = 30.0  # a script that runs for longer is ended
+ENDS_S = 0.01  # between looks whether a script that has closed its output has ended
 MAX_BYTES = 1 << 20
 FLAP_S = 2.0  # a host or slot that is missing for less is not gone
 
@@ -77,7 +79,10 @@ class Script:
 
     def __init__(self, command: str, slots: int | None, limit_s: float = SCRIPT_S) -> None:
         self._command, self._slots, self._limit_s = command, slots, limit_s
-        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()  # guards _process
+        self._process: subprocess.Popen[bytes] | None = (
+            None  # nobody has waited for it, so that its number is its own
+        )
 
     def find(self) -> list[Host]:
         failpoints.reach("discovery.look")
@@ -91,7 +96,7 @@ class Script:
     def run(self) -> tuple[int, str, str]:
         """Its exit code, output and errors. LaunchError when it cannot be started, or does not come to its end."""
         try:
-            process = self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [
                     SHELL,
                     "-c",
@@ -105,12 +110,16 @@ class Script:
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or str(error)
             raise LaunchError(f"--host-discovery-script {self._command}: {why}", 1) from None
+        with self._lock:
+            self._process = process
         try:
             out, said = _printed(process, self._limit_s)
         except _Endless as error:
             raise LaunchError(f"--host-discovery-script {self._command}: {error}", 1) from None
         finally:
             self.stop()
+            with self._lock:
+                self._process = None
             process.wait()
             for stream in (process.stdout, process.stderr):
                 if stream is not None:
@@ -119,11 +128,10 @@ class Script:
 
     def stop(self) -> None:
         """Ends the script, with what it has started."""
-        if self._process is not None:
-            try:
-                os.killpg(self._process.pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                pass
+        with self._lock:
+            if self._process is not None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
 
 
 class _Endless(Exception):
@@ -149,11 +157,19 @@ def _printed(process: subprocess.Popen[bytes], limit_s: float) -> tuple[bytes, b
                     raise _Endless(f"it printed more than {MAX_BYTES >> 20} MiB")
             if time.monotonic() >= deadline:
                 raise _Endless(f"it ran for more than {limit_s:g} s")
-    try:
-        process.wait(max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        raise _Endless(f"it ran for more than {limit_s:g} s") from None
+    while not _has_ended(process.pid):
+        if time.monotonic() >= deadline:
+            raise _Endless(f"it ran for more than {limit_s:g} s")
+        time.sleep(ENDS_S)
     return bytes(parts[process.stdout]), bytes(parts[process.stderr])
+
+
+def _has_ended(pid: int) -> bool:
+    """Its number stays its own."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # whoever runs us ignores SIGCHLD
+        return True
 
 
 def parse_lines(text: str, slots: int | None, source: str) -> list[Host]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,6 +73,22 @@ def test_a_script_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> No
     with pytest.raises(LaunchError, match=r"more than 0\.3 s"):
         Script(script(tmp_path, "sleep 60 & sleep 60"), None, limit_s=0.3).find()
     assert time.monotonic() - began < 40
+
+
+def test_a_script_is_not_ended_once_its_number_may_be_that_of_another_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended = []
+
+    def note(pid: int, number: int) -> None:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # nobody has waited for it yet
+        ended.append(pid)
+
+    monkeypatch.setattr(os, "killpg", note)
+    one = Script("echo a:1", None)
+    assert one.find() == [Host("a", 1)] and len(ended) == 1
+    one.stop()
+    assert len(ended) == 1
 
 
 @pytest.mark.parametrize("body, said", [("echo no such cluster >&2; exit 4", "exit code 4: no such cluster")])
