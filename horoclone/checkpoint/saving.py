@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import heapq
 import json
 import os
 import threading
@@ -23,10 +24,10 @@ NICE = 10  # of the thread that writes: on a core that training fills, it gets a
 
 def shares(sizes: list[int], count: int) -> list[int]:
     """For each array the rank that writes it: large ones first, each to the rank that has least so far."""
-    loads, owners = [0] * count, [0] * len(sizes)
+    loads, owners = [(0, rank) for rank in range(count)], [0] * len(sizes)  # loads: a heap
     for place in sorted(range(len(sizes)), key=lambda place: (-sizes[place], place)):
-        owners[place] = min(range(count), key=lambda rank: (loads[rank], rank))
-        loads[owners[place]] += sizes[place]
+        load, owners[place] = loads[0]
+        heapq.heapreplace(loads, (load + sizes[place], owners[place]))
     return owners
 
 
@@ -47,6 +48,7 @@ class Save:
         self.error: BaseException | None = None
         self.cannot: Exception | None = None  # why this rank has nothing to save; the others hear of it
         self._thread: threading.Thread | None = None
+        self._is_given_up = False
         try:
             self._take(state)
         except Exception as error:
@@ -83,6 +85,7 @@ class Save:
         assert self._thread is not None
         self._thread.join(max(0.0, self.deadline - time.monotonic()) + 1.0)
         if self._thread.is_alive():
+            self._is_given_up = True
             self.error = CheckpointError(
                 f"rank {self.ranks.rank} still writes to {self.path} after {self.timeout_s:g} s; the save is given up. "
                 "Look whether the file system answers, or give it longer with save(..., timeout_s=)."
@@ -97,7 +100,7 @@ class Save:
         try:
             self.run()
         except BaseException as error:
-            self.error = error
+            self.error = self.error or error
 
     def run(self) -> None:
         """Writes the files, together with the other ranks. Every rank raises, or none, but where ranks are lost."""
@@ -159,7 +162,13 @@ class Save:
             report["own"] = {**self._own, "file": list(written)}
         del self._image, self._own_image
         _copy_memory.give(self._memory)
+        self._go_on()
         return report
+
+    def _go_on(self) -> None:
+        """A save that wait() has given up is not to appear later."""
+        if self._is_given_up:
+            raise CheckpointError(f"rank {self.ranks.rank} gave up the save after {self.timeout_s:g} s.")
 
     def _complete(self, place: Path, number: int, reports: list[dict[str, Any]]) -> None:
         for rank, report in enumerate(reports):
@@ -178,6 +187,7 @@ class Save:
         }
         failpoints.reach("checkpoint.publish")
         files.write_manifest(place, content)
+        self._go_on()
         files.publish(self.path, place.name, number)
 
     def _tried(self, doing: str, call: Callable[[], None]) -> str | None:

@@ -94,6 +94,25 @@ def test_every_array_is_written_once_and_the_bytes_are_spread() -> None:
     assert sum(loads) == sum(sizes) and max(loads) - min(loads) <= 3
 
 
+def test_a_save_that_was_given_up_does_not_appear_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, write = threading.Event(), files.write_manifest
+
+    def write_late(*arguments: Any) -> None:
+        goes_on.wait(20)
+        write(*arguments)
+
+    monkeypatch.setattr(files, "write_manifest", write_late)
+    save = Save(tmp_path, a_state(), 3, 0.1, fakes.Ranks(1))
+    save.start()
+    save.wait()
+    goes_on.set()
+    assert save._thread is not None
+    save._thread.join()
+    assert "the save is given up" in str(save.error) and checkpoint.saves(tmp_path) == []
+
+
 @pytest.mark.parametrize(
     "dtype", ["bool", "uint8", "int16", "uint32", "int64", "float16", "float64", "complex64", ">f4"]
 )
