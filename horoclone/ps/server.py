@@ -307,7 +307,7 @@ class Server:
         while not self._stopping.is_set() and not over.is_set() and self._refused is None:
             event = self._native.next_event(EVENT_S)
             if event is not None:
-                self._pool.submit(self._handle, *event)
+                self._submit(self._handle, *event)
         if self._refused is not None:
             raise self._refused
 
@@ -422,7 +422,7 @@ class Server:
             ours = self.me.server in (self.layout.home(partition), self.layout.second(partition))
             if ours or time.monotonic() - since > STRANDED_S:
                 self._busy.add(partition)
-                self._pool.submit(self._join, partition, view)
+                self._submit(self._join, partition, view)
         return has_begun
 
     def _is_safe(self, partition: int, view: View | None) -> bool:
@@ -471,6 +471,13 @@ class Server:
             log.info("partition %d: no copy yet, another try in %.0f s: %s", partition, pause, error)
         finally:
             self._busy.discard(partition)
+
+    def _submit(self, call: Callable[..., None], *arguments: Any) -> None:
+        try:
+            self._pool.submit(call, *arguments)
+        except RuntimeError:
+            if not self._stopping.is_set():
+                raise
 
     def stop(self) -> None:
         """Ends run() and every connection."""

@@ -6,7 +6,9 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -394,3 +396,16 @@ def test_a_worker_that_comes_before_the_loss_is_known_can_accept_it(cluster: Clu
     table.push([1], np.ones((1, 2)))
     np.testing.assert_array_equal(table.pull([1]), np.ones((1, 2)))
     mine.close()
+
+
+def test_an_event_that_comes_while_a_server_stops_ends_it_as_planned() -> None:
+    one = object.__new__(Server)
+    one._stopping, one._refused, one._pool = threading.Event(), None, ThreadPoolExecutor(1)
+
+    def next_event(limit_s: float) -> tuple[int, int, int, str]:
+        one.stop()
+        return 1, 0, 0, "{}"
+
+    one._native = SimpleNamespace(next_event=next_event, stop=lambda: None)
+    one._watch = lambda *_: None  # type: ignore[method-assign]
+    one.run()
