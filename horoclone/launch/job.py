@@ -463,6 +463,8 @@ class Job:
         now = time.monotonic()
         if any(self._needs_polling(member) for member in self._members.values()):
             return _POLL_S
+        if any(link.is_ending and not link.over for link in self._links):
+            return _POLL_S
         due = self._termination.next_look_s()
         return LOOK_EVERY_S if due is None else min(LOOK_EVERY_S, max(0.0, due - now))
 

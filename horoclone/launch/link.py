@@ -26,6 +26,8 @@ from horoclone.settings import START_TIMEOUT_S
 REFUSED, LOST, ABANDONED = "refused", "lost", "abandoned"
 
 
+ENDS_S = 1.0  # for ssh to end once it has closed its output
+
 # One step for each host, beside the others on the same cores and memory. What ends in it ends nothing else.
 SRUN = (
     "srun", "--nodes=1", "--ntasks=1", "--overlap", "--mem=0", "--cpu-bind=none", "--mpi=none", "--unbuffered",
@@ -117,6 +119,7 @@ class Link:
         self.host = host
         self.ranks: set[int] = set()
         self.over = False
+        self.is_ending = False  # its channel has ended, and how is asked soon
         self.machine = ""  # what tells it from another one of this name; of its first rank's start
         self._events, self._start_timeout_s = events, start_timeout_s
         self._reader = frames.FrameReader(frames.GREETING)
@@ -348,10 +351,16 @@ class HostLink(Link):
         self.complaints.extend(line for line in data.decode(errors="replace").splitlines() if line.strip())
 
     def _channel_ended(self) -> None:
-        try:
-            code = self._process.wait(1.0)
-        except subprocess.TimeoutExpired:
-            code = None
+        """ssh is about to end, and its exit code says why; the loop does not wait for it."""
+        assert self._selector is not None
+        self._selector.unregister(self._process.stdout)  # type: ignore[arg-type]
+        self.is_ending, self._ends_s = True, time.monotonic() + ENDS_S
+
+    def check_deadline(self, now: float) -> None:
+        super().check_deadline(now)
+        code = self._process.poll() if self.is_ending and not self.over else None
+        if self.over or not self.is_ending or (code is None and now < self._ends_s):
+            return
         if not self._reader.greeted:
             self._lose(f"could not be started over {self._options.shell} (exit code {code})")
         else:

@@ -4,6 +4,7 @@ through a real sshd on loopback where one is installed."""
 from __future__ import annotations
 
 import os
+import selectors
 import shlex
 import shutil
 import signal
@@ -13,11 +14,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from world import free_port
 
 from horoclone.bootstrap import wire
+from horoclone.launch import link
 
 RUN = [sys.executable, "-m", "horoclone.launch"]
 PYTHON = sys.executable
@@ -199,6 +202,51 @@ def test_control_c_and_sigterm_reach_remote_ranks(launch, ssh):
         done = started.finish(30)
         assert done.returncode == code, done.output
         assert not (left := started.left_over(5)), left
+
+
+class Closed:
+    """An ssh that has closed its output. code: with which it has ended, None: it goes on."""
+
+    pid = 1 << 22
+
+    def __init__(self, code):
+        self.code = code
+        ends = [os.pipe() for _ in range(3)]
+        os.close(ends[1][1])
+        self.stdin, self.stdout, self.stderr = (
+            os.fdopen(ends[0][1], "wb", 0),
+            *(os.fdopen(one, "rb", 0) for one, _ in ends[1:]),
+        )
+        self.others = ends[0][0], ends[2][1]
+
+    def poll(self):
+        return self.code
+
+    def wait(self, limit_s=None):
+        raise AssertionError("the loop waits")
+
+
+@pytest.mark.parametrize("code", [None, 255])
+def test_an_ssh_that_has_closed_its_output_and_goes_on_does_not_hold_up_the_loop(code, monkeypatch):
+    process, lost = Closed(code), []
+    monkeypatch.setattr(link.subprocess, "Popen", lambda *_, **__: process)
+    events = SimpleNamespace(host_lost=lambda _, why, stage: lost.append(str(why)))
+    one = link.HostLink("host", link.SshOptions(), events, SimpleNamespace(watch=lambda _: None))
+    one.ranks = {0}
+    with selectors.DefaultSelector() as selector:
+        one.open(selector, b"")
+        ((key, _),) = selector.select(5)
+        key.data()
+        now = time.monotonic()
+        one.check_deadline(now)
+        assert len(lost) == (code is not None) and one.is_ending
+        one.check_deadline(now + link.ENDS_S)
+        one.check_deadline(now + link.ENDS_S)
+        assert len(lost) == 1 and f"(exit code {code})" in lost[0] and not selector.get_map()
+    for stream in (process.stdin, process.stdout, process.stderr):
+        stream.close()
+    for descriptor in process.others:
+        os.close(descriptor)
 
 
 def test_when_ssh_dies_the_remote_ranks_die_and_the_job_ends(launch, ssh):
