@@ -122,7 +122,8 @@ def packed(obj: Any) -> Bytes:
 
 
 def sealed(data: Bytes, context: str) -> Bytes:
-    """What packed() has made, ready for the way to another rank. context: see seal.tag_of()."""
+    """The same memory, what packed() has made, with its digest put in: ready for the way to another rank. context: see
+    seal.tag_of()."""
     tag = seal.tag_of(current.lasting_secret(), context, [data[:-ALIGNMENT]])
     data[-ALIGNMENT:][: len(tag)] = np.frombuffer(tag, np.uint8)
     return data

@@ -246,9 +246,10 @@ class Peers:
         self._drop_abandoned()
         ring = self._buddies(kept)
         wards = [rank for rank, keepers in enumerate(ring) if kept.rank in keepers]
+        parts = kept.bytes_of(kept.rank)
         self._under_way = _UnderWay(
             kept,
-            [_isend(part, to, TAG) for to in ring[kept.rank] for part in kept.bytes_of(kept.rank)],
+            [_isend(part, to, TAG) for to in ring[kept.rank] for part in parts],
             {ward: [arrays.irecv(None, ward, TAG) for _ in range(PARTS)] for ward in wards},
             {ward: [] for ward in wards},
         )
@@ -302,7 +303,8 @@ class Peers:
         if kept.size == 1:
             return
         sizes = arrays.allgather(np.array([kept.own.size], np.int64), "hvd.elastic.sizes")
-        everything = arrays.allgather(kept.own, "hvd.elastic.everything")
+        own = sealed(kept.own, _context(commit, kept.generation, kept.rank))
+        everything = arrays.allgather(own, "hvd.elastic.everything")
         ends = np.cumsum(sizes)
         kept.others = {
             rank: [everything[end - size : end]]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
-from horoclone.elastic.peers import Held, Kept, Plan, buddies, plan
+from horoclone import arrays
+from horoclone.elastic.peers import Held, Kept, Peers, Plan, buddies, plan
 from horoclone.errors import HorovodInternalError, StateLost
-from horoclone.objects import packed
+from horoclone.objects import opened, packed
 from horoclone.runtime import current
 
 
@@ -116,3 +118,21 @@ def test_what_is_left_of_an_earlier_life_is_not_taken_for_a_commit_of_its_number
         now.shard(0)
     now.others[0] = kept(2, 0).bytes_of(0)
     assert now.shard(0) == {"of": 2}
+
+
+def test_a_shard_that_everybody_gets_is_sealed_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it had not been sent to a buddy before."""
+    mine, other = (Kept(4, 1, rank, 2, packed({"rank": rank})) for rank in (0, 1))
+    answers = [np.array([mine.own.size, other.own.size]), np.concatenate([mine.own, *other.bytes_of(1)])]
+    given = []
+
+    def allgather(one: np.ndarray, name: str) -> np.ndarray:
+        given.append(one)
+        return answers.pop(0)
+
+    monkeypatch.setattr(arrays, "allgather", allgather)
+    peers = Peers()
+    peers.kept[4] = mine
+    peers.spread(4)
+    opened(given[1], "the shard of rank 0 of commit 4 in generation 1")
+    assert mine.shard(1) == {"rank": 1} and mine.shard(0) == {"rank": 0}
