@@ -22,7 +22,7 @@ from horoclone import errors
 from horoclone.bootstrap import seal, wire
 
 CONNECT_S = 3.0  # one round over all addresses
-HELLO_S = 5.0
+HELLO_S = 5.0  # for the other side to prove itself, or to answer what it can answer at once
 SLICE_S = 1.0  # longest single wait at the server, so that reports come in time
 REPORT_AFTER_S = 10.0
 REPORT_EVERY_S = 30.0
@@ -32,7 +32,7 @@ SILENT = "it accepts connections and says nothing"
 FOREIGN = "refused: it belongs to user id"  # one name of several may be another user's
 GONE_S = 0.5  # for so long must nobody listen where the server was
 GONE = (*map(os.strerror, (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE)), wire.CLOSED_BY_PEER)
-TELL_S = 1.0  # for a word to the server when this rank gives up
+TELL_S = 1.0  # for a word to the server: that this rank gives up, leaves or watches
 VERDICT_S = 1.0  # for the server to find out who was lost first
 
 Say = Callable[[str], None]
@@ -163,7 +163,7 @@ class Client:
     ) -> list[bytes]:
         started = time.monotonic()
         deadline, report_at = started + timeout_s, started + REPORT_AFTER_S
-        missing = "nobody has been heard of"
+        missing = "no rank has reported yet"
         while True:
             until = min(deadline, report_at)
             wait_ms = int(1000 * max(0.0, min(SLICE_S, until - time.monotonic())))

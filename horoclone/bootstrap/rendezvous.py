@@ -17,14 +17,13 @@ import threading
 import time
 
 from horoclone.bootstrap import seal, wire
-from horoclone.bootstrap.client import Client
+from horoclone.bootstrap.client import HELLO_S, Client
 from horoclone.bootstrap.failures import Failure, Failures
 from horoclone.bootstrap.waiting import Connection, Gather, Membership, Waiter
 from horoclone.connection_limits import BACKLOG, UnauthenticatedConnections, accept
 
 __all__ = ["Client", "Failure", "Server"]
 
-HELLO_DEADLINE_S = 5.0
 MAX_HALF_OPEN = 64
 MAX_KEYS = 65536
 MAX_STORED_BYTES = 512 << 20
@@ -59,7 +58,7 @@ class Server:
         self._mutex = threading.Condition()
         self._connections: dict[int, Connection] = {}
         self._unauthenticated = UnauthenticatedConnections(
-            MAX_HALF_OPEN, HELLO_DEADLINE_S, self._drop, self._has_come_in
+            MAX_HALF_OPEN, HELLO_S, self._drop, self._has_come_in
         )
         self._listeners: list[socket.socket] = []
         self._stop = False

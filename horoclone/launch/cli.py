@@ -82,7 +82,7 @@ def _run(argv: list[str], program: str) -> int:
     settings = options.rank_settings(arguments, tunables, os.environ)
     _fill(arguments, from_file)
     if arguments.print_config:
-        _print_config(arguments, from_file, settings)
+        _print_config(arguments, settings)
         return 0
     if arguments.command[:1] == ["--"]:
         del arguments.command[0]
@@ -163,9 +163,7 @@ def _fill(arguments: argparse.Namespace, from_file: dict[str, Any]) -> None:
     arguments.origins = origins
 
 
-def _print_config(
-    arguments: argparse.Namespace, from_file: dict[str, Any], settings: dict[str, tuple[str, str]]
-) -> None:
+def _print_config(arguments: argparse.Namespace, settings: dict[str, tuple[str, str]]) -> None:
     from horoclone.launch.config_file import ELASTIC_KEYS, LAUNCHER_KEYS
 
     rows = []

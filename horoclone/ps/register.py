@@ -2,7 +2,8 @@
 
 It is a torch TCPStore: torchrun's, or that of `python -m horoclone.ps --register PORT`. Everybody on the network may
 write there, so every value is signed with the secret. What an unauthenticated peer has written counts as forgotten, and
-is written over by those who know better. Thread: any; each operation ends within its time.
+is written over by those who know better. Thread: any; each operation ends within its time, and leaves
+behind the thread on which the store hangs.
 
 It remembers nothing when it is started again. The servers that live tell it what they know: first the primaries, then,
 once it is not new any more, backups whose primary has not come. A server that is started meanwhile begins with empty

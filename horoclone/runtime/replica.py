@@ -88,7 +88,7 @@ def sum_with(chunk: Part, before: int) -> int:
 
 
 class Feeder:
-    """Rank 0's side. Threads: one that waits for spares, one for each spare; offer() is called by the one that trains.
+    """Rank 0's side. Threads: one for each listener, one for each spare; offer() is called by the one that trains.
 
     bindings: where it listens, see wire.parse_address(). interval_s: a spare gets a commit at most so often, and the
     newest one in the end.

@@ -2,8 +2,8 @@
 them.
 
 To the launcher's loop (launch/job.py) each task is a host of one slot, named `task-PARTITION.ATTEMPT@NODE`, and the
-connection is what ssh is elsewhere. Threads: hc-spark-tasks waits for tasks and looks after those that wait; the loop
-takes them away; others ask.
+connection is what ssh is elsewhere. Threads: hc-spark-tasks waits for tasks and looks after those that wait; a
+hc-spark-tasks-in lets each one in; the loop takes them away; others ask.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from horoclone.bootstrap import wire
+from horoclone.bootstrap.client import HELLO_S
 from horoclone.connection_limits import (
     BACKLOG,
     UnauthenticatedConnections,
@@ -30,7 +31,6 @@ from horoclone.launch.link import HostEvents, Link
 from horoclone.launch.usage import LaunchError
 from horoclone.spark.executor import END, START, keep_alive, own_versions
 
-HELLO_S = 5.0
 MAX_UNAUTHENTICATED = 64  # connections that have proved nothing yet; who comes displaces the oldest
 MAX_BYTES = 1 << 14  # of what a task says about itself
 GREETING_S = 120.0  # for a task's Python to start what starts the rank

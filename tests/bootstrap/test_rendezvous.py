@@ -325,7 +325,7 @@ def test_without_a_secret_the_network_is_refused():
     ids=["random", "http", "tls", "lengths", "pickle"],
 )
 def test_garbage_is_dropped_at_once(server, garbage, monkeypatch):
-    monkeypatch.setattr(rendezvous, "HELLO_DEADLINE_S", 60.0)
+    monkeypatch.setattr(rendezvous, "HELLO_S", 60.0)
     one = stranger(server)
     started = time.monotonic()
     one.sendall(garbage)
@@ -551,7 +551,7 @@ def test_a_server_that_does_not_know_the_secret_is_not_believed(soon):
 
 
 def test_slow_strangers_are_bounded_in_number_and_time(tcp, monkeypatch):
-    monkeypatch.setattr(rendezvous, "HELLO_DEADLINE_S", 1.5)
+    monkeypatch.setattr(rendezvous, "HELLO_S", 1.5)
     strangers = [stranger(tcp) for _ in range(300)]
     for one in strangers:
         one.send(b"H")

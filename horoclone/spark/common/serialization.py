@@ -75,7 +75,8 @@ class Persistent(MLWritable, MLReadable):
     def read(cls) -> HorovodParamsReader:
         return HorovodParamsReader(cls)
 
-    def _pack(self, name: str, value: Any) -> bytes:
+    @staticmethod
+    def _pack(name: str, value: Any) -> bytes:
         return bytes(cloudpickle.dumps(value))
 
     @classmethod

@@ -35,7 +35,8 @@ _OF_MODEL = (
 class _Packed(Persistent):
     """The model is saved as a .keras file, other objects of Keras by their configuration."""
 
-    def _pack(self, name: str, value: Any) -> bytes:
+    @staticmethod
+    def _pack(name: str, value: Any) -> bytes:
         return model_bytes(value) if name == "model" else packed(value)
 
     @classmethod
