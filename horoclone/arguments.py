@@ -41,7 +41,7 @@ def whole_numbers(text: str) -> list[int]:
     if not all(part.strip().isdecimal() and int(part) for part in parts):
         from argparse import ArgumentTypeError  # not loaded for a program that only imports horoclone
 
-        raise ArgumentTypeError(f"{text!r} is no list of whole numbers, such as 2,4,8")
+        raise ArgumentTypeError(f"{text!r} is not a list of whole numbers, such as 2,4,8")
     return [int(part) for part in parts]
 
 

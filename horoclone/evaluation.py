@@ -110,7 +110,7 @@ def _gathered(
     by_rank = dict(zip(getattr(process_set, "ranks", None) or range(len(told)), told, strict=True))
     for rank, value in by_rank.items():
         if isinstance(value, Exception):
-            raise ValueError(f"{call}: rank {rank} gave what is no number: {value}") from value
+            raise ValueError(f"{call}: rank {rank} gave a value that is not a number: {value}") from value
     return by_rank
 
 

@@ -30,17 +30,17 @@ class Wrong(ValueError):
 
 def check(content: Any) -> None:
     """That every part of a content is there, of the right kind, and fits the others."""
-    _must(isinstance(content, dict), "it is no table")
+    _must(isinstance(content, dict), "it is not a table")
     for part in ("node", "arrays", "files", "owned", "number"):
         _must(part in content, f"it has no {part!r}")
     _must(_is_count(content["number"]), "its number is none")
     for part in ("arrays", "files", "owned"):
-        _must(isinstance(content[part], list), f"{part!r} is no list")
+        _must(isinstance(content[part], list), f"{part!r} is not a list")
     for one in content["files"]:
         _check_file(one)
     rows, files = content["arrays"], len(content["files"])
     pieces = content.get("pieces", {})
-    _must(isinstance(pieces, dict), "'pieces' is no table")
+    _must(isinstance(pieces, dict), "'pieces' is not a table")
     _must(all(key in {str(place) for place in range(len(rows))} for key in pieces), "pieces of no array")
     for place, row in enumerate(rows):
         _check_row(row, 5)
@@ -57,7 +57,7 @@ def check(content: Any) -> None:
             for row in own["arrays"]:
                 _check_row(row, 4)
             node = own["node"]
-            _must(isinstance(node, dict) and isinstance(node.get("list"), list), "an Owned is no list")
+            _must(isinstance(node, dict) and isinstance(node.get("list"), list), "an Owned is not a list")
             _check_node(node, len(own["arrays"]), 0, 0)
 
 
@@ -81,7 +81,7 @@ def _is_shape(value: Any) -> bool:
 def _check_file(one: Any) -> None:
     _must(isinstance(one, list) and len(one) == 3, "a file is not described by three values")
     name, nbytes, digest = one
-    _must(isinstance(name, str) and bool(_FILE.fullmatch(name)), f"{name!r} is no file of a save")
+    _must(isinstance(name, str) and bool(_FILE.fullmatch(name)), f"{name!r} is not a file of a save")
     _must(_is_count(nbytes) and isinstance(digest, str), f"the file {name} has no length and digest")
 
 
@@ -146,7 +146,7 @@ def _check_node(node: Any, arrays: int, owned: int | None, depth: int) -> None:
     """owned: how many values are Owned; None: as many as there are pieces of."""
     _must(depth <= DEPTH + 2, "its state is too deep")
     if not isinstance(node, dict):
-        _must(node is None or type(node) in (bool, int, float, str), f"{node!r} is no value")
+        _must(node is None or type(node) in (bool, int, float, str), f"{node!r} is not a value")
         return
     _must(len(node) == 1, "a value of its state has not one kind")
     ((word, value),) = node.items()
@@ -155,7 +155,7 @@ def _check_node(node: Any, arrays: int, owned: int | None, depth: int) -> None:
     elif word == "owned":
         _must(_is_count(value) and owned != 0, f"there is no Owned {value!r}")
     elif word == "float":
-        _must(value in ("nan", "inf", "-inf"), f"{value!r} is no number")
+        _must(value in ("nan", "inf", "-inf"), f"{value!r} is not a number")
     elif word in SEQUENCES:
         _must(isinstance(value, list), f"a {word} of its state is none")
         for one in value:
@@ -167,7 +167,7 @@ def _check_node(node: Any, arrays: int, owned: int | None, depth: int) -> None:
         )
         keys = set()
         for one in value:
-            _must(isinstance(one, list) and len(one) == 2, f"an entry of a {word} is no pair")
+            _must(isinstance(one, list) and len(one) == 2, f"an entry of a {word} is not a pair")
             _must(type(one[0]) in (str, int) and one[0] not in keys, f"a {word} has the key {one[0]!r}")
             keys.add(one[0])
             _check_node(one[1], arrays, owned, depth + 1)

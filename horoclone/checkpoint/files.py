@@ -136,7 +136,7 @@ def publish(path: Path, name: str, number: int) -> Path:
         if not place.exists():
             raise
         raise CheckpointError(
-            f"{place} has come into being meanwhile: two jobs save to {path}. Give each a directory of its own."
+            f"{place} was created in the meantime: two jobs save to {path}. Give each a directory of its own."
         ) from error
     _sync_directory(path)
     return place
@@ -282,7 +282,7 @@ def read_manifest(place: Path) -> Any:
             f"{name} cannot be read: {error}. Look at its permissions and its disk."
         ) from error
     except (ValueError, RecursionError) as error:
-        raise damaged(name, f"it is no JSON ({error})") from None
+        raise damaged(name, f"it is not valid JSON ({error})") from None
     if not isinstance(whole, dict) or whole.get("format") != FORMAT:
         raise CheckpointError(f"{name} was not written by hvd.checkpoint.save. Load it with what wrote it.")
     if whole.get("version") not in _READ_VERSIONS:
@@ -304,7 +304,7 @@ def _opened(name: Path) -> int:
     file = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
-        raise damaged(name, "it is no file")
+        raise damaged(name, "it is not a regular file")
     return file
 
 
@@ -319,7 +319,7 @@ def check_file(place: Path, written: Written) -> None:
             "earlier save with load(..., number=N); hvd.checkpoint.saves(path) has the numbers."
         ) from None
     if not stat.S_ISREG(status.st_mode):
-        raise damaged(name, "it is no file")
+        raise damaged(name, "it is not a regular file")
     if status.st_size != written.nbytes:
         raise damaged(name, f"it has {status.st_size} bytes, and {written.nbytes} were written")
 

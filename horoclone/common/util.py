@@ -107,7 +107,7 @@ def is_version_greater_equal_than(ver: str, target: str) -> bool:
     if wanted is None:
         raise ValueError(f"target={target!r} is not of the form major.minor.patch.")
     if found is None:
-        raise ValueError(f"ver={ver!r} is no version.")
+        raise ValueError(f"ver={ver!r} is not a version.")
     release = [int(number) for number in found.group(1).split(".")]
     floor = [int(number) for number in wanted.groups()]
     length = max(len(release), len(floor))

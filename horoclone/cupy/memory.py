@@ -32,8 +32,8 @@ def _on_gpu(array: Any) -> Array:
         return cupy.from_dlpack(array)
     except (TypeError, ValueError, AttributeError, BufferError) as error:
         raise ValueError(
-            f"this {type(array).__name__} is no array on a GPU ({error}): horoclone.cupy takes CuPy's, and what speaks "
-            "DLPack there. Pass cupy.asarray(...), or `import horoclone as hvd` for what is in host memory"
+            f"this {type(array).__name__} is not an array on a GPU ({error}): horoclone.cupy takes CuPy's, and what "
+            "speaks DLPack there. Pass cupy.asarray(...), or `import horoclone as hvd` for what is in host memory"
         ) from None
 
 

@@ -342,7 +342,7 @@ def _cannot_run(program: str, cwd: str, error: Exception) -> LaunchError:
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.ENOEXEC):
         why = "it is not executable"
         if error.errno == errno.ENOEXEC:
-            why = "it is no program of this machine and does not begin with #!"
+            why = "it is neither a program for this kind of machine nor a script that begins with #!"
         if os.path.isdir(os.path.join(cwd, program)):
             why = "it is a folder"
         interpreter = "sh" if program.endswith(".sh") else "python"

@@ -18,8 +18,8 @@ FIND_S = 10.0  # after a failover members are waited for so much longer: they ha
 PROGRESS_S = 10.0  # a member that was in the job for so long has not failed at once
 
 # --- pauses
-FED_S = 0.1  # so often does a newcomer that is given a commit say whether it has it
+FED_S = 0.1  # between two times that a newcomer which is given a commit says whether it has it
 ASK_AGAIN_S = 0.2  # between two attempts to reach a coordinator
 HAND_OVER_S = 5.0  # so long does a coordinator that ends wait for the others to go on without it
-LOOK_EVERY_S = 0.05  # so often does it look whether they do
-SAY_EVERY_S = 10.0  # so often is it said for what a process waits
+LOOK_EVERY_S = 0.05  # between two looks whether they do
+SAY_EVERY_S = 10.0  # between two messages that say what a process waits for

@@ -22,7 +22,7 @@ def bytes_of(text: str) -> int:
     """ "512m", "64g" or a number."""
     number, unit = text.rstrip("kmgtKMGT"), text[len(text.rstrip("kmgtKMGT")) :].lower()
     if unit not in UNITS or not number.isdigit() or int(number) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no amount of memory; write 512m or 64g")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a memory size; write 512m or 64g")
     return int(number) * UNITS[unit]
 
 
@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--ready-file",
         metavar="PATH",
-        help="there while this server has all copies that it should have: stop no other one before",
+        help="a file that is there while this server has all its copies: stop no other server before",
     )
     made.add_argument("--register", type=int, metavar="PORT", help="run the register here, and no server")
     return made

@@ -81,9 +81,9 @@ def read_manifest(path: str, table: str) -> dict[str, Any]:
     try:
         whole = json.loads(_get(path, name))
     except (ValueError, RecursionError) as error:
-        raise _damaged(path, name, f"it is no JSON ({error})") from None
+        raise _damaged(path, name, f"it is not valid JSON ({error})") from None
     if not isinstance(whole, dict) or whole.get("format") != FORMAT:
-        raise errors.HorovodInternalError(f"{path}: {name} is no save of a table")
+        raise errors.HorovodInternalError(f"{path}: {name} is not a save of a table")
     if whole.get("version") != VERSION:
         raise errors.HorovodInternalError(
             f"{path}: {name} has version {whole.get('version')!r} of the format, and this horoclone reads {VERSION}. "

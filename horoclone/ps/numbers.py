@@ -129,7 +129,7 @@ def _plain(where: str, argument: str, values: Any) -> np.ndarray[Any, Any]:
     try:
         return np.asarray(values)
     except (ValueError, TypeError) as error:
-        raise TypeError(f"{where}: {argument} is no array: {error}") from None
+        raise TypeError(f"{where}: {argument} is not an array: {error}") from None
 
 
 def _first(array: np.ndarray[Any, Any]) -> Any:

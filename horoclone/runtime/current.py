@@ -72,8 +72,8 @@ def absence() -> errors.HorovodInternalError:
     if parent is not None:
         return errors.HorovodInternalError(
             f"{_called()}(): this process (pid {os.getpid()}) was started by rank {parent.rank} (pid {parent.pid}) and "
-            "is no rank of the job. Where multiprocessing starts it by 'spawn' or 'forkserver', it imports the script "
-            "again: put what only ranks do, hvd.init() and the training, under "
+            "is not a rank of the job. Where multiprocessing starts it by 'spawn' or 'forkserver', it imports the "
+            "script again: put what only ranks do, hvd.init() and the training, under "
             '`if __name__ == "__main__":`. hvd.rank() and hvd.size() give rank '
             f"{parent.rank}'s values here."
         )

@@ -97,7 +97,10 @@ def test_a_hostile_content_is_refused(tmp_path: Path, name: str) -> None:
 
 def test_what_is_no_file_or_too_large_is_refused_at_once(tmp_path: Path) -> None:
     place = saved(tmp_path)
-    for name, text in ((files.MANIFEST, "it is no file"), ("rank-00000.safetensors", "it is no file")):
+    for name, text in (
+        (files.MANIFEST, "it is not a regular file"),
+        ("rank-00000.safetensors", "it is not a regular file"),
+    ):
         kept = (place / name).rename(tmp_path / "kept")
         os.mkfifo(place / name)
         with pytest.raises(CheckpointError, match=text):
@@ -109,7 +112,7 @@ def test_what_is_no_file_or_too_large_is_refused_at_once(tmp_path: Path) -> None
     with pytest.raises(CheckpointError, match=f"it has {50 << 30} bytes"):
         load(tmp_path)
     (place / files.MANIFEST).write_text("[" * 200_000)
-    with pytest.raises(CheckpointError, match="it is no JSON"):
+    with pytest.raises(CheckpointError, match="it is not valid JSON"):
         load(tmp_path)
 
 

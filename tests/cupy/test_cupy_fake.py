@@ -172,7 +172,7 @@ def operations() -> None:
     assert hvd.allreduce_(foreign, op=hvd.Sum) is foreign and foreign.owner.get().tolist() == [2.0] * 3
     with pytest.raises(ValueError, match="complex64 is not supported"):
         hvd.allreduce(cupy.array(np.ones(2, np.complex64)))
-    with pytest.raises(ValueError, match="ndarray is no array on a GPU.*import horoclone as hvd"):
+    with pytest.raises(ValueError, match="ndarray is not an array on a GPU.*import horoclone as hvd"):
         hvd.allreduce(np.ones(3))
     import horoclone
 

@@ -480,8 +480,8 @@ def test_a_script_written_for_torchrun_runs_as_it_is(launch, tmp_path):
 
 
 @pytest.mark.parametrize("words, said", [
-    (["simulate", "--ranks", "a"], "'a' is no list of whole numbers"),
-    (["sockets", "--sizes", "4,x"], "'4,x' is no list of whole numbers"),
+    (["simulate", "--ranks", "a"], "'a' is not a list of whole numbers"),
+    (["sockets", "--sizes", "4,x"], "'4,x' is not a list of whole numbers"),
     (["simulate", "--plot", "/no/such/x.svg"], "/no/such" if importlib.util.find_spec("matplotlib") else "matplotlib"),
     (["simulate", "--ranks", "2", "--json", "/no/such/x"], "/no/such/x: No such file"),
     (["simulate", "--costs", "/no/such"], "horoclone simulate: /no/such: No such file"),

@@ -70,9 +70,9 @@ def test_bad_input_of_one_rank_is_the_same_error_on_all_and_they_go_on() -> None
         hvd.metric_mean({"loss": 1.0} if last else {"acc": 1.0}, 1)
     with pytest.raises(ValueError, match=r"different names or shapes: \{0: \(3,\)"):
         hvd.metric_sum(np.zeros(2 if last else 3))
-    with pytest.raises(ValueError, match="rank 2 gave what is no number"):
+    with pytest.raises(ValueError, match="rank 2 gave a value that is not a number"):
         hvd.metric_sum("much" if last else 1)
-    with pytest.raises(ValueError, match="rank 2 gave what is no number"):
+    with pytest.raises(ValueError, match="rank 2 gave a value that is not a number"):
         hvd.metric_sum(1j if last else 1)
     assert hvd.metric_mean(hvd.rank(), hvd.rank()) == pytest.approx(5 / 3)
     assert np.isnan(hvd.metric_mean(float("nan") if last else 1.0, 1)), "a NaN that was counted shows"

@@ -86,7 +86,7 @@ def load(file: str, function: str) -> Subject:
     name = f"horoclone_planned_{place.stem}"
     spec = importlib.util.spec_from_file_location(name, place)
     if spec is None or spec.loader is None:
-        raise PlanError(f"{file} is no Python file")
+        raise PlanError(f"{file} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

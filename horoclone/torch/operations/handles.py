@@ -59,7 +59,7 @@ def poll(handle: Any) -> bool:
     is_done = table.poll(handle)
     if is_done is None:
         raise ValueError(
-            f"handle {handle!r} is not pending: synchronize() has given its result, or it is no handle"
+            f"handle {handle!r} is not pending: synchronize() has given its result, or it is not a handle"
         )
     return is_done
 
