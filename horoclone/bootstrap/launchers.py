@@ -29,6 +29,7 @@ MAX_BLOB_BYTES = 16384
 PMI_CHUNK = 512  # hex digits in one value; Hydra allows 1024, others less
 DERIVED_PORTS = 8
 STORE_POLL_S = 0.01  # of torch's store
+SAY_AFTER_S = 10.0  # who is missing there
 
 
 # --- the job secret
@@ -313,9 +314,17 @@ def told_by_rank_0(
     because of another agent. So each rank asks with a random word, and rank 0 goes on when all have heard its own one.
     """
     own = secrets.token_hex(16)
+    say_at = time.monotonic() + SAY_AFTER_S if rank <= 1 else deadline
 
     def wait(missing: str) -> None:
+        nonlocal say_at
         look()
+        if say_at <= time.monotonic() < deadline:
+            say_at = deadline
+            text = (
+                f"still waiting for the {size} ranks of the job after {SAY_AFTER_S:g} s; missing: {missing}"
+            )
+            print(f"horoclone [rank {rank}]: {text}", file=sys.stderr, flush=True)
         if time.monotonic() >= deadline:
             raise errors.Timeout(f"rank {rank} of {size} waited in torch's store; missing: {missing}")
         time.sleep(STORE_POLL_S)

@@ -325,7 +325,7 @@ class Store:
         return all(key in self.values for key in keys)
 
 
-def test_what_an_earlier_life_has_left_in_torchruns_store_is_not_believed():
+def test_what_an_earlier_life_has_left_in_torchruns_store_is_not_believed(monkeypatch, capsys):
     store = Store()
     with ThreadPoolExecutor(3) as pool:
         for life in (b"first", b"second"):
@@ -335,8 +335,10 @@ def test_what_an_earlier_life_has_left_in_torchruns_store_is_not_believed():
                 time.sleep(0.01)
             assert launchers.told_by_rank_0(store, 0, 3, life, deadline) == life
             assert [other.result() for other in others] == [life] * 2
+    monkeypatch.setattr(launchers, "SAY_AFTER_S", 0.1)
     with pytest.raises(errors.Timeout, match="missing: ranks 1, 2"):
-        launchers.told_by_rank_0(store, 0, 3, b"third", time.monotonic())
+        launchers.told_by_rank_0(store, 0, 3, b"third", time.monotonic() + 0.3)
+    assert capsys.readouterr().err.count("still waiting for the 3 ranks of the job") == 1
 
 
 def test_agents_of_torchrun_need_not_count_the_lives_of_a_job_alike():
