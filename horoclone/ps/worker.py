@@ -289,11 +289,12 @@ class Servers:
         ]
         return (
             f"parameter server {self.name!r}: all copies of partitions {partitions} died {since:.0f} s ago. Last "
-            f"saves: {'; '.join(saves) if saves else 'none'}. Call Servers.accept_loss() and load one, or go on without"
+            f"saves: {'; '.join(saves) if saves else 'none'}. Call Servers.accept_loss(), then load one or go on "
+            "without those rows"
         )
 
     def accept_loss(self) -> None:
-        """Accepts that lost partitions are empty from now on: load a save, or go on without. For one worker."""
+        """Accepts that lost partitions are empty from now on; then load a save, or go on without. For one worker."""
         for partition in range(self.layout.partitions):
             value = self.register.get(f"view/{partition}")
             view = View.from_json(value) if value else self._views[partition]

@@ -368,7 +368,7 @@ def test_small_functions_of_horovods_util() -> None:
     from horoclone.launch import inventory
 
     for version, target in (("2.1.0", "2.1"), (2, "2.1.0"), ("x", "2.1.0")):
-        with pytest.raises(ValueError, match=r"major\.minor\.patch|two strings|no version"):
+        with pytest.raises(ValueError, match=r"major\.minor\.patch|two strings|not a version"):
             util.is_version_greater_equal_than(version, target)  # type: ignore[arg-type]
     assert util.split_list([1, 2, 3, 4, 5, 6, 7], 3) == [[1, 2, 3], [4, 5], [6, 7]]
     assert util.split_list([1], 2) == [[1], []]
