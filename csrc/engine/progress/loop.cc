@@ -8,6 +8,9 @@ namespace hc {
 namespace {
 constexpr unsigned kLooksAtSockets = 1024;  // iterations between two, where all ranks share memory
 constexpr double kAbortEndsS = 3;           // for all of the backend's work to end
+// A rank that raises an error has done all that it had submitted before: the others may still be about to finish that.
+constexpr double kQuietS = 0.01;  // nothing has moved for so long
+constexpr double kFinishS = 0.1;  // however much moves
 }  // namespace
 
 void Loop::start() {
@@ -23,7 +26,9 @@ bool Loop::step(bool may_coalesce) {
   last_.may_coalesce = may_coalesce;
   last_.looks_soon = parts_.backend.has_failed() || (watches_flights_.load(std::memory_order_relaxed) && in_flight());
   try {
-    if (Status done = advance(); !done.is_ok()) {
+    Status done = advance();
+    if (done.is_ok() && told_) done = finish_before(*told_);
+    if (!done.is_ok()) {
       fail(done);
       last_.moved = true;
     }
@@ -32,6 +37,14 @@ bool Loop::step(bool may_coalesce) {
     last_.moved = true;
   }
   return last_.moved;
+}
+
+Status Loop::finish_before(const Told& told) {
+  const TimePoint now = Clock::now();
+  if (last_.moved) moved_at_ = now;
+  if (outstanding() == 0 || told.limit.passed() || seconds_between(moved_at_, now) >= kQuietS) return told.reason;
+  last_.looks_soon = true;
+  return Status::ok();
 }
 
 Status Loop::advance() {
@@ -115,7 +128,9 @@ Status Loop::handle_frame(int from, std::span<const uint8_t> frame) {
     case FrameKind::kLinkId:
       return checked(parts_.messages.handle(from, kind, &in));
     case FrameKind::kGoodbye:
-      return peer_left(from, in.get_text());
+      if (!told_) return peer_left(from, in.get_text());
+      parts_.link.note_left(from, in.get_text());
+      return Status::ok();
     case FrameKind::kEnding:
       parts_.link.note_ending(from);
       return Status::ok();
@@ -125,7 +140,10 @@ Status Loop::handle_frame(int from, std::span<const uint8_t> frame) {
       const auto code = in.get<Code>();
       const auto culprit = in.get<int32_t>();
       for (ProcessSet* set : parts_.sets.mine()) HC_TRY(set->end_refused());
-      return Status(code == Code::kOk ? Code::kAborted : code, in.get_text(), culprit);
+      const Status reason(code == Code::kOk ? Code::kAborted : code, in.get_text(), culprit);
+      if (reason.code() != Code::kAborted) return reason;
+      if (!told_) told_ = {reason, Deadline::in(kFinishS)};
+      return Status::ok();
     }
     case FrameKind::kPing:
       parts_.link.begin(FrameKind::kPong);
@@ -424,7 +442,7 @@ void Loop::abort(const std::string& text) {
 void Loop::fail(const Status& first_reason) {
   Context& context = parts_.context;
   if (context.has_failed()) return;
-  const Status reason = with_failure_of_backend(first_reason);
+  const Status reason = with_failure_of_backend(told_ ? told_->reason : first_reason);
   parts_.intake.refuse(reason);
   context.failed.store(true);
   parts_.seat.leave();

@@ -6,9 +6,11 @@
 // any. Owner: the engine.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/mutex.h"
 #include "engine/context.h"
 #include "engine/control/control_link.h"
@@ -93,7 +95,14 @@ class Loop {
   void fail_latecomers();
 
  private:
+  // Why all must end, as a peer has said, and when at the latest.
+  struct Told {
+    Status reason;
+    Deadline limit;
+  };
   Status advance();
+  // `told`'s reason once nothing moves any more.
+  Status finish_before(const Told& told);
   void blame_backend();
   void run_timers(TimePoint now);
   void rest();
@@ -135,7 +144,8 @@ class Loop {
   Iteration last_;
   double timer_s_ = 1;
   unsigned iterations_ = 0;
-  TimePoint next_timer_{};
+  TimePoint next_timer_{}, moved_at_{};
+  std::optional<Told> told_;
   std::vector<uint8_t> received_;
   Mutex abort_mu_;
   std::string abort_text_ HC_GUARDED_BY(abort_mu_);

@@ -475,6 +475,19 @@ TEST_CASE("abort reaches every rank with its text") {
   }));
 }
 
+TEST_CASE("an abort overtakes nothing that its rank has done") {
+  for (int round = 0; round < 30; ++round) {
+    World world(3, settings_of(round % 2 == 0));
+    CHECK_OK(world.each([&](Engine& engine, int rank) {
+      for (int step = 0; step < 5; ++step) {
+        std::vector<float> v(4000, static_cast<float>(rank));
+        CHECK_OK(perform(engine, Op::kAllreduce, "v", v, &v, {4000}));
+      }
+      if (rank == 1) engine.abort("rank 1 raised ValueError: bad batch 17");
+    }));
+  }
+}
+
 TEST_CASE("many worlds one after the other") {
   for (int round = 0; round < 10; ++round) {
     World world(2);
