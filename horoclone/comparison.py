@@ -132,9 +132,9 @@ def described(found: Sequence[Difference], labels: Sequence[str], ranks: Sequenc
         others = [rank for group in named[1:] for rank in group]
         who = f"on {_ranks(sorted(others))} (against {_ranks(named[0])})"
     else:
-        shown = "; ".join(_ranks(group) for group in named[:4])
+        shown = " and ".join(_ranks(group) for group in named[:4])
         who = f"between {shown}{', ...' if len(named) > 4 else ''}, and no majority says which is right"
-    more = f"; {len(found) - 1} more values differ, such as {labels[found[1].column]}" if found[1:] else ""
+    more = f"; {len(found) - 1} more differ, such as {labels[found[1].column]}" if found[1:] else ""
     return f"{when} the ranks do not have the same values: {labels[first.column]} differs {who}{more}."
 
 

@@ -308,7 +308,7 @@ def failure_report(
     lines += _others(end, alike, [other.rank for other in named], ends)
     if logs:
         lines.append(f"  logs of every rank: {logs}")
-    lines.append(f"root cause: {verdict}; exit code {exit_code(end.code)}")
+    lines.append(f"root cause: {verdict.removesuffix('.')}; exit code {exit_code(end.code)}")
     return "\n".join(lines), exit_code(end.code)
 
 

@@ -138,7 +138,7 @@ def test_ranks_that_have_joined_are_no_hindrance_and_count_anew_with_all() -> No
                         training.flip()
                     training.steps(1)
                     assert len(lines) == (hvd.rank() == 1), lines
-                    assert all("differs between rank 1; rank 2" in line and end in line for line in lines)
+                    assert all("differs between rank 1 and rank 2" in line and end in line for line in lines)
                 last = int(hvd.join())
                 hvd.broadcast_variables(training.variables, last)
                 del lines[:]

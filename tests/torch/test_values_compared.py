@@ -243,7 +243,7 @@ def test_a_process_set_compares_inside_of_itself() -> None:
                 _flip(model[0].weight, 3)
             _train(model, optimizer)
             assert len(lines) == (hvd.rank() == 0)
-            assert all("between rank 0; rank 2" in line and "'0.weight'" in line for line in lines), lines
+            assert all("between rank 0 and rank 2" in line and "'0.weight'" in line for line in lines), lines
 
 
 @ranks(2)

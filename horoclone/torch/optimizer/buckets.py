@@ -118,7 +118,7 @@ class GradState:
             return torch.zeros_like(self.parameter, dtype=self.dtype, requires_grad=False)
         indices = torch.empty((self.sparse_dim, 0), dtype=torch.int64, device=device)
         values = torch.empty((0, *shape[self.sparse_dim :]), dtype=self.dtype, device=device)
-        return torch.sparse_coo_tensor(indices, values, shape, device=device)
+        return torch.sparse_coo_tensor(indices, values, shape, device=device, check_invariants=False)
 
     # --- in a bucket -----------------------------------------------------------------------------------------------
 
