@@ -391,7 +391,7 @@ def test_while_a_rank_has_joined_a_difference_is_told_and_not_repaired() -> None
                 _flip(model[0].weight, 3)
             _train(model, optimizer)
             assert lines if hvd.rank() == 1 else not lines
-            assert all("between rank 1; rank 2" in line for line in lines), lines
+            assert all("between rank 1 and rank 2" in line for line in lines), lines
             assert all("cannot be repaired while a rank has joined" in line for line in lines), lines
         hvd.join()
 
