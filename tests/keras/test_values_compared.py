@@ -170,7 +170,7 @@ def goes_on_where_a_rank_has_joined() -> None:
                 _flip(model.trainable_variables[2])
             _fit(model, 1)
             assert len(lines) == (torch_hvd.rank() == 1), lines
-            assert all("rank 1; rank 2" in line for line in lines)
+            assert all("rank 1 and rank 2" in line for line in lines)
         torch_hvd.join()
 
 
