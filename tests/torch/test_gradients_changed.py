@@ -274,11 +274,11 @@ def test_a_step_that_is_left_out_for_an_overflow_is_left_out_everywhere() -> Non
         finite = all(bool(p.grad.isfinite().all()) for p in model.parameters())
         if finite:
             optimizer.step()
-        if step % 2 == 0:
+        if step % 2:
+            optimizer.zero_grad()
+        else:
             for parameter in model.parameters():
                 parameter.grad = None
-        if step != 2:  # the next backward notices by itself
-            optimizer.zero_grad()
         assert finite == ((step % 3) not in (0, 2)) and same(model)
 
 

@@ -593,13 +593,10 @@ class Reducer:
 
     def drop_overflow(self) -> bool:
         """Ends a step that is left out, by a gradient scaler say, because reduced gradients are not finite: the same on
-        every rank. Also one whose gradients the script has cleared by itself. Whether it is so."""
-        if not self._was_skipped():
-            return False
-        grads = [state.parameter.grad for state in self.states if state.parameter.grad is not None]
-        values = [grad._values() if grad.is_sparse else grad for grad in grads]
-        cleared = not grads and any(state.reduced for state in self.states)
-        left_out = cleared or not all(bool(value.isfinite().all()) for value in values)
+        every rank. Whether it is so."""
+        grads = [state.parameter.grad for state in self.states] if self._was_skipped() else []
+        values = [grad._values() if grad.is_sparse else grad for grad in grads if grad is not None]
+        left_out = not all(bool(value.isfinite().all()) for value in values)
         if left_out:
             self._end()
         return left_out
