@@ -28,7 +28,7 @@ from horoclone.settings import flag
 MAX_BLOB_BYTES = 16384
 PMI_CHUNK = 512  # hex digits in one value; Hydra allows 1024, others less
 DERIVED_PORTS = 8
-STORE_POLL_S = 0.01  # of torch's store
+STORE_POLL_S, STORE_POLL_MAX_S = 0.01, 0.25  # of torch's store: all ranks ask one agent
 SAY_AFTER_S = 10.0  # who is missing there
 
 
@@ -315,9 +315,10 @@ def told_by_rank_0(
     """
     own = secrets.token_hex(16)
     say_at = time.monotonic() + SAY_AFTER_S if rank <= 1 else deadline
+    poll_s = STORE_POLL_S
 
     def wait(missing: str) -> None:
-        nonlocal say_at
+        nonlocal say_at, poll_s
         look()
         if say_at <= time.monotonic() < deadline:
             say_at = deadline
@@ -327,7 +328,8 @@ def told_by_rank_0(
             print(f"horoclone [rank {rank}]: {text}", file=sys.stderr, flush=True)
         if time.monotonic() >= deadline:
             raise errors.Timeout(f"rank {rank} of {size} waited in torch's store; missing: {missing}")
-        time.sleep(STORE_POLL_S)
+        time.sleep(poll_s)
+        poll_s = min(1.5 * poll_s, STORE_POLL_MAX_S)
 
     try:
         if rank != 0:

@@ -243,7 +243,8 @@ class ElasticJob(Job):
             slots = {id(end): supervisor.workers[number].place.local for number, end in ends.items()}
             facts = (failed, self._request.output_folder, lambda end: slots[id(end)], supervisor.reason)
             text, code = report.elastic_failure(*facts)
-            brief, _ = report.elastic_failure(*facts, self._request.screen.in_sight())
+            screen = self._request.screen
+            brief, _ = report.elastic_failure(*facts, screen.in_sight(), screen.whole_in_sight())
             return JobResult(code, text, result.ends, results, brief)
         if self._termination.reason == termination.FAILURE or supervisor.reason:
             code = NO_MEMBER if supervisor.stopped is None else supervisor.stopped.code

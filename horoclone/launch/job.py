@@ -515,7 +515,9 @@ class Job:
             return JobResult(code, text, ends, results)
         if any(end.code != 0 for end in ends):
             text, code = report.failure_report(ends, folder, len(ends))
-            brief, _ = report.failure_report(ends, folder, len(ends), self._request.screen.in_sight())
+            screen = self._request.screen
+            in_sight, whole = screen.in_sight(), screen.whole_in_sight()
+            brief, _ = report.failure_report(ends, folder, len(ends), in_sight, whole)
             return JobResult(code, text, ends, results, brief)
         return JobResult(0, None, ends, results)
 

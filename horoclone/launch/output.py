@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import BinaryIO, Literal
 
-from horoclone.launch.root_cause import TRACEBACK, goes_on, suffered
+from horoclone.launch.root_cause import CIRCLE, TRACEBACK, goes_on, suffered
 
 STDOUT, STDERR = 1, 2
 _STREAM_NAMES = {STDOUT: "stdout", STDERR: "stderr"}
@@ -86,6 +86,9 @@ class Repeats:
     def __init__(self, wanted: bool) -> None:
         self.wanted = wanted
         self._first: dict[tuple[bytes, ...], tuple[int, int]] = {}  # of which rank, and where it ends
+        self.brief: set[int] = (
+            set()
+        )  # ranks of whose last traceback one line was left, and the rest is shown nowhere
 
     def shortened(self, rank: int, traceback: list[bytes], end: int) -> tuple[list[bytes], int]:
         """The traceback, which would end at this line of the screen, or one line where it says that another rank is the
@@ -93,7 +96,10 @@ class Repeats:
         found = suffered(rank, [line.decode(errors="replace") for line in traceback]) if self.wanted else None
         key = tuple(traceback) if found is None else (found.cause.encode(),)
         first, place = self._first.get(key, (rank, end))
+        self.brief.discard(rank)
         if found is not None:
+            if not CIRCLE.search(found.cause):  # which says itself where each of them stands
+                self.brief.add(rank)
             cause = found.cause if first == rank else f"as rank {first} says"
             end += 1 - len(traceback)
             traceback = [f"{found.did}{cause}  ({found.places})".encode()]
@@ -156,6 +162,10 @@ class Screen:
         """The ranks whose traceback, or whose last line on stderr where there was none, has just been printed."""
         ends = {rank: self._traceback_of.get(rank, last) for rank, last in self._last_of.items()}
         return {rank for rank, end in ends.items() if self._written - end <= _IN_SIGHT_LINES}
+
+    def whole_in_sight(self) -> set[int]:
+        """Those of them of whose traceback nothing was left out."""
+        return self.in_sight() - self.repeats.brief
 
     def close(self) -> None:
         """Leaves the cursor on a line of its own."""

@@ -277,11 +277,15 @@ def _left_in_order(end: RankEnd) -> bool:
 
 
 def failure_report(
-    ends: Sequence[RankEnd], logs: str | None, size: int = 0, in_sight: Set[int] = frozenset()
+    ends: Sequence[RankEnd],
+    logs: str | None,
+    size: int = 0,
+    in_sight: Set[int] = frozenset(),
+    whole: Set[int] | None = None,
 ) -> tuple[str, int]:
     """Text and exit code for a job of which at least one rank failed: the root cause first and last. size: how many
     ranks it had, where `ends` has all of them. in_sight: whose traceback, or else end of stderr, stands right above,
-    and is not repeated."""
+    and is not repeated. whole: those of whose traceback nothing was left out; None: all of them."""
     end = culprit(ends)
     assert end is not None
     alike = _alike(end, ends)
@@ -299,7 +303,7 @@ def failure_report(
         lines += [f"  the error is about {_place(other)}." for other in named]
     verdict = _verdict(end, named, alike, size)
     printed = not end.report or bool(traceback_in(end.stderr))  # a hook may have sent it elsewhere
-    if not (printed and in_sight & {one.rank for one in alike}):
+    if not (printed and (in_sight if whole is None else whole) & {one.rank for one in alike}):
         lines += _evidence(end, "its" if len(alike) == 1 else f"rank {end.rank}'s", verdict)
     for other in named:
         if other is not end and other.rank not in in_sight:
@@ -308,7 +312,7 @@ def failure_report(
     lines += _others(end, alike, [other.rank for other in named], ends)
     if logs:
         lines.append(f"  logs of every rank: {logs}")
-    lines.append(f"root cause: {verdict.removesuffix('.')}; exit code {exit_code(end.code)}")
+    lines.append(f"root cause: {verdict}; exit code {exit_code(end.code)}")
     return "\n".join(lines), exit_code(end.code)
 
 
@@ -318,9 +322,10 @@ def elastic_failure(
     slot_of: Callable[[RankEnd], int],
     reason: str,
     in_sight: Set[int] = frozenset(),
+    whole: Set[int] | None = None,
 ) -> tuple[str, int]:
     """Of an elastic job that ended with these workers, with Horovod's words. reason: why it ended, or empty."""
-    text, code = failure_report(failed, logs, 0, in_sight)
+    text, code = failure_report(failed, logs, 0, in_sight, whole)
     first = culprit(failed)
     assert first is not None
     text += "\n" + HOROVODS_FAILURE.format(f"{first.host}[{slot_of(first)}]", first.code)

@@ -145,7 +145,7 @@ def test_a_text_of_several_lines_is_shown_once_and_its_cause_is_the_verdict(capf
     assert shown.count("Detected at node") == 1 and shown.endswith(
         f"[1] {cause}\n[1] \t [[{{{{node DistributedSGD.0}}}}]]\n"
     )
-    assert screen.in_sight() == {0, 1}
+    assert screen.in_sight() == {0, 1} and screen.whole_in_sight() == {1}  # of rank 0 one line is left
     lines = tuple(OF_TENSORFLOW.splitlines())
     ends = [report.RankEnd(rank, "h", 1, 1, 1.0, False, None, False, lines) for rank in range(2)]
     told, _ = report.failure_report(ends, None, 2)

@@ -25,10 +25,11 @@ void ControlLink::note_left(int rank, const std::string& text) {
   if (departure_.empty()) departure_ = text_of(context_.mesh->describe(rank), " ", text);
 }
 
-void ControlLink::tell_failure(const Status& reason) {
+void ControlLink::tell_failure(const Status& reason, bool has_finished) {
   Writer& frame = begin(FrameKind::kAbort);
   frame.put(reason.code());
   frame.put(static_cast<int32_t>(reason.culprit()));
+  frame.put(static_cast<uint8_t>(has_finished));
   frame.put_text(reason.text());
   for (int r = 0; r < context_.mesh->size(); ++r)
     if (is_there(r)) (void)send(r, true);

@@ -50,7 +50,8 @@ class ControlLink {
 
   // Tells every rank that is left why nothing succeeds any more. Best effort, as some may be gone. The culprit may be
   // alive: a rank that was only stopped learns why it was given up.
-  void tell_failure(const Status& reason);
+  // has_finished: all that this rank has submitted.
+  void tell_failure(const Status& reason, bool has_finished);
   // Says goodbye to every rank, and waits at most `timeout_s` until the frames have left.
   void say_goodbye(double timeout_s);
 

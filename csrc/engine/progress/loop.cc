@@ -8,7 +8,7 @@ namespace hc {
 namespace {
 constexpr unsigned kLooksAtSockets = 1024;  // iterations between two, where all ranks share memory
 constexpr double kAbortEndsS = 3;           // for all of the backend's work to end
-// A rank that raises an error has done all that it had submitted before: the others may still be about to finish that.
+// A rank that raises an error may have finished all that it had submitted: the others may still be about to.
 constexpr double kQuietS = 0.01;  // nothing has moved for so long
 constexpr double kFinishS = 0.1;  // however much moves
 }  // namespace
@@ -27,7 +27,7 @@ bool Loop::step(bool may_coalesce) {
   last_.looks_soon = parts_.backend.has_failed() || (watches_flights_.load(std::memory_order_relaxed) && in_flight());
   try {
     Status done = advance();
-    if (done.is_ok() && told_) done = finish_before(*told_);
+    if (done.is_ok() && is_told()) done = finish_before(*told_);
     if (!done.is_ok()) {
       fail(done);
       last_.moved = true;
@@ -42,7 +42,8 @@ bool Loop::step(bool may_coalesce) {
 Status Loop::finish_before(const Told& told) {
   const TimePoint now = Clock::now();
   if (last_.moved) moved_at_ = now;
-  if (outstanding() == 0 || told.limit.passed() || seconds_between(moved_at_, now) >= kQuietS) return told.reason;
+  const bool is_over = (outstanding() == 0 && !in_flight()) || seconds_between(moved_at_, now) >= kQuietS;
+  if (is_over || told.limit.passed()) return told.reason;
   last_.looks_soon = true;
   return Status::ok();
 }
@@ -139,10 +140,12 @@ Status Loop::handle_frame(int from, std::span<const uint8_t> frame) {
     case FrameKind::kAbort: {
       const auto code = in.get<Code>();
       const auto culprit = in.get<int32_t>();
+      const bool has_finished = in.get<uint8_t>() != 0;
       for (ProcessSet* set : parts_.sets.mine()) HC_TRY(set->end_refused());
       const Status reason(code == Code::kOk ? Code::kAborted : code, in.get_text(), culprit);
-      if (reason.code() != Code::kAborted) return reason;
+      if (!has_finished || reason.code() != Code::kAborted) return reason;
       if (!told_) told_ = {reason, Deadline::in(kFinishS)};
+      moved_at_ = Clock::now();
       return Status::ok();
     }
     case FrameKind::kPing:
@@ -227,6 +230,7 @@ Status Loop::poll() {
   Status polled = mesh.poll(0, &last_.moved, &losses);
   if (losses.empty() && polled.is_ok()) return Status::ok();
   HC_TRY(receive());  // a goodbye or the reason of its end may be among the peer's last words
+  if (is_told()) return polled;
   for (const Loss& loss : losses)
     if (!parts_.link.has_left(loss.rank))
       return Status(Code::kPeerLost,
@@ -443,12 +447,13 @@ void Loop::fail(const Status& first_reason) {
   Context& context = parts_.context;
   if (context.has_failed()) return;
   const Status reason = with_failure_of_backend(told_ ? told_->reason : first_reason);
+  const bool has_finished = outstanding() == 0 && !in_flight();
   parts_.intake.refuse(reason);
   context.failed.store(true);
   parts_.seat.leave();
   context.log.debug("failing every operation: ", reason.text());
   // Before transfers are withdrawn: a half-moved one breaks the channel to a peer that lives.
-  parts_.link.tell_failure(reason);
+  parts_.link.tell_failure(reason, has_finished);
   parts_.messages.fail_all(reason);
   // All at once, since one may wait for another; then their end, as tensors are their owners' again behind it.
   parts_.backend.abort();

@@ -83,6 +83,8 @@ class Loop {
 
   // Any thread: the next step fails everything with this text.
   void abort(const std::string& text);
+  // A peer has said why all must end, and this rank is about to.
+  bool is_told() const { return told_.has_value() && !parts_.context.has_failed(); }
   bool has_abort() const { return has_abort_.load(std::memory_order_relaxed); }
 
   // Ends every operation with `reason`, here and, as far as they can be reached, on all ranks. Only the first call

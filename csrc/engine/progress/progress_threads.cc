@@ -136,7 +136,7 @@ void ProgressThreads::rest() {
   const bool hurries = waiting && !(may_rest_long() && !untimed_sleep_.load());
   mesh.set_asleep(hurries ? Sleep::kAsleepWaiting : waiting ? Sleep::kAsleepBegun : Sleep::kAsleepIdle);
   // What a peer has said since the last step rang no doorbell, and nothing of this rank need wait for it.
-  const bool news = mesh.progress_shared() || mesh.has_frames();
+  const bool news = mesh.progress_shared() || mesh.has_frames() || loop_.is_told();
   if (!hurries && !news && !loop_.has_news()) return;
   const bool moved = loop_.step();
   const Iteration& last = loop_.last();

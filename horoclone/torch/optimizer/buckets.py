@@ -209,7 +209,7 @@ class GradState:
         if grad is None:
             self.noted = self.bits = None
             return
-        is_view = grad._is_view()
+        is_view = grad._is_view() and not grad.is_cuda  # on a GPU nobody looks at contents in every step
         self.bits = bits_of(grad) if content or is_view else None
         self.noted = (grad, None if is_view else grad._version, address_of(grad))
 
