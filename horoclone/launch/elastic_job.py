@@ -114,7 +114,7 @@ class ElasticJob(Job):
         self._metrics.formed(number, len(ranks))
         if self._request.verbose or not is_first:
             slots = ",".join(str(worker.place.number) for worker in ranks)
-            say(f"generation {number}: {len(ranks)} rank(s), in slots {slots}")
+            say(f"generation {number}: {len(ranks)} ranks, in slots {slots}")
 
     def named(self, worker: Worker) -> str:
         member = self._members[worker.number]

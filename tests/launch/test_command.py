@@ -282,7 +282,7 @@ def test_a_script_without_an_interpreter_is_told_from_one_that_is_not_executable
     script.write_text("echo $HOROVOD_RANK\n")
     script.chmod(0o755)
     said = called(cli.main, ["-np", "1", str(script)]).stderr
-    assert f"does not begin with #! (sh {script}?)" in said and "not executable" not in said
+    assert f"nor a script that begins with #! (sh {script}?)" in said and "not executable" not in said
 
 
 @pytest.mark.parametrize("text", ["soon", "nan", "-5", "inf"])

@@ -189,7 +189,7 @@ class Told:
 
 def test_the_measured_best_is_chosen_and_everything_is_printed(tmp_path, capsys) -> None:
     file = tmp_path / "model.py"
-    file.write_text("")
+    file.write_text("def build(): ...\n")
     arguments = wish(
         what=f"{file}:build",
         validate=3,
