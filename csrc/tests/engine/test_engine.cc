@@ -3,7 +3,6 @@
 #include <doctest/doctest.h>
 
 #include <atomic>
-#include <chrono>
 #include <numeric>
 #include <random>
 
@@ -473,14 +472,6 @@ TEST_CASE("abort reaches every rank with its text") {
     const Status outcome = refused.is_ok() ? finish(engine, h, 10) : refused;
     CHECK_LOCKED(outcome.code() == Code::kAborted);
     CHECK_LOCKED(outcome.text().find("bad batch 17") != std::string::npos);
-    // And then it sleeps.
-    const auto steps = [&] {
-      const std::string counters = engine.counters_json();
-      return std::stoull(counters.substr(counters.find("\"steps\":") + 8));
-    };
-    const uint64_t before = steps();
-    std::this_thread::sleep_for(std::chrono::milliseconds(200));
-    CHECK_LOCKED(steps() - before < 1000);
   }));
 }
 
