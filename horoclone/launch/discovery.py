@@ -80,9 +80,8 @@ class Script:
     def __init__(self, command: str, slots: int | None, limit_s: float = SCRIPT_S) -> None:
         self._command, self._slots, self._limit_s = command, slots, limit_s
         self._lock = threading.Lock()  # guards _process
-        self._process: subprocess.Popen[bytes] | None = (
-            None  # nobody has waited for it, so that its number is its own
-        )
+        # Nobody has waited for it, so that its number is its own.
+        self._process: subprocess.Popen[bytes] | None = None
 
     def find(self) -> list[Host]:
         failpoints.reach("discovery.look")

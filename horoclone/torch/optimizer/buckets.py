@@ -209,7 +209,8 @@ class GradState:
         if grad is None:
             self.noted = self.bits = None
             return
-        is_view = grad._is_view() and not grad.is_cuda  # on a GPU nobody looks at contents in every step
+        # On a GPU nobody looks at contents in every step.
+        is_view = grad._is_view() and place_of(grad) is HOST
         self.bits = bits_of(grad) if content or is_view else None
         self.noted = (grad, None if is_view else grad._version, address_of(grad))
 
