@@ -22,7 +22,10 @@ print("this rank is content", flush=True)
 HANDLER = """
 class Handler(logging.Handler):
     def emit(self, record):
-        print("RECORD", record.name, record.levelname, record.rank, record.getMessage(), flush=True)
+        # One write, for another thread prints meanwhile: print() writes its arguments one by one.
+        told = (record.name, record.levelname, record.rank, record.getMessage())
+        sys.stdout.write("RECORD %s %s %s %s\\n" % told)
+        sys.stdout.flush()
 logger = logging.getLogger("horoclone")
 """
 
