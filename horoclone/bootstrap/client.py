@@ -34,6 +34,10 @@ GONE_S = 0.5  # for so long must nobody listen where the server was
 GONE = (*map(os.strerror, (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE)), wire.CLOSED_BY_PEER)
 TELL_S = 1.0  # for a word to the server: that this rank gives up, leaves or watches
 VERDICT_S = 1.0  # for the server to find out who was lost first
+# After what says that this is one of several processes, where they do not come.
+LEFT_OVER = (
+    "If this process was started alone, another job has left these variables in the shell: unset them."
+)
 
 Say = Callable[[str], None]
 T = TypeVar("T")
@@ -103,6 +107,7 @@ class Client:
         self._secret, self._job, self._timeout_s = secret, job, timeout_s
         self._rank, self._server_rank = rank, server_rank
         self._members: list[int] = []  # of the last gather, as the launcher numbers them; empty: everybody
+        self.said_by = ""  # by which variables there are so many ranks; empty: our launcher says so
         self.verdict: errors.PeerLost | None = None  # what the server has said last about a lost rank
         # who was lost, as the server said before it ended, the cause first
         self._last_words: list[bytes] = []
@@ -163,7 +168,7 @@ class Client:
     ) -> list[bytes]:
         started = time.monotonic()
         deadline, report_at = started + timeout_s, started + REPORT_AFTER_S
-        missing = "no rank has reported yet"
+        missing, said_by = "no rank has reported yet", f" ({self.said_by})" if self.said_by else ""
         while True:
             until = min(deadline, report_at)
             wait_ms = int(1000 * max(0.0, min(SLICE_S, until - time.monotonic())))
@@ -187,15 +192,16 @@ class Client:
                 missing = f"missing: {_ranks(answer)}; they were expected at {self.where()}"
             now = time.monotonic()
             if now >= deadline:
+                look = f"{LEFT_OVER} Else look" if self.said_by else "Look"
                 raise errors.Timeout(
-                    f"rank {rank} waited {timeout_s:.0f} s for the {size} ranks of the job; {missing}. Look at the "
-                    "logs of those ranks; HOROCLONE_START_TIMEOUT (seconds) gives slow starts more time."
+                    f"rank {rank} waited {timeout_s:.0f} s for the {size} ranks of the job{said_by}; {missing}. {look} "
+                    "at the logs of those ranks; HOROCLONE_START_TIMEOUT (seconds) gives slow starts more time."
                 )
             if now >= report_at:
                 report_at = now + REPORT_EVERY_S
                 if say is not None:
                     say(
-                        f"still waiting for the {size} ranks of the job after {now - started:.0f} s; {missing}"
+                        f"still waiting for the {size} ranks of the job{said_by} after {now - started:.0f} s; {missing}"
                     )
 
     # --- while the ranks of a gather connect

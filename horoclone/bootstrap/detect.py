@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from horoclone import errors
-from horoclone.bootstrap import pmix, service, wire
+from horoclone.bootstrap import client, pmix, service, wire
 
 Environment = Mapping[str, str]
 
@@ -303,7 +303,7 @@ def _placement(
     for name in names[:2]:
         if name not in environ:
             raise errors.Unsupported(
-                f"{why}, but {name} is not; the launcher's environment did not arrive whole."
+                f"{why}, but {name} is not; the launcher's environment did not arrive whole. {client.LEFT_OVER}"
             )
     rank, size = _whole(environ, names[0]), _whole(environ, names[1])
     local_rank, local_size = (_whole(environ, name) if name in environ else -1 for name in names[2:4])

@@ -19,7 +19,7 @@ from typing import Any
 
 from horoclone import errors
 from horoclone.bootstrap import detect, launchers, one_host, pmix, service, wire
-from horoclone.bootstrap.client import VERDICT_S, Client
+from horoclone.bootstrap.client import LEFT_OVER, VERDICT_S, Client
 from horoclone.bootstrap.detect import Placement
 from horoclone.bootstrap.rendezvous import Server
 
@@ -259,11 +259,10 @@ def _refuse_foreign_mpi(placement: Placement, mpi: Any | None) -> None:
         return
     world = mpi.COMM_WORLD.Get_size()
     if world != placement.size:
-        library = mpi.Get_library_version().split("\n", 1)[0].strip(" \0")[:60]
         raise errors.Unsupported(
-            f"the launcher says size {placement.size}, this process's MPI says {world} ({placement.why}; mpi4py uses "
-            f"{library}). mpirun and mpi4py belong to different MPIs: start the job with the mpirun of {library}, or "
-            "import mpi4py after hvd.init()."
+            f"{placement.why}, and says that there are {placement.size} processes; {launchers.library_of(mpi)}, which "
+            f"mpi4py uses, says {world}. {LEFT_OVER} Else mpirun and mpi4py belong to different MPIs: start the "
+            "job with the mpirun of mpi4py's, or import mpi4py after hvd.init()."
         )
 
 
@@ -285,6 +284,8 @@ def _job_at_rendezvous(
             previous.close()
         rendezvous = _rendezvous_of(placement, ranks, environ, deadline)
         rendezvous.key, rendezvous.one_host = key, placement.one_host
+        if rendezvous.client is not None and placement.launcher != "horoclone":
+            rendezvous.client.said_by = placement.why
     everybody = ranks == list(range(placement.size))
     return Job(rendezvous, rank, len(ranks), members=None if everybody else ranks)
 
@@ -347,8 +348,8 @@ def _on_this_host(
             secret = client.get("secret", _left_s(deadline))
         except errors.Timeout as error:
             raise errors.Timeout(
-                f"rank {rank}: rank 0 of {size} has not called hvd.init() ({placement.why}). {error}"
-            ) from error
+                f"rank {rank}: rank 0 of {size} has not called hvd.init() ({placement.why}): {error} {LEFT_OVER}"
+            ) from None
         if len(secret) != SECRET_BYTES:
             raise errors.HorovodInternalError(f"rank 0 handed out a secret of {len(secret)} bytes")
     return Rendezvous(None, name, secret, placement.uses_mpi, client, server)

@@ -23,6 +23,7 @@ from typing import Any
 
 from horoclone import errors
 from horoclone.bootstrap import wire
+from horoclone.bootstrap.client import LEFT_OVER
 from horoclone.settings import flag
 
 MAX_BLOB_BYTES = 16384
@@ -120,7 +121,9 @@ class Pmi:
         try:
             self._socket = socket.socket(fileno=os.dup(int(environ["PMI_FD"])))
         except (KeyError, OSError, ValueError) as error:
-            raise errors.Unsupported(f"PMI_FD={environ.get('PMI_FD')!r} cannot be used: {error}") from error
+            raise errors.Unsupported(
+                f"PMI_FD={environ.get('PMI_FD')!r} cannot be used: {error}. {LEFT_OVER}"
+            ) from error
         self._unread = b""
         if not Pmi._will_finalise:
             Pmi._will_finalise = True
@@ -226,6 +229,12 @@ def initialised_mpi() -> Any | None:
     if module is None or not module.Is_initialized() or module.Is_finalized():
         return None
     return module
+
+
+def library_of(mpi: Any) -> str:
+    """`Open MPI v5.0.11`; the text goes on with who has packaged it."""
+    first: str = mpi.Get_library_version().split("\n", 1)[0]
+    return first.split(",", 1)[0].strip(" \0")
 
 
 def mpi_was_initialised() -> bool:

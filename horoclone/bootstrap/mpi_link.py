@@ -78,8 +78,7 @@ def offer(environ: Mapping[str, str], job: str, known: Mapping[str, str] | None 
     if mpi.Comm.Get_parent() != mpi.COMM_NULL:
         return Offer(node, forced, why="it was spawned by another MPI job")
     world = mpi.COMM_WORLD
-    library = mpi.Get_library_version().split("\n", 1)[0].strip(" \0")[:80]
-    numbers = (world.Get_rank(), world.Get_size(), library, job in _communicators)
+    numbers = (world.Get_rank(), world.Get_size(), launchers.library_of(mpi), job in _communicators)
     return Offer(node, forced, False, *numbers, "", _place(environ), dict(known or {}))
 
 

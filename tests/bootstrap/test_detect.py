@@ -132,6 +132,10 @@ def test_one_host_only_when_the_launcher_says_so(environ, expected):
         ({**HOROVOD, "HOROVOD_LOCAL_SIZE": "3"}, "HOROVOD_LOCAL_SIZE=3"),
         ({"HOROCLONE_RENDEZVOUS": "h:1"}, "HOROVOD_RANK is not"),
         ({"HOROCLONE_RENDEZVOUS": "h:1", "HOROCLONE_RANK": "0"}, "HOROVOD_SIZE is not"),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "2"},
+            "OMPI_COMM_WORLD_RANK is not; the launcher's environment did not arrive whole. If",
+        ),
         ({**STEP, **ENV, "RANK": "0", "WORLD_SIZE": "1"}, ""),
     ],
 )

@@ -106,7 +106,14 @@ def test_missing_ranks_and_addresses_are_named(server, monkeypatch):
     with pytest.raises(errors.Timeout, match="missing: ranks 0, 2, 3") as caught:
         client_of(server).gather("g", 1, 4, b"", 1.5, heard.append)
     assert server.addresses[0] in str(caught.value)
+    assert "alone" not in str(caught.value)
     assert len(heard) == 1 and "ranks 0, 2, 3" in heard[0] and server.addresses[0] in heard[0]
+    client = client_of(server)
+    client.said_by = "X_SIZE is set"
+    with pytest.raises(errors.Timeout) as caught:
+        client.gather("g", 1, 4, b"", 0.4, heard.append)
+    assert "4 ranks of the job (X_SIZE is set) after" in heard[1]
+    assert "If this process was started alone, another job has left these variables" in str(caught.value)
 
 
 def has_come(server, rank):
