@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from horoclone.launch import options
 from horoclone.launch.command_line import completing
-from horoclone.launch.usage import LaunchError, parse_ranks, say
+from horoclone.launch.usage import LaunchError, parse_ranks, say, speaking_as
 from horoclone.settings import START_TIMEOUT_S, core_defaults, start_timeout_s
 
 if TYPE_CHECKING:
@@ -25,17 +25,18 @@ _DEFAULTS: dict[str, Any] = {"start_timeout": START_TIMEOUT_S, "grace": 30.0, "t
 def main(argv: list[str] | None = None, program: str = PROGRAM) -> int:
     """Runs horoclonerun with `argv` (sys.argv[1:] by default) and returns the exit code."""
     _open_standard_streams()
-    try:
-        return _run(sys.argv[1:] if argv is None else argv, program)
-    except LaunchError as error:
-        say(str(error), program)
-        return error.exit_code
-    except KeyboardInterrupt:  # before the job's own handlers were in place
-        say("interrupted", program)
-        return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter complains once more at its end
-        return 141
+    with speaking_as(program):
+        try:
+            return _run(sys.argv[1:] if argv is None else argv, program)
+        except LaunchError as error:
+            say(str(error))
+            return error.exit_code
+        except KeyboardInterrupt:  # before the job's own handlers were in place
+            say("interrupted")
+            return 130
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter complains once more at its end
+            return 141
 
 
 def _open_standard_streams() -> None:
@@ -216,12 +217,12 @@ def _launch(arguments: argparse.Namespace, settings: dict[str, str], program: st
         for host in dict.fromkeys(one.host for one in placements):
             here = [one.rank for one in placements if one.host == host]
             way = "started directly" if host_lists.is_local(host) else "over ssh"
-            say(f"{host}: {len(here)} of {len(placements)} ranks ({here[0]}-{here[-1]}), {way}", program)
+            say(f"{host}: {len(here)} of {len(placements)} ranks ({here[0]}-{here[-1]}), {way}")
     environment = job_environment(os.environ, {**settings, **launcher_variables(arguments)})
     if arguments.mpi or arguments.mpi_args or arguments.binding_args:
         if elastic is not None:
             raise LaunchError("mpirun ends a job when a rank is lost: an elastic job goes without --mpi")
-        return _launch_with_mpi(arguments, placements, environment, program)
+        return _launch_with_mpi(arguments, placements, environment)
     request = JobRequest(
         placements=placements,
         command=arguments.command,
@@ -243,9 +244,9 @@ def _launch(arguments: argparse.Namespace, settings: dict[str, str], program: st
         adds_python=arguments.adds_python,
     )
     job = Job(request) if elastic is None else ElasticJob(request, elastic)
-    result = _run_watched(job, arguments, program, elastic is None) if _wants_views(arguments) else job.run()
+    result = _run_watched(job, arguments, elastic is None) if _wants_views(arguments) else job.run()
     if result.text:
-        say(result.brief or result.text, program)
+        say(result.brief or result.text)
     return result.exit_code
 
 
@@ -253,12 +254,12 @@ def _wants_views(arguments: argparse.Namespace) -> bool:
     return arguments.dashboard or arguments.dashboard_port is not None or arguments.metrics_port is not None
 
 
-def _run_watched(job: Job, arguments: argparse.Namespace, program: str, ranks_stay: bool) -> JobResult:
+def _run_watched(job: Job, arguments: argparse.Namespace, ranks_stay: bool) -> JobResult:
     """With the views that were asked for beside it, from before its first rank starts until it has ended."""
     from horoclone.launch import report
     from horoclone.launch.views import Views
 
-    views = Views(arguments, program)
+    views = Views(arguments)
     try:
         views.begin()
         result = job.run()
@@ -272,7 +273,7 @@ def _run_watched(job: Job, arguments: argparse.Namespace, program: str, ranks_st
 
 
 def _launch_with_mpi(
-    arguments: argparse.Namespace, placements: list[Any], environment: dict[str, str], program: str
+    arguments: argparse.Namespace, placements: list[Any], environment: dict[str, str]
 ) -> int:
     from horoclone.launch import mpirun
 
@@ -297,7 +298,7 @@ def _launch_with_mpi(
         ssh_identity_file=arguments.ssh_identity_file,
     )
     if arguments.verbose:
-        say(shlex.join(mpirun.command_line(mpirun.find(), request)[0]), program)
+        say(shlex.join(mpirun.command_line(mpirun.find(), request)[0]))
     return mpirun.start(request)
 
 

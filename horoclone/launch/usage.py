@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
 import sys
+from collections.abc import Iterator
 
 
 class LaunchError(Exception):
@@ -20,12 +22,25 @@ class NotYet(LaunchError):
     """Asked for something this version does not do; the text says what to do instead."""
 
 
-def say(text: str, program: str = "horoclonerun") -> None:
-    """One message of the launcher itself, on stderr; never raises when stderr is gone."""
+_program = "horoclonerun"
+
+
+@contextlib.contextmanager
+def speaking_as(program: str) -> Iterator[None]:
+    """Until it is left, messages of every thread begin with this name: that of the command which was typed."""
+    global _program
+    before, _program = _program, program
     try:
-        os.write(
-            sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{program}: {text}\n".encode(errors="replace")
-        )
+        yield
+    finally:
+        _program = before
+
+
+def say(text: str, program: str = "") -> None:
+    """One message of the launcher itself, on stderr; never raises when stderr is gone. program: who else speaks."""
+    line = f"{program or _program}: {text}\n".encode(errors="replace")
+    try:
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, line)
     except OSError:
         pass
 

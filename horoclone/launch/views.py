@@ -84,8 +84,7 @@ def _cannot_listen(flag: str, address: str, port: int, error: OSError) -> Launch
 class Views:
     """What was asked for, of one job. Made before it starts; LaunchError where something is missing or a port taken."""
 
-    def __init__(self, arguments: argparse.Namespace, program: str) -> None:
-        self._program = program
+    def __init__(self, arguments: argparse.Namespace) -> None:
         self._metrics: MetricsServer | None = None
         self._dashboard: Any = None
         self._listening: socket.socket | None = None
@@ -107,13 +106,11 @@ class Views:
         from horoclone.live.exposition import MetricsServer
 
         try:
-            self._metrics = MetricsServer(
-                address, port, lambda text: say(f"the metrics port: {text}", self._program)
-            )
+            self._metrics = MetricsServer(address, port, lambda text: say(f"the metrics port: {text}"))
         except OSError as error:
             self._drop_socket()
             raise _cannot_listen("--metrics-port", address, port, error) from None
-        say(f"metrics: http://{_reachable(address)}:{self._metrics.port}/metrics", self._program)
+        say(f"metrics: http://{_reachable(address)}:{self._metrics.port}/metrics")
 
     def begin(self) -> None:
         """The job of this process is about to start: it has its metrics segment, which our threads read as anybody else
@@ -123,11 +120,11 @@ class Views:
         if self._listening is not None:
             self._content = optional.load("live.dashboard.content").Content(_own_job(), str(os.getpid()))
             self._dashboard = optional.load("live.dashboard.server").Dashboard(
-                self._listening, self._content, lambda text: say(text, self._program)
+                self._listening, self._content, say
             )
             address, port = self._listening.getsockname()[:2]
             self._dashboard.start()
-            say(f"dashboard: http://{_reachable(address)}:{port}/{self._dashboard.token}/", self._program)
+            say(f"dashboard: http://{_reachable(address)}:{port}/{self._dashboard.token}/")
 
     def end(
         self, exit_code: int, text: str | None, codes: Mapping[int, int], stopped: Collection[int]

@@ -61,6 +61,9 @@ def test_its_errors_carry_its_name_and_it_leaves_a_real_horovod_alone(
     env = {"PYTHONPATH": str(ROOT)}
     done = launch([command, "-np", "2", "--jsrun", "true"], env=env, check=False)
     assert done.returncode == 2 and done.stderr.startswith("horovodrun: --jsrun ") and "LSF" in done.stderr
+    done = launch([command, "-np", "2", "--verbose", "true"], env=env)
+    said = [line.partition(": ") for line in done.stderr.splitlines()]
+    assert {name for name, _, _ in said} == {"horovodrun"} and len(said) == 5, done.stderr
     real = tmp_path / "horovod-0.28.1.dist-info"
     real.mkdir()
     (real / "METADATA").write_text("Metadata-Version: 2.1\nName: horovod\nVersion: 0.28.1\n")
