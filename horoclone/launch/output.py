@@ -32,6 +32,9 @@ _PROGRESS_EVERY_S = 10.0  # how often a progress bar becomes a line where output
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 _CLEAR_LINE = b"\r\x1b[K"
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_OF_RANK = re.compile(  # numbers in which ranks differ that fail alike
+    rb"(\b(?:rank\D?|pid |cuda:))\d+|\b0x[0-9a-f]+", re.IGNORECASE
+)
 _TORCHS_PREFIX = re.compile(rb"\A\[rank\d+\]: ")  # of tracebacks, after init_process_group()
 
 
@@ -39,11 +42,10 @@ class Style:
     """How a line is introduced."""
 
     def __init__(self, horovod: bool = False, timestamps: bool = False, colour: bool = False) -> None:
-        self._timestamps, self._colour = timestamps, colour
-        self.is_horovods = horovod
+        self._horovod, self._timestamps, self._colour = horovod, timestamps, colour
 
     def prefix(self, rank: int, stream: int) -> bytes:
-        if self.is_horovods:
+        if self._horovod:
             stamp = time.strftime("%a %b %d %H:%M:%S %Y") if self._timestamps else ""
             return f"{stamp}[{rank}]<{_STREAM_NAMES[stream]}>:".encode()
         stamp = ""
@@ -94,7 +96,11 @@ class Repeats:
         """The traceback, which would end at this line of the screen, or one line where it says that another rank is the
         cause, or where another's like it has been shown; and at which line the whole text ends."""
         found = suffered(rank, [line.decode(errors="replace") for line in traceback]) if self.wanted else None
-        key = tuple(traceback) if found is None else (found.cause.encode(),)
+        key = (
+            tuple(_OF_RANK.sub(rb"\1", line) for line in traceback)
+            if found is None
+            else (found.cause.encode(),)
+        )
         first, place = self._first.get(key, (rank, end))
         self.brief.discard(rank)
         if found is not None:
@@ -116,7 +122,7 @@ class Screen:
 
     def __init__(self, style: Style, only: set[int] | None = None, shows_all: bool = False) -> None:
         self._style, self._only = style, only
-        self.repeats = Repeats(wanted=only is None and not style.is_horovods and not shows_all)
+        self.repeats = Repeats(wanted=only is None and not shows_all)
         self._terminal = {STDOUT: is_terminal(STDOUT), STDERR: is_terminal(STDERR)}
         self._live: tuple[int, int, bytes] | None = None  # rank, stream, text
         self._written = 0  # lines

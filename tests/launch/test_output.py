@@ -114,8 +114,13 @@ def test_a_traceback_of_all_ranks_is_shown_once(launch, tmp_path):
     assert len(shown) == 4 and len({first for _, first in shown}) == 1, live
     for rank in range(4):
         assert "in deep" in (tmp_path / f"rank.{rank}" / "stderr").read_text(), "the files have all"
-    whole = launch([*RUN, "-np", "4", "--horovod-format", *program], env=env, check=False)
-    assert whole.stderr[: whole.stderr.index("horoclonerun: ")].count("in deep") >= 5
+    done = launch([*RUN, "-np", "4", "--horovod-format", *program], env=env, check=False)
+    live = done.stderr[: done.stderr.index("horoclonerun: ")]
+    assert live.count("in deep") == 1 and live.count("<stderr>:ValueError: bad learning rate  (the") == 4, (
+        live
+    )
+    whole = launch([*RUN, "-np", "4", "--verbose", *program], env=env, check=False)
+    assert whole.stderr.count("in deep") >= 5
 
 
 OF_TENSORFLOW = """Traceback (most recent call last):
@@ -189,8 +194,22 @@ def test_who_is_not_the_cause_says_in_one_line_where_it_stood(capfd, prefix):
         f"[0] {aborted}{raised}.  {places}\n[1] {aborted}as rank 0 says  {places}\n[2] Traceback "
     )
     assert shown.count("_wait()") == 1 and shown.endswith(f"[2] {own}\n") and "[rank" not in shown
+    other = "rank 3 raised ValueError: bad batch"
+    shown = _shown(
+        capfd, output.Screen(output.Style()), [f"{aborted}{one}." for one in (raised, other)], prefix
+    )
+    assert other in shown, "another cause"
     whole = _shown(capfd, output.Screen(output.Style(), shows_all=True), [f"{aborted}{raised}"] * 2, prefix)
     assert whole.count("_wait()") == 2, "--verbose"
+
+
+def test_tracebacks_that_differ_by_the_rank_alone_are_alike(capfd):
+    errors = [f"ValueError: <Data object at 0x7f{rank}b> of rank {rank}: no file" for rank in range(2)]
+    shown = _shown(capfd, output.Screen(output.Style(horovod=True)), errors)
+    assert shown.count("loss.backward()") == 1, shown
+    assert shown.endswith(f"[1]<stderr>:{errors[1]}  (the traceback is rank 0's)\n")
+    shown = _shown(capfd, output.Screen(output.Style()), ["ValueError: batch 1", "ValueError: batch 2"])
+    assert shown.count("loss.backward()") == 2, shown
 
 
 def test_ranks_that_wait_for_each_other_say_it_once(capfd):
