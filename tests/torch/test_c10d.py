@@ -461,6 +461,19 @@ def test_ddp_computes_the_gradients_that_gloo_computes() -> None:
             assert torch.equal(ours, gloos), (more, ours - gloos)
 
 
+@ranks(2)
+def test_ddps_join_can_divide_by_the_ranks_that_have_batches_left() -> None:
+    with distributed() as (rank, _):
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+        gradients = []
+        with model.join(divide_by_initial_world_size=False):
+            for _ in range(1 + rank):
+                model.zero_grad()
+                model(torch.full((1, 1), 1.0 + rank)).sum().backward()
+                gradients.append(model.module.weight.grad.item())
+        assert gradients == [1.5, 2.0][: 1 + rank]
+
+
 PROGRAM = """
 import sys
 import torch, torch.distributed as dist

@@ -8,6 +8,7 @@ other, nor for hvd's operations. Works and futures are in work.py. Thread: the c
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -84,6 +85,9 @@ class HorocloneGroup(GroupFacts):
         self._plain = PlainCalls(self._runtime, self._limit_s)
         self._flight = InFlight(self._runtime, rank, self._members, self._plain.end)
         self._monitored = 0  # monitored barriers so far
+        # DDP.join() gives its work, of one number, to C++ alone, which asks for the future in the backward pass: what
+        # is Python's of a work would have ended with the last reference of Python.
+        self._of_one_number: deque[Work | None] = deque(maxlen=16)
         open_groups.add(self)
 
     # --- life ---
@@ -186,9 +190,12 @@ class HorocloneGroup(GroupFacts):
         """Reduces one tensor, or several of one call, in place. One tensor may be sparse (sparse.py)."""
         if type(tensors) is list and len(tensors) == 1:
             tensor = tensors[0]
-            begun = self._begin(opts, ops.ALLREDUCE, tensor, tensor, reduces=True)
-            if begun is not NotImplemented:
-                return begun  # type: ignore[no-any-return]
+            work = self._begin(opts, ops.ALLREDUCE, tensor, tensor, reduces=True)
+            if work is NotImplemented:
+                work = self._allreduce(tensors, opts)
+            if tensor.numel() == 1:
+                self._of_one_number.append(work)
+            return work  # type: ignore[no-any-return]
         return self._allreduce(tensors, opts)
 
     def _allreduce(self, tensors: Any, opts: Any) -> Work:
