@@ -69,6 +69,7 @@ std::string announced(const Found& found, const Signature& s, const WorldRanks& 
 }
 
 // Horovod's words, then the next move.
+// culprit: -1 where as many ranks announced the one as the other.
 std::string advice(const Subject& subject, const Found& found, int culprit, bool floats) {
   const char* op = name_of(subject.op);
   const char* one_name = "Every rank must submit one name with one dtype and shape";
@@ -78,7 +79,9 @@ std::string advice(const Subject& subject, const Found& found, int culprit, bool
                      subject.op == Op::kAllreduce ? ", and give weight= where the others do." : ".");
     case Difference::kDType:
       return text_of("Mismatched data types. ", one_name,
-                     floats ? text_of("; is mixed precision on for rank ", culprit, " only?") : std::string("."));
+                     !floats       ? std::string(".")
+                     : culprit < 0 ? std::string("; is mixed precision on for some of the ranks only?")
+                                   : text_of("; is mixed precision on for rank ", culprit, " only?"));
     case Difference::kReduce:
       return text_of("Mismatched ", op, " reduce operations. Every rank must pass the same op.");
     case Difference::kScale:
@@ -89,7 +92,7 @@ std::string advice(const Subject& subject, const Found& found, int culprit, bool
       return text_of("Mismatched ", op,
                      " CPU/GPU device selection. Move the tensor to one kind of device on every rank.");
     case Difference::kStep:
-      return text_of("Mismatched steps. Rank ", culprit,
+      return text_of("Mismatched steps. ", culprit < 0 ? std::string("One of them") : text_of("Rank ", culprit),
                      " takes its steps by what it alone sees: do optax.apply_if_finite, lax.cond or a loss scaler "
                      "stand around the optimizer? Put them inside of it, or decide by an allreduce, alike on every "
                      "rank.");
@@ -98,11 +101,13 @@ std::string advice(const Subject& subject, const Found& found, int culprit, bool
   }
   if (first_dimension_is_free(subject.op))
     return text_of("Mismatched ", op, " tensor shapes. Only the first dimension may differ between ranks.");
-  return text_of("Mismatched ", op, " tensor shapes. ", one_name, "; does rank ", culprit,
-                 " run another model or batch size?");
+  return text_of("Mismatched ", op, " tensor shapes. ", one_name,
+                 culprit < 0 ? std::string("; do the ranks run different models or batch sizes?")
+                             : text_of("; does rank ", culprit, " run another model or batch size?"));
 }
 
-// The fewer are in the wrong: with eight ranks of which only rank 0 differs, rank 0 is named.
+// The fewer are in the wrong: with eight ranks of which only rank 0 differs, rank 0 is named. Of two that differ
+// neither is: `and` between them tells the launcher (launch/root_cause.py).
 std::string describe(const Subject& subject, std::span<const Signature* const> by_rank, int reference,
                      const WorldRanks& world_rank) {
   const Signature& a = *by_rank[static_cast<size_t>(reference)];
@@ -112,6 +117,7 @@ std::string describe(const Subject& subject, std::span<const Signature* const> b
     bool differs = difference(subject.op, a, *by_rank[r]).what != Difference::kNone;
     (differs ? unlike : like).push_back(static_cast<int>(r));
   }
+  const bool even_split = like.size() == unlike.size();
   if (like.size() < unlike.size()) std::swap(like, unlike);
   int odd = unlike.front(), even = like.front();
   const Signature& mine = *by_rank[static_cast<size_t>(odd)];
@@ -125,8 +131,9 @@ std::string describe(const Subject& subject, std::span<const Signature* const> b
     more += text_of(i == 1 ? "" : ", ", world_rank(unlike[i]));
   if (!more.empty()) more = text_of(" (ranks ", more, unlike.size() > kListed ? ", ..." : "", " differ as well)");
   return text_of(label_of(subject), ": rank ", world_rank(odd), " announced ", announced(found, mine, world_rank),
-                 ", rank ", world_rank(even), " announced ", announced(found, theirs, world_rank), more, ". ",
-                 advice(subject, found, world_rank(odd), floats));
+                 even_split ? " and rank " : ", rank ", world_rank(even), " announced ",
+                 announced(found, theirs, world_rank), more, ". ",
+                 advice(subject, found, even_split ? -1 : world_rank(odd), floats));
 }
 
 Agreement refuse(Code code, std::string text) {
@@ -309,7 +316,7 @@ Agreement agree(const Subject& subject, std::span<const Signature* const> by_ran
 std::string mismatched_operations(std::string_view name, std::pair<Op, int> first, std::pair<Op, int> second,
                                   const WorldRanks& world_rank) {
   return text_of(name_of(first.first), " ", in_quotes(name), ": rank ", world_rank(first.second), " announced ",
-                 name_of(first.first), ", rank ", world_rank(second.second), " announced ", name_of(second.first),
+                 name_of(first.first), " and rank ", world_rank(second.second), " announced ", name_of(second.first),
                  ". Mismatched operations. Every rank must use one name for one operation; do the ranks take different "
                  "branches, or is one name used twice?");
 }

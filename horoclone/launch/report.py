@@ -18,7 +18,7 @@ from horoclone.launch.root_cause import (
     root_cause_ranks,
     text_of_exception,
 )
-from horoclone.launch.usage import ranks_text
+from horoclone.launch.usage import counted, ranks_text
 
 STDERR_LINES = 20
 HOROVODS_FAILURE = (
@@ -192,11 +192,9 @@ def hint(end: RankEnd) -> str | None:
         return "no traceback: the program chose this code itself (sys.exit, os._exit)"
     if end.code == -signal.SIGKILL:
         if end.memory_kills > 0:
-            return f"out of memory: the kernel killed {end.memory_kills} process(es) of this cgroup while the job ran"
-        return (
-            "kill -9, or out of memory in another cgroup or on the whole host (dmesg tells; the counter of the "
-            "launcher's cgroup did not rise)"
-        )
+            processes = counted(end.memory_kills, "process")
+            return f"out of memory: the kernel killed {processes} of this cgroup while the job ran"
+        return "somebody sent it (kill -9), or memory ran out, though not in the launcher's cgroup; dmesg tells which"
     return (
         _HINTS.get(signal.Signals(-end.code))
         if end.code < 0 and -end.code in signal.valid_signals()
@@ -312,7 +310,7 @@ def failure_report(
     lines += _others(end, alike, [other.rank for other in named], ends)
     if logs:
         lines.append(f"  logs of every rank: {logs}")
-    lines.append(f"root cause: {verdict}; exit code {exit_code(end.code)}")
+    lines.append(f"root cause: {verdict}" + (f" (exit code {exit_code(end.code)})" if end.code < 0 else ""))
     return "\n".join(lines), exit_code(end.code)
 
 
@@ -324,12 +322,12 @@ def elastic_failure(
     in_sight: Set[int] = frozenset(),
     whole: Set[int] | None = None,
 ) -> tuple[str, int]:
-    """Of an elastic job that ended with these workers, with Horovod's words. reason: why it ended, or empty."""
+    """Of an elastic job that ended with these workers, behind Horovod's words. reason: why it ended, or empty."""
     text, code = failure_report(failed, logs, 0, in_sight, whole)
     first = culprit(failed)
     assert first is not None
-    text += "\n" + HOROVODS_FAILURE.format(f"{first.host}[{slot_of(first)}]", first.code)
-    return (f"{reason}\n{text}" if reason else text), code
+    horovods = HOROVODS_FAILURE.format(f"{first.host}[{slot_of(first)}]", first.code)
+    return "\n".join([*filter(None, [reason]), horovods, text]), code
 
 
 def _verdict(end: RankEnd, named: Sequence[RankEnd], alike: Sequence[RankEnd], size: int) -> str:

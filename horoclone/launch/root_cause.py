@@ -28,6 +28,7 @@ _NAMED = re.compile(
     r"\brank (\d+) (?:\([^()\n]*, pid \d+\)|announced |raised |failed before |was killed by |was interrupted "
     r"|ended with exit code |has died or left)"
 )
+_EVEN = re.compile(r"\brank \d+ announced .* and rank \d+ announced ")  # as many ranks the one as the other
 _LOST_PEER = re.compile(
     r"(?:\A|[\s.])(?:PeerLost|Aborted)(?::|\Z)"
 )  # as it is, or in the text of a framework's error
@@ -38,6 +39,7 @@ _LIBRARY = re.compile(  # whose frames are not the user's
     + "/"
 )
 CIRCLE = re.compile(r"\branks? [\d,-]+ stands? in ")
+_LISTED = 6  # lines of a list that are told
 _NEXT_SENTENCE = re.compile(r"[.?!] (?=[A-Z(])")
 
 
@@ -71,8 +73,8 @@ def _error_at(lines: Sequence[str]) -> int | None:
 
 
 def exception_line(lines: Sequence[str]) -> str | None:
-    """`ValueError: bad batch 17` of a traceback. Where the text goes on after a colon, what it says is in its last
-    line, of those that are not indented if there are such."""
+    """`ValueError: bad batch 17` of a traceback. Where the text goes on after a colon, what it says is in its last line
+    that is not indented, or in the outermost ones of a list, as torch's and those of a stall."""
     lines = _of_group(lines)
     at = _error_at(lines)
     if at is None:
@@ -81,8 +83,11 @@ def exception_line(lines: Sequence[str]) -> str | None:
     if not line.endswith(":"):
         return line
     rest = [one for one in lines[at + 1 :] if one.strip()]
-    said = [one for one in rest if not one[0].isspace()] or rest
-    return f"{line} {said[-1].strip()}" if said else line
+    depth = [len(one) - len(one.lstrip()) for one in rest]
+    said = [one.strip() for one, at in zip(rest, depth, strict=True) if at == min(depth)]
+    if depth and min(depth) == 0:
+        said = said[-1:]
+    return " ".join([line, "; ".join(said[:_LISTED])]).strip()
 
 
 def exception_name(line: str | None) -> str:
@@ -114,7 +119,7 @@ def suffered(rank: int, traceback: Sequence[str]) -> Suffered | None:
     said = exception_line(traceback) or ""
     plain = _QUOTED.sub(lambda quoted: "x" * len(quoted[0]), said)
     begins = _NAMED.search(plain) or CIRCLE.search(plain)
-    if not own or begins is None or rank in root_cause_ranks(said):
+    if not own or begins is None or _EVEN.search(plain) or rank in root_cause_ranks(said):
         return None
     ends = _NEXT_SENTENCE.search(plain, begins.start())  # advice follows, for the rank that the error names
     places, before = [], ""
@@ -138,14 +143,14 @@ def text_of_exception(lines: Sequence[str]) -> str:
 
 def root_cause_ranks(text: str) -> list[int]:
     """The ranks that an error's text is about: who differs, is late, or was lost. Empty: nobody is named, or ranks wait
-    for each other."""
+    for each other, or none of those that differ is the odd one."""
     plain = _QUOTED.sub("''", text)
     stalls = _STALLED.findall(plain)
     if stalls:
         late = {rank for missing, _ in stalls for rank in _ranks(missing)}
         ready = {rank for _, present in stalls for rank in _ranks(present)}
         return sorted(late - ready)
-    found = _NAMED.search(plain)
+    found = None if _EVEN.search(plain) else _NAMED.search(plain)
     return [int(found.group(1))] if found else []
 
 

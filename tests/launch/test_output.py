@@ -154,9 +154,7 @@ def test_a_text_of_several_lines_is_shown_once_and_its_cause_is_the_verdict(capf
     lines = tuple(OF_TENSORFLOW.splitlines())
     ends = [report.RankEnd(rank, "h", 1, 1, 1.0, False, None, False, lines) for rank in range(2)]
     told, _ = report.failure_report(ends, None, 2)
-    assert told.splitlines()[-1].endswith(
-        f"FailedPreconditionError: Graph execution error: {cause}; exit code 1"
-    )
+    assert told.splitlines()[-1].endswith(f"FailedPreconditionError: Graph execution error: {cause}")
     assert told.count("Detected at node") == 1, told
     assert "Detected at node" not in report.failure_report(ends, None, 2, screen.in_sight())[0]
 
@@ -225,7 +223,7 @@ def test_ranks_that_wait_for_each_other_say_it_once(capfd):
         for rank, error in enumerate(errors)
     ]
     lines = report.failure_report(ends, None, 2, {0, 1})[0].splitlines()
-    assert len(lines) == 2 and lines[1] == f"root cause: both ranks raised {errors[0]}; exit code 1"
+    assert len(lines) == 2 and lines[1] == f"root cause: both ranks raised {errors[0]}"
 
 
 OF_TORCH = """Traceback (most recent call last):
@@ -266,7 +264,7 @@ AT_EXIT = {
 @pytest.mark.parametrize("last", AT_EXIT)
 def test_what_is_printed_at_exit_is_not_the_cause(capfd, traceback, cause, last):
     ends = [report.RankEnd(0, "h", 1, 1, 1.0, False, None, False, (traceback + AT_EXIT[last]).splitlines())]
-    assert report.failure_report(ends, None, 1)[0].endswith(f"{cause}; exit code 1")
+    assert report.failure_report(ends, None, 1)[0].endswith(f"{cause}")
     screen = output.Screen(output.Style())
     for rank in range(2):
         stream = output.RankStream(rank, output.STDERR, screen, None)
@@ -284,7 +282,7 @@ def test_further_lines_of_an_exception_are_not_another_one():
     )
     ends = [report.RankEnd(0, "h", 1, 1, 1.0, False, text, False, ())]
     assert (
-        "exit code 1: pydantic.ValidationError: 1 validation error for Job;"
+        "exit code 1: pydantic.ValidationError: 1 validation error for Job"
         in report.failure_report(ends, None, 1)[0]
     )
     lines = [*OF_TORCH.splitlines(), "closing: done"]

@@ -238,6 +238,10 @@ TEST_CASE("coordinator: a dtype mismatch names ranks, types and the likely cause
   ranks.say(1, {allreduce("x", {3})});
   ranks.say(2, {allreduce("x", {3})});
   CHECK(has(ranks.decide().batches.at(0).error_text, "rank 4 announced float32[2], rank 6 announced float32[3]"));
+  // Of two neither is the odd one.
+  b = agree_on(named("x", signature(Op::kAllreduce, {4})), named("x", signature(Op::kAllreduce, {5})));
+  CHECK(has(b.error_text, "announced float32[5] and rank 0 announced float32[4]. Mismatched"));
+  CHECK(has(b.error_text, "do the ranks run different models or batch sizes?"));
 }
 
 TEST_CASE("coordinator: each kind of mismatch has its own text") {
@@ -330,7 +334,7 @@ TEST_CASE("coordinator: one name for two operations fails as soon as no rank can
   CHECK(plan.batches[1].entries[0].failed_on == std::vector<int32_t>{1});
   for (const PlanBatch& b : plan.batches) {
     CHECK(b.error == Code::kMismatch);
-    CHECK(has(b.error_text, "rank 0 announced allreduce, rank 1 announced allgather. Mismatched operations"));
+    CHECK(has(b.error_text, "rank 0 announced allreduce and rank 1 announced allgather. Mismatched operations"));
   }
   CHECK(ranks.coordinator.pending() == 0);
 }
