@@ -172,7 +172,8 @@ Result<std::vector<NetworkInterface>> network_interfaces(const std::string& want
   if (found.empty() && !wanted.empty()) {
     return error(Code::kInvalidArgument, "no interface of '", wanted,
                  "' is up; this host has: ", names.empty() ? "none" : names,
-                 ". Set HOROCLONE_NETWORK_INTERFACES to one of them");
+                 ". Name one of them where this one was named: HOROCLONE_NETWORK_INTERFACES, HOROVOD_GLOO_IFACE "
+                 "or --network-interfaces");
   }
   std::stable_sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
   std::vector<NetworkInterface> all;

@@ -24,7 +24,7 @@ from horoclone.launch.link import REFUSED, Link
 from horoclone.launch.notice_script import NoticeScript
 from horoclone.launch.process import LocalRanks
 from horoclone.launch.supervisor import Supervisor, Worker
-from horoclone.launch.usage import LaunchError, say
+from horoclone.launch.usage import LaunchError, counted, say
 from horoclone.membership.states import NO_MEMBER
 from horoclone.settings import seconds
 
@@ -114,7 +114,8 @@ class ElasticJob(Job):
         self._metrics.formed(number, len(ranks))
         if self._request.verbose or not is_first:
             slots = ",".join(str(worker.place.number) for worker in ranks)
-            say(f"generation {number}: {len(ranks)} ranks, in slots {slots}")
+            slots = f"{'slot' if len(ranks) == 1 else 'slots'} {slots}"
+            say(f"generation {number}: {counted(len(ranks), 'rank')}, in {slots}")
 
     def named(self, worker: Worker) -> str:
         member = self._members[worker.number]

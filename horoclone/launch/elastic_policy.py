@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from horoclone.launch.hosts import Host
+from horoclone.launch.usage import counted
 
 STRIKES = 3  # failures in a row without progress before a slot is closed
 LEFT_S = 60.0  # a slot whose worker left on notice is not used for so long: its host is expected to go
@@ -112,7 +113,7 @@ class Policy:
             host_name, local, _ = slot.place
             if local >= now.get(host_name, 0):
                 lost[worker] = (
-                    f"host {host_name} has {now[host_name]} slots now"
+                    f"host {host_name} has {counted(now[host_name], 'slot')} now"
                     if host_name in now
                     else (f"host {host_name} is not there any more")
                 )
@@ -196,7 +197,8 @@ class Policy:
         host = slots[0].place.host
         what = f"host {host}" if self._plan.whole_host else f"slot {slots[0].place.local} of host {host}"
         how_long = "" if delay_s == math.inf else f" for {delay_s:.0f} s"
-        text = f"{what} is not used any more{how_long}: too many failures" if open_ones else ""
+        why = "a worker on it has failed" if self._plan.whole_host else "too many failures"
+        text = f"{what} is not used any more{how_long}: {why}" if open_ones else ""
         return text, [slot.worker for slot in slots if slot.worker is not None]
 
     def left(self, worker: int, now: float) -> None:

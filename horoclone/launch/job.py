@@ -410,8 +410,9 @@ class Job:
     def _say_who_is_waited_for(self, waits: str) -> None:
         """After a failure: a launcher that is silent for seconds looks as if it hung."""
         members = self._members.values()
-        failed = [one.placement.rank for one in members if one.code not in (None, 0) and not one.by_us]
         left = [one.placement.rank for one in members if not one.gone]
+        failed = [one.placement.rank for one in members if one.code not in (None, 0) and not one.by_us]
+        failed = [rank for rank in failed if rank not in left]  # an elastic job has replaced that one
         if failed and left:
             say(f"{ranks_text(failed)} failed; {waits.format(ranks=ranks_text(left))}")
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 
 from horoclone.launch import report
 from horoclone.launch.hosts import Placement
+from horoclone.launch.usage import counted
 from horoclone.live import late_ranks, rank_metrics
 from horoclone.live.job_segment import Event, Writer
 from horoclone.live.overview import longest_goodput
@@ -116,7 +117,7 @@ class JobMetrics:
     def formed(self, generation: int, ranks: int) -> None:
         """A generation of an elastic job."""
         self._generation = generation
-        self.happened("member", f"generation {generation} was formed: {ranks} ranks")
+        self.happened("member", f"generation {generation} was formed: {counted(ranks, 'rank')}")
 
     def happened(self, kind: str, text: str, *keys: int) -> None:
         if self._segment is not None:

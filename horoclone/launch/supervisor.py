@@ -415,7 +415,8 @@ class Supervisor:
             else:
                 self._expect_fewer(now)
         else:
-            self._backend.say(f"the worker in {name} {text}; {end.left} of the job's ranks are left")
+            left = f"{end.left} of the job's ranks {'is' if end.left == 1 else 'are'} left"
+            self._backend.say(f"the worker in {name} {text}; {left}")
             self._failed(worker, end, now)
 
     def withdrawn(self, worker: Worker, text: str, now: float) -> None:

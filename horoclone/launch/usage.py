@@ -66,6 +66,11 @@ def out_of_descriptors(ranks: int) -> LaunchError:
     )
 
 
+def counted(number: int, noun: str) -> str:
+    """1 rank, 2 ranks, 3 processes."""
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('s') else 's'}"
+
+
 def ranks_text(ranks: list[int]) -> str:
     """[3, 7, 8, 9] -> 'ranks 3,7-9'; [3] -> 'rank 3'."""
     parts: list[str] = []

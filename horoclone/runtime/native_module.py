@@ -73,6 +73,8 @@ def _peer_lost(text: str, culprit: int) -> errors.PeerLost:
     if culprit >= 0:
         how = Loss.ENDED if ENDED in text else Loss.SILENT if SILENT in text else Loss.UNREACHABLE
         current.lost[culprit] = max(current.lost.get(culprit, how), how)
+    if current.job is not None and culprit == current.job.rank:
+        text = f"{text}. That is this rank: the others have given it up."
     return errors.PeerLost(text, culprit)
 
 

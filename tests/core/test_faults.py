@@ -206,6 +206,7 @@ def test_a_rank_that_stays_stopped_is_lost_and_learns_it_when_it_goes_on(worker_
     for team, since in zip(teams, woken, strict=True):
         heard = team.wait_for(1, "error", 10)
         assert heard["rank"] == 1 and "has not responded" in heard["text"], heard  # why the others gave it up
+        assert "That is this rank: the others have given it up." in heard["text"], "not as of somebody else"
         assert heard["at"] - since < AT_ONCE_S, team.outputs()
     assert [team.wait() for team in teams] == [[0, 0, 0]] * 2
 

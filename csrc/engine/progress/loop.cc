@@ -244,7 +244,8 @@ Status Loop::peer_left(int rank, const std::string& text) {
   parts_.link.note_left(rank, text);
   const std::string full = text_of(
       "Horovod has been shut down: ", parts_.context.mesh->describe(rank), " ", text,
-      ", so this operation can never complete. Do all ranks run the same number of steps? hvd.join() evens them out.");
+      ", so this operation can never complete. Did it leave early (sys.exit), or has it fewer steps than others? "
+      "hvd.join() evens them out.");
   parts_.messages.peer_left(rank, full);
   for (ProcessSet* set : parts_.sets.mine()) HC_TRY(set->peer_left(rank, full));
   return Status::ok();

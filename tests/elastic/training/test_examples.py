@@ -50,7 +50,7 @@ def test_an_elastic_example_learns_its_circle_though_a_rank_is_killed(
     said = re.findall(r"epoch (\d+): loss [\d.]+, (\d) ranks", done.stdout)
     assert [int(epoch) for epoch, _ in said] == list(range(1, epochs + 1)), done.output
     assert ("2", "2") in said and re.search(r"generation [23]: ", done.stdout), done.output
-    assert "was killed by SIGKILL; 1 of the job's ranks are left" in done.stderr, done.output
+    assert "was killed by SIGKILL; 1 of the job's ranks is left" in done.stderr, done.output
     accuracy = re.search(r"accuracy ([\d.]+)%", done.stdout)
     assert accuracy is not None and float(accuracy.group(1)) > 90, done.output
     assert "do not have the same values" not in done.output, done.output
