@@ -2,6 +2,7 @@
 #pragma once
 
 #include <barrier>
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <string>
@@ -154,6 +155,16 @@ inline int64_t counter(const Engine& engine, const std::string& name) {
   const std::string json = engine.counters_json(), key = "\"" + name + "\":";
   const size_t at = json.find(key);
   return at == std::string::npos ? 0 : std::stoll(json.substr(at + key.size()));
+}
+
+// Whether the engine comes to make no step for a while. Its timers leave it that much, also while it waits.
+inline bool comes_to_rest(const Engine& engine) {
+  for (const Deadline deadline = Deadline::in(5); !deadline.passed();) {
+    const int64_t before = counter(engine, "steps");
+    std::this_thread::sleep_for(std::chrono::milliseconds(30));
+    if (counter(engine, "steps") == before) return true;
+  }
+  return false;
 }
 
 }  // namespace hc

@@ -93,11 +93,12 @@ void Loop::take_submitted() {
 }
 
 // Shared-memory rings move here; sockets move in poll(). A broken channel is reported there, after its last frames.
+// After a failure, too: frames that nobody takes would wake this rank again and again.
 Status Loop::receive_frames() {
   Mesh& mesh = *parts_.context.mesh;
   for (int r = 0; r < mesh.size(); ++r) {
     if (r == mesh.rank()) continue;
-    while (!parts_.context.has_failed() && !parts_.link.has_left(r) && mesh.channel(r).receive(&received_)) {
+    while (mesh.channel(r).receive(&received_)) {
       last_.moved = true;
       parts_.link.count_received(r, received_.size());
       HC_TRY(handle_frame(r, received_));
@@ -109,6 +110,8 @@ Status Loop::receive_frames() {
 Status Loop::handle_frame(int from, std::span<const uint8_t> frame) {
   Reader in(frame);
   const auto kind = in.get<FrameKind>();
+  const bool has_failed = parts_.context.has_failed();
+  if (has_failed && kind != FrameKind::kGoodbye) return Status::ok();
   const auto checked = [&](const Status& status) {
     return status.is_ok() ? status : status.with(text_of("control frame from ", parts_.context.mesh->describe(from)));
   };
@@ -129,7 +132,7 @@ Status Loop::handle_frame(int from, std::span<const uint8_t> frame) {
     case FrameKind::kLinkId:
       return checked(parts_.messages.handle(from, kind, &in));
     case FrameKind::kGoodbye:
-      if (!told_) return peer_left(from, in.get_text());
+      if (!told_ && !has_failed) return peer_left(from, in.get_text());
       parts_.link.note_left(from, in.get_text());
       return Status::ok();
     case FrameKind::kEnding:

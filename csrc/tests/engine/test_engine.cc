@@ -3,6 +3,7 @@
 #include <doctest/doctest.h>
 
 #include <atomic>
+#include <latch>
 #include <numeric>
 #include <random>
 
@@ -456,23 +457,56 @@ TEST_CASE("a rank that has sent its share and shut down is no loss to one that i
   }));
 }
 
-TEST_CASE("abort reaches every rank with its text") {
-  World world(3);
-  CHECK_OK(world.each([&](Engine& engine, int rank) {
-    int64_t everybody_is_here = 0;
-    CHECK_OK(submit<float>(engine, Op::kBarrier, "", {}, nullptr, {}, &everybody_is_here));
-    if (Status met = finish(engine, everybody_is_here); rank == 1) {
-      CHECK_OK(met);
-      engine.abort("rank 1 raised ValueError: bad batch 17");
-      return;
-    }
-    std::vector<float> v(4, 1);
-    int64_t h = 0;
-    const Status refused = submit(engine, Op::kAllreduce, "late", v, &v, {4}, &h);
-    const Status outcome = refused.is_ok() ? finish(engine, h, 10) : refused;
-    CHECK_LOCKED(outcome.code() == Code::kAborted);
-    CHECK_LOCKED(outcome.text().find("bad batch 17") != std::string::npos);
-  }));
+TEST_CASE("abort reaches every rank with its text, and they sleep when the one that raised has left") {
+  for (const std::string& node : {"of all", "of rank 2", ""}) {
+    CAPTURE(node);
+    World world(3, settings_of(!node.empty()));
+    if (!node.empty()) world.on_nodes({"of all", "of all", node});
+    std::latch ended(3), rested(2);
+    CHECK_OK(world.each([&](Engine& engine, int rank) {
+      CHECK_OK(perform(engine, Op::kBarrier));
+      if (rank == 1) {
+        engine.abort("rank 1 raised ValueError: bad batch 17");
+        ended.arrive_and_wait();
+        return;
+      }
+      std::vector<float> v(4, 1);
+      const Status outcome = perform(engine, Op::kAllreduce, "late", v, &v, {4});
+      CHECK_LOCKED(outcome.code() == Code::kAborted);
+      CHECK_LOCKED(outcome.text().find("bad batch 17") != std::string::npos);
+      ended.arrive_and_wait();
+      const bool rests = comes_to_rest(engine);
+      CHECK_LOCKED(rests);
+      rested.arrive_and_wait();
+    }));
+  }
+}
+
+TEST_CASE("an engine sleeps when another rank has left, and while it waits for one") {
+  for (bool shared : {true, false}) {
+    CAPTURE(shared);
+    World world(3, settings_of(shared));
+    std::latch left(2), rested(2);
+    CHECK_OK(world.each([&](Engine& engine, int rank) {
+      int set = 0;
+      CHECK_OK(engine.add_process_set({0, 2}, &set));
+      if (rank == 1) return;
+      bool rests = comes_to_rest(engine);
+      CHECK_LOCKED(rests);
+      left.arrive_and_wait();
+      std::vector<float> v(4, 1);
+      int64_t h = 0;
+      const auto begin = [&] {
+        CHECK_OK(submit(engine, Op::kAllreduce, "v", v, &v, {4}, &h, [&](Submission& s) { s.process_set = set; }));
+      };
+      if (rank == 0) begin();
+      rests = comes_to_rest(engine);
+      CHECK_LOCKED(rests);
+      rested.arrive_and_wait();
+      if (rank == 2) begin();
+      CHECK_OK(finish(engine, h));
+    }));
+  }
 }
 
 TEST_CASE("an abort overtakes nothing that its rank has done") {
