@@ -44,6 +44,7 @@ class ElasticJob(Job):
         self._is_minority = False  # of a cut network
         self._notices: NoticeScript | None = None
         self._host_identities = HostIdentities(request.ssh, self._wake)
+        request.screen.number_in_errors = self._number_in_errors
 
     def _start(self) -> None:
         hosts = self._supervisor.find_hosts()
@@ -155,6 +156,11 @@ class ElasticJob(Job):
         left_s = seconds(self._request.environment, "NOTICE", 30.0) if left_s is None else left_s
         self._supervisor.host_goes(host, left_s, time.monotonic())
 
+    def _number_in_errors(self, slot: int) -> int:
+        """The rank of who has this slot in the newest generation; -1: nobody."""
+        ranks = [worker.place.number for worker in self._supervisor.ranks()]
+        return ranks.index(slot) if slot in ranks else -1
+
     def _after_exit(self, member: Member, now: float) -> None:
         worker, code = self._supervisor.workers[member.key], member.code or 0
         is_certain = not member.note  # a note: its host was lost
@@ -238,11 +244,13 @@ class ElasticJob(Job):
         ends = dict(zip(self._members, result.ends, strict=True))
         last = supervisor.last if supervisor.has_formed or not supervisor.finishing else order
         failed = [
-            ends[one.number] for one in last if ends[one.number].code != 0 and not ends[one.number].by_us
+            ends[one.number]._replace(in_errors=self._number_in_errors(one.place.number))
+            for one in last
+            if ends[one.number].code != 0 and not ends[one.number].by_us
         ]
         if failed:
-            slots = {id(end): supervisor.workers[number].place.local for number, end in ends.items()}
-            facts = (failed, self._request.output_folder, lambda end: slots[id(end)], supervisor.reason)
+            slots = {one.place.number: one.place.local for one in supervisor.workers.values()}
+            facts = (failed, self._request.output_folder, lambda end: slots[end.rank], supervisor.reason)
             text, code = report.elastic_failure(*facts)
             screen = self._request.screen
             brief, _ = report.elastic_failure(*facts, screen.in_sight(), screen.whole_in_sight())

@@ -92,10 +92,13 @@ class Repeats:
             set()
         )  # ranks of whose last traceback one line was left, and the rest is shown nowhere
 
-    def shortened(self, rank: int, traceback: list[bytes], end: int) -> tuple[list[bytes], int]:
+    def shortened(self, rank: int, named: int, traceback: list[bytes], end: int) -> tuple[list[bytes], int]:
         """The traceback, which would end at this line of the screen, or one line where it says that another rank is the
-        cause, or where another's like it has been shown; and at which line the whole text ends."""
-        found = suffered(rank, [line.decode(errors="replace") for line in traceback]) if self.wanted else None
+        cause, or where another's like it has been shown; and at which line the whole text ends. named: the rank's
+        number in errors."""
+        found = (
+            suffered(named, [line.decode(errors="replace") for line in traceback]) if self.wanted else None
+        )
         key = (
             tuple(_OF_RANK.sub(rb"\1", line) for line in traceback)
             if found is None
@@ -129,6 +132,8 @@ class Screen:
         self._last_of: dict[int, int] = {}  # rank -> that number at its last line on stderr
         self._traceback_of: dict[int, int] = {}  # and at the end of its last traceback there
         self.broken = ""  # why nothing can be written any more
+        # of a rank; the ranks of an elastic job's generation are other ones than its slots
+        self.number_in_errors: Callable[[int], int] = lambda rank: rank
         self.may_drop: Callable[[], bool] = lambda: False  # output that cannot be written at once may be lost
 
     def is_live(self, stream: int) -> bool:
@@ -159,7 +164,7 @@ class Screen:
         """What to show of a traceback, or of its beginning, `ahead` lines below the last one that has been shown."""
         end = self._written + ahead + len(lines)
         if whole:
-            lines, end = self.repeats.shortened(rank, lines, end)
+            lines, end = self.repeats.shortened(rank, self.number_in_errors(rank), lines, end)
         if stream == STDERR:
             self._traceback_of[rank] = end
         return lines

@@ -59,6 +59,12 @@ class RankEnd(NamedTuple):
     stderr: Sequence[str]
     memory_kills: int = 0
     note: str = ""
+    in_errors: int | None = None  # as errors name it; None: by its rank
+
+    @property
+    def number(self) -> int:
+        """In the texts of errors."""
+        return self.rank if self.in_errors is None else self.in_errors
 
 
 def end_of_process(code: int) -> str:
@@ -148,7 +154,7 @@ def culprit(ends: Sequence[RankEnd]) -> RankEnd | None:
     first = min(failed, key=lambda end: (end.by_us, is_consequence(end), end.code >= 0, end.ended_s))
     named = root_causes(first)
     for other in failed:
-        if named == [other.rank] and not other.by_us and root_causes(other) != [first.rank]:
+        if named == [other.number] and not other.by_us and root_causes(other) != [first.number]:
             return other
     return first
 
@@ -249,7 +255,7 @@ def _others(
     hurt = [
         one
         for one in rest
-        if is_consequence(one) or (end.rank != one.rank and root_causes(one) == [end.rank])
+        if is_consequence(one) or (end.rank != one.rank and root_causes(one) == [end.number])
     ]
     stopped = [one.rank for one in hurt if one.rank not in named]
     lines = []
@@ -289,7 +295,7 @@ def failure_report(
     alike = _alike(end, ends)
     first = headline(end, alike, size)
     named = [
-        other for other in ends if other.rank in root_causes(end) and (other is not end or len(alike) > 1)
+        other for other in ends if other.number in root_causes(end) and (other is not end or len(alike) > 1)
     ]
     lines = [first]
     if end.note:

@@ -28,10 +28,14 @@ _NAMED = re.compile(
     r"\brank (\d+) (?:\([^()\n]*, pid \d+\)|announced |raised |failed before |was killed by |was interrupted "
     r"|ended with exit code |has died or left)"
 )
+_IN_JOB = re.compile(r"\brank (\d+) of the process group is rank (\d+) of the job")  # torch/c10d/lost.py
 _EVEN = re.compile(r"\brank \d+ announced .* and rank \d+ announced ")  # as many ranks the one as the other
-_LOST_PEER = re.compile(
-    r"(?:\A|[\s.])(?:PeerLost|Aborted)(?::|\Z)"
-)  # as it is, or in the text of a framework's error
+_LOST_PEER = (
+    re.compile(  # as it is, or in the text of a framework's error; a user's may have these words, too
+        r"\bhoroclone\.errors\.(?:PeerLost|Aborted)(?::|\Z)|(?:\A|[\s.])(?:PeerLost|Aborted): .*"
+        rf"(?:{_NAMED.pattern}|stalled longer than HOROVOD_|has (?:been )?shut down)"
+    )
+)
 _FRAME = re.compile(r'  File "([^"]+)", line (\d+), in (.+)')
 _LIBRARY = re.compile(  # whose frames are not the user's
     r"/(?:site|dist)-packages/|/lib/python3\.\d+/|\A<frozen |\A"
@@ -111,17 +115,18 @@ class Suffered(NamedTuple):
 
 
 def suffered(rank: int, traceback: Sequence[str]) -> Suffered | None:
-    """None: the error does not say that others are the cause, or that ranks wait for each other; or no frame is the
-    user's."""
+    """rank: as errors name it; -1: unknown. None: the error does not say that others are the cause, or that ranks wait
+    for each other; or no frame is the user's."""
     above = traceback[: _error_at(traceback)]
     frames = [(at, found) for at, line in enumerate(above) if (found := _FRAME.match(line))]
     own = [(at, found) for at, found in frames if not _LIBRARY.search(found[1])]
     said = exception_line(traceback) or ""
     plain = _QUOTED.sub(lambda quoted: "x" * len(quoted[0]), said)
     begins = _NAMED.search(plain) or CIRCLE.search(plain)
-    if not own or begins is None or _EVEN.search(plain) or rank in root_cause_ranks(said):
+    if rank < 0 or not own or begins is None or _EVEN.search(plain) or rank in root_cause_ranks(said):
         return None
     ends = _NEXT_SENTENCE.search(plain, begins.start())  # advice follows, for the rank that the error names
+    in_job = _IN_JOB.search(plain, ends.end()) if ends else None
     places, before = [], ""
     for path, line, function in (found.groups() for _, found in own):
         places.append(f"{'' if path == before else path}:{line} in {function}")
@@ -129,7 +134,7 @@ def suffered(rank: int, traceback: Sequence[str]) -> Suffered | None:
     source = next(iter(above[own[-1][0] + 1 :]), "").strip()
     return Suffered(
         said[: begins.start()],
-        said[begins.start() : ends.start() + 1 if ends else None],
+        said[begins.start() : ends.start() + 1 if ends else None] + (f" ({in_job[0]})" if in_job else ""),
         ", ".join(places) + (f": {source}" if source and not _FRAME.match(f"  {source}") else ""),
     )
 
@@ -151,7 +156,8 @@ def root_cause_ranks(text: str) -> list[int]:
         ready = {rank for _, present in stalls for rank in _ranks(present)}
         return sorted(late - ready)
     found = None if _EVEN.search(plain) else _NAMED.search(plain)
-    return [int(found.group(1))] if found else []
+    in_job = dict(_IN_JOB.findall(plain))
+    return [int(in_job.get(found.group(1), found.group(1)))] if found else []
 
 
 def _ranks(text: str) -> list[int]:

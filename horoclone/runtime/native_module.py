@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -73,8 +74,10 @@ def _peer_lost(text: str, culprit: int) -> errors.PeerLost:
     if culprit >= 0:
         how = Loss.ENDED if ENDED in text else Loss.SILENT if SILENT in text else Loss.UNREACHABLE
         current.lost[culprit] = max(current.lost.get(culprit, how), how)
-    if current.job is not None and culprit == current.job.rank:
-        text = f"{text}. That is this rank: the others have given it up."
+    if (
+        f"({socket.gethostname()}, pid {os.getpid()}){SILENT}" in text
+    ):  # not by its number, which may be a group's
+        text += ". That is this rank: the others have given it up."
     return errors.PeerLost(text, culprit)
 
 

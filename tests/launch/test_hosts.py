@@ -242,6 +242,26 @@ def test_the_culprit_is_not_who_noticed_first():
     assert found is not None and found.rank == 2
 
 
+def test_a_users_error_with_such_words_is_no_consequence():
+    own = ("RuntimeError: upload Aborted: disk full", "Aborted: no more retries", "ValueError: a PeerLost")
+    assert not any(report.is_consequence(_raised(0, error)) for error in own)
+    for error in (
+        "InternalError: Aborted: allreduce 'x': rank 1 raised KeyError",
+        "horoclone.errors.PeerLost: x",
+    ):
+        assert report.is_consequence(_raised(0, error)), error
+
+
+def test_ranks_of_an_elastic_job_and_of_a_process_group_are_counted_as_those_of_their_errors():
+    ends = [_raised(slot, MISMATCH.replace("rank 2", "rank 1")) for slot in range(3)]
+    for slot, number in enumerate((1, 2, 0)):
+        ends[slot] = ends[slot]._replace(in_errors=number)
+    found = report.culprit(ends)
+    assert found is not None and found.rank == 0, "slot 0 has rank 1"
+    text = f"{MISMATCH} (rank 0 of the process group is rank 1 of the job, rank 2 of the process group is rank 5 of the job)"
+    assert root_cause.root_cause_ranks(text) == [5]
+
+
 def test_a_signal_is_more_of_a_cause_than_an_exit_code():
     found = report.culprit([_end(0, 1, 1.0), _end(1, -9, 1.1)])
     assert found is not None and found.rank == 1
@@ -497,6 +517,6 @@ def test_an_error_raised_from_another_is_told_with_that_and_no_lost_peer_is_a_ca
 
 
 def test_a_rank_that_left_early_is_named_when_nobody_else_is_to_blame():
-    lost = ["Traceback (most recent call last):", "PeerLost: rank 1 left"]
+    lost = ["Traceback (most recent call last):", "horoclone.errors.PeerLost: rank 1 left"]
     text, code = report.failure_report([_end(0, 1, 3.0, stderr=lost), _end(1, 0, 2.0)], None)
     assert code == 1 and "rank 1 ended with exit code 0 while others" in text

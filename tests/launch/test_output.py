@@ -192,6 +192,16 @@ def test_who_is_not_the_cause_says_in_one_line_where_it_stood(capfd, prefix):
         f"[0] {aborted}{raised}.  {places}\n[1] {aborted}as rank 0 says  {places}\n[2] Traceback "
     )
     assert shown.count("_wait()") == 1 and shown.endswith(f"[2] {own}\n") and "[rank" not in shown
+    of_group = "rank 0 of the process group is rank 2 of the job"
+    shown = _shown(
+        capfd, output.Screen(output.Style()), [f"{aborted}rank 0 raised KeyError. Try again. ({of_group})"]
+    )
+    assert f"KeyError. ({of_group})  {places}" in shown
+    screen = output.Screen(output.Style())
+    screen.number_in_errors = {0: 2, 1: -1, 2: 0}.__getitem__  # slot 1 has left
+    assert _shown(capfd, screen, [f"{aborted}{raised}."] * 3).count("_wait()") == 1, (
+        "but that of slot 2 is one line"
+    )
     other = "rank 3 raised ValueError: bad batch"
     shown = _shown(
         capfd, output.Screen(output.Style()), [f"{aborted}{one}." for one in (raised, other)], prefix

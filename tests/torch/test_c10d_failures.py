@@ -26,7 +26,20 @@ from torch.nn.parallel import DistributedDataParallel
 from worker_pool import say
 from world import raised
 
+from horoclone.errors import Mismatch, PeerLost
+from horoclone.torch.c10d.lost import in_words_of_the_job
+
 LIMIT_S = 120.0  # of one case; they take about a second, and a killed process has taken 40 s to end
+
+
+def test_an_error_of_a_process_group_also_has_the_numbers_in_the_job() -> None:
+    error = in_words_of_the_job(
+        Mismatch("x: rank 1 announced a and rank 0 announced b. Does rank 2?"), [0, 2, 3]
+    )
+    assert str(error).endswith("Does rank 2? (rank 1 of the process group is rank 2 of the job)")
+    lost = in_words_of_the_job(PeerLost("rank 0 has ended", 0), [1, 2])
+    assert isinstance(lost, PeerLost) and lost.rank == 0 and "is rank 1 of the job" in str(lost)
+    assert str(in_words_of_the_job(PeerLost("rank 0 has ended", 0), [0, 2])) == "rank 0 has ended"
 
 
 def die() -> None:

@@ -92,8 +92,12 @@ def who_is_late(runtime: Runtime, rank: int, size: int) -> str:
 
 
 def in_words_of_the_job(error: BaseException, members: Sequence[int]) -> BaseException:
-    """The runtime counts ranks within the group: adds the lost one's number in the job where it is another one."""
-    rank = error.rank if isinstance(error, PeerLost) else -1
-    if not 0 <= rank < len(members) or members[rank] == rank:
-        return error
-    return PeerLost(f"{error} (rank {rank} of the process group is rank {members[rank]} of the job)", rank)
+    """The runtime counts ranks within the group: adds the numbers in the job of who was lost or announced something
+    else, where they are others (launch/root_cause.py reads them)."""
+    announced = re.findall(r"\brank (\d+) announced ", re.sub(r"'[^'\n]*'", "", str(error)))
+    named = [error.rank] if isinstance(error, PeerLost) else sorted({int(rank) for rank in announced})
+    others = [rank for rank in named if 0 <= rank < len(members) and members[rank] != rank]
+    if others:
+        words = (f"rank {rank} of the process group is rank {members[rank]} of the job" for rank in others)
+        error.args = (f"{error} ({', '.join(words)})", *error.args[1:])
+    return error
