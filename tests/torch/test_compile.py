@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from world import ranks
+from world import distributed, ranks
 
 import horoclone.torch as hvd
 
@@ -127,3 +127,15 @@ def test_different_first_dimensions_are_an_error_that_says_so() -> None:
     with pytest.raises(hvd.Mismatch, match="sum"):
         double(torch.ones(2 + hvd.rank()))
     assert double(torch.ones(1)).item() == 4.0
+
+
+@ranks(2)
+def test_ddp_of_torch_can_be_compiled_on_horoclones_backend() -> None:
+    with distributed() as (rank, _):
+        torch._dynamo.reset()
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+        step = torch.compile(model, backend="eager")
+        for value in (rank + 1.0, rank + 5.0):  # in the second forward pass DDP makes its buckets anew
+            model.zero_grad()
+            step(torch.full((1, 2), value)).sum().backward()
+        assert model.module.weight.grad.tolist() == [[5.5, 5.5]]

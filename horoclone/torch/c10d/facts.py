@@ -6,9 +6,12 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from horoclone.torch.operations.tensors import never_compiled
+
 BACKEND = "horoclone"
 
 
+@never_compiled
 class GroupFacts(dist.ProcessGroup):
     """torch's own process groups keep these facts in their backends. Ours is the backend of every device itself."""
 

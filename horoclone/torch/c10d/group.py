@@ -46,7 +46,7 @@ from horoclone.torch.c10d.tensors import (
 from horoclone.torch.c10d.work import Finish, Finished, InFlight, PlainWork, Work
 from horoclone.torch.operations import requests
 from horoclone.torch.operations.gpu import HOST, Place, arrived, place_of, place_of_all, rows_of
-from horoclone.torch.operations.tensors import NUMBER_OF, share_memory
+from horoclone.torch.operations.tensors import NUMBER_OF, never_compiled, share_memory
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
@@ -59,6 +59,7 @@ Tensors = Sequence[torch.Tensor]
 open_groups: weakref.WeakSet[HorocloneGroup] = weakref.WeakSet()
 
 
+@never_compiled
 class HorocloneGroup(GroupFacts):
     """A process group of torch.distributed. Ranks in its arguments are ranks of the group.
 

@@ -37,6 +37,7 @@ from horoclone.torch.operations.gpu import (
     side_stream,
     stream_behind,
 )
+from horoclone.torch.operations.tensors import never_compiled
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
@@ -228,6 +229,7 @@ def _copied(error: BaseException) -> BaseException:
         return HorovodInternalError(f"{type(error).__name__}: {error}")
 
 
+@never_compiled
 class Future(torch.futures.Future[list[torch.Tensor]]):
     """Of a work's outputs, or its error.
 
@@ -262,6 +264,7 @@ class Future(torch.futures.Future[list[torch.Tensor]]):
             self.set_result(_Failed(error))
 
 
+@never_compiled
 class Work(dist.Work):
     """What torch.distributed returns for async_op=True. Thread: any."""
 
@@ -506,6 +509,7 @@ class Work(dist.Work):
         return error
 
 
+@never_compiled
 class PlainWork(Work):
     """Of a plain operation, whose result lies where the caller wants it (plain_calls.py). `finish` is called only where
     the core owns the result, because the ranks' sizes differ, and raises; `after` where it has succeeded."""

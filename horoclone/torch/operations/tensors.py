@@ -6,6 +6,7 @@ Refuses what the core cannot take, with the reason. Knows nothing of operations 
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from horoclone._core import Result
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 NUMBER_OF: dict[torch.dtype, int] = {
     getattr(torch, name): number for name, number in ops.MOVABLE.items() if hasattr(torch, name)
 }
@@ -55,6 +57,18 @@ def uncompiled(function: F) -> F:
         return function(*args, **kwargs)
 
     return cast(F, call)
+
+
+def never_compiled(kind: type[T]) -> type[T]:
+    """A decorator for classes whose methods C++ calls while frames are compiled, as DDP's does under torch.compile:
+    Dynamo would make programs of them. As uncompiled(), at no cost for a call."""
+    frames = torch._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):  # not before torch 2.7
+        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+        for method in vars(kind).values():
+            if isinstance(method, types.FunctionType):
+                frames.set_code_exec_strategy(method.__code__, skip)
+    return kind
 
 
 def number_of(tensor: torch.Tensor, name: str | None, gpu: bool = False) -> int:
