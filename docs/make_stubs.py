@@ -128,41 +128,54 @@ def alias_stubs() -> dict[Path, str]:
             if module in packages or len(parts) == 1
             else (ALIAS.joinpath(*parts).with_suffix(".pyi"))
         )
-        below = [one.rpartition(".")[2] for one in ALIASED if one.rpartition(".")[0] == module]
-        names = "".join(f"    {name} as {name},\n" for name in sorted(exported(module) - set(below)))
-        own = f"from horoclone.{module} import (\n{names})\n" if names else ""
-        files[place] = own + "".join(
-            f"from horovod.{module} import {name} as {name}\n" for name in sorted(below)
-        )
+        below = sorted(one.rpartition(".")[2] for one in ALIASED if one.rpartition(".")[0] == module)
+        lines = [f"from horoclone.{one} import *" for one in listing(module)]
+        if not lines and (names := exported(module) - set(below)):
+            spelled = "".join(f"    {one} as {one},\n" for one in sorted(names))
+            lines = [f"from horoclone.{module} import (\n{spelled})"]
+        lines += [f"from horovod.{module} import {one} as {one}" for one in below]
+        files[place] = "".join(f"{line}\n" for line in lines)
     return files
 
 
-def exported(module: str) -> set[str]:
-    """What the `__all__` of a module below horoclone lists, or without one what it defines, read from the source: no
-    framework has to be installed. A type checker cannot read `[*other.__all__, "name"]`, so the stubs spell it out."""
+def source_of(module: str) -> ast.Module:
     place = ROOT.joinpath("horoclone", *module.split("."))
-    tree = ast.parse((place / "__init__.py" if place.is_dir() else place.with_suffix(".py")).read_text())
+    return ast.parse((place / "__init__.py" if place.is_dir() else place.with_suffix(".py")).read_text())
+
+
+def all_of(module: str) -> tuple[set[str], list[str]]:
+    """The names that the `__all__` of a module below horoclone spells out, and the modules whose lists it takes."""
+    tree = source_of(module)
     others: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("horoclone"):
             for alias in node.names:
                 others[alias.asname or alias.name] = f"{node.module}.{alias.name}".removeprefix("horoclone.")
-    lists = [
-        node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-    ]
-    if not lists:
-        return defined_in(tree)
-    (listed,) = lists
-    assert isinstance(listed, ast.List)
-    names: set[str] = set()
-    for one in listed.elts:
-        if isinstance(one, ast.Starred):
-            names |= exported(others[ast.unparse(one.value).removesuffix(".__all__")])
-        else:
-            names.add(ast.literal_eval(one))
-    return names
+    names, taken = set(), []
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            assert isinstance(node.value, ast.List)
+            for one in node.value.elts:
+                if isinstance(one, ast.Starred):
+                    taken.append(others[ast.unparse(one.value).removesuffix(".__all__")])
+                else:
+                    names.add(ast.literal_eval(one))
+    return names, taken
+
+
+def listing(module: str) -> list[str]:
+    """The modules whose `__all__` make up that of a module below horoclone, itself last; none: it has no `__all__`. A
+    type checker reads only names that are spelled out, not `[*other.__all__, "name"]`."""
+    names, taken = all_of(module)
+    lists = [one for other in taken for one in listing(other)]
+    return [*dict.fromkeys(lists), module] if names or taken else []
+
+
+def exported(module: str) -> set[str]:
+    """What the `__all__` of a module below horoclone lists, or without one what it defines, read from the source: no
+    framework has to be installed."""
+    lists = listing(module)
+    return set().union(*(all_of(one)[0] for one in lists)) if lists else defined_in(source_of(module))
 
 
 def defined_in(tree: ast.Module) -> set[str]:

@@ -1,4 +1,1 @@
-from horoclone.data import (
-    AsyncDataLoaderMixin as AsyncDataLoaderMixin,
-    BaseDataLoader as BaseDataLoader,
-)
+from horoclone.data import *

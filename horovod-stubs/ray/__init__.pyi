@@ -1,11 +1,4 @@
-from horoclone.ray import (
-    BaseHorovodWorker as BaseHorovodWorker,
-    ElasticRayExecutor as ElasticRayExecutor,
-    ParameterServers as ParameterServers,
-    RayExecutor as RayExecutor,
-    installed as installed,
-    share_secret as share_secret,
-)
+from horoclone.ray import *
 from horovod.ray import adapter as adapter
 from horovod.ray import elastic as elastic
 from horovod.ray import elastic_v2 as elastic_v2

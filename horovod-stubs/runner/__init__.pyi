@@ -1,3 +1,1 @@
-from horoclone.runner import (
-    run as run,
-)
+from horoclone.runner import *

@@ -1,7 +1,4 @@
-from horoclone.spark import (
-    run as run,
-    run_elastic as run_elastic,
-)
+from horoclone.spark import *
 from horovod.spark import common as common
 from horovod.spark import conf as conf
 from horovod.spark import keras as keras

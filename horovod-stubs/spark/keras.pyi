@@ -1,4 +1,1 @@
-from horoclone.spark.keras import (
-    KerasEstimator as KerasEstimator,
-    KerasModel as KerasModel,
-)
+from horoclone.spark.keras import *

@@ -1,4 +1,1 @@
-from horoclone.spark.torch import (
-    TorchEstimator as TorchEstimator,
-    TorchModel as TorchModel,
-)
+from horoclone.spark.torch import *

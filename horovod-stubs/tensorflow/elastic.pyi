@@ -1,16 +1,1 @@
-from horoclone.tensorflow.elastic import (
-    ElasticSampler as ElasticSampler,
-    Generation as Generation,
-    ObjectState as ObjectState,
-    Owned as Owned,
-    RandomStates as RandomStates,
-    Recovery as Recovery,
-    State as State,
-    StateLost as StateLost,
-    TensorFlowKerasState as TensorFlowKerasState,
-    TensorFlowState as TensorFlowState,
-    generation as generation,
-    last_recovery as last_recovery,
-    run as run,
-    run_fn as run_fn,
-)
+from horoclone.tensorflow.elastic import *
