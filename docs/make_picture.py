@@ -74,7 +74,7 @@ WORDS = {
     "horoclone.selection": "what init measured",
     "horoclone.arrays": "operations on arrays, objects",
     "horoclone.init and exit": "runtime/lifecycle, exit_hooks",
-    "horoclone.runtime": "the pointer, facts, counters",
+    "horoclone.runtime": "the pointer, topology, counters",
     "horoclone.handles": "compression, handles, numbers",
     "horoclone.process_sets": "subsets of the ranks",
     "horoclone.tools": "simulate",

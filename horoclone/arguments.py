@@ -23,7 +23,7 @@ def given(value: Any) -> str:
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     try:
         text = _shown.repr(value)
-    except Exception:  # the repr of a stranger's object
+    except Exception:  # the repr of somebody else's object
         text = "an object"
     text = " ".join(text.split())
     article = "an" if name[0] in "aeiouAEIOU" else "a"

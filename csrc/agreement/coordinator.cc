@@ -13,7 +13,7 @@ namespace {
 
 // How far a batch looks for more of its kind, and how many that do not fit it passes over.
 constexpr size_t kLookAhead = 4096;
-constexpr size_t kMisfits = 64;
+constexpr size_t kMaxTooLarge = 64;
 constexpr size_t kSmallBytes = 256u << 10;  // what moves faster than a plan of its own
 
 // An item of the queue of what can run (or must fail): by priority, among equals in the order in which it became so.
@@ -299,10 +299,11 @@ size_t Coordinator::State::fuse(PlanBatch* batch, const Ready& first) {
   const uint64_t hash = first.fuse_hash;
   const int32_t priority = first.priority;
   const FuseKey key = ledger.agreement(ledger.at(first.entry)).fuse;
-  size_t bytes = first.bytes, misfits = 0;
+  size_t bytes = first.bytes, too_large = 0;
   const size_t most = fusion_limit(ledger.agreement(ledger.at(first.entry)));
   close(first.entry, batch);
-  for (size_t i = 1; i < std::min(ready.size(), kLookAhead) && misfits < kMisfits && written < kFrameBudget; i++) {
+  for (size_t i = 1; i < std::min(ready.size(), kLookAhead) && too_large < kMaxTooLarge && written < kFrameBudget;
+       i++) {
     Ready& next = ready[i];
     if (next.is_join()) break;  // nothing overtakes a join
     if (next.entry == kNoEntry || next.taken || next.fuse_hash != hash) continue;
@@ -311,7 +312,7 @@ size_t Coordinator::State::fuse(PlanBatch* batch, const Ready& first) {
     size_t limit = most;
     if (next.priority != priority && options.part_bytes != 0) limit = std::min(limit, options.part_bytes);
     if (bytes > limit || next.bytes > limit - bytes) {
-      misfits++;
+      too_large++;
       continue;
     }
     bytes += next.bytes;

@@ -236,7 +236,7 @@ constexpr LauncherSettingRow kLauncherRows[] = {
     {"SPARES", "", "flag", "0",
      "1: workers wait for a loss in this job, and run the reset callbacks when they replace a rank; set by horoclonerun."},
     {"REPLICA_INTERVAL", "", "seconds", "0",
-     "Newcomers and spares of an elastic job are given a commit at most so often; that takes half of the time at most."},
+     "Least time between two commits that newcomers and spares of an elastic job are given; that takes half of the time at most."},
     {"COMPARE", "", "text", "warn",
      "What a distributed optimizer does where the ranks have different weights, optimizer state or reduced gradients: "
      "warn (once), error (on every rank), repair (from a rank of the majority), off (it does not look)."},

@@ -1,5 +1,5 @@
-// The Python binding: horoclone._core (its contract is horoclone/_core.pyi). Uses the core as a stranger would, through
-// horoclone.h. The GIL is released wherever the core may wait; no native thread ever calls into Python.
+// The Python binding: horoclone._core (its contract is horoclone/_core.pyi). Uses the core as any other program would,
+// through horoclone.h. The GIL is released wherever the core may wait; no native thread ever calls into Python.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -261,10 +261,10 @@ class Runtime {
   }
 
   std::unique_ptr<Result> result(hc_handle handle, int index) {
-    hc_result facts{};
+    hc_result taken{};
     hc_block* memory = nullptr;
-    raise_if(hc_take_result(rt_, handle, index, &facts, &memory));
-    return std::make_unique<Result>(memory, facts);
+    raise_if(hc_take_result(rt_, handle, index, &taken, &memory));
+    return std::make_unique<Result>(memory, taken);
   }
   void release(hc_handle handle) { hc_release(rt_, handle); }
   void stream_wait(hc_handle handle, uintptr_t stream) {

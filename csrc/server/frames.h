@@ -34,8 +34,8 @@ enum class Verb : uint16_t {
   kRows,      // payload: ids, weights with state
   kLeave,     // the worker will not come back
   // The primary's stream to its backup, besides.
-  kReplica,  // from here on this connection is one; answered with one reply
-  kFacts,    // payload: what a shard knows besides rows
+  kReplica,   // from here on this connection is one; answered with one reply
+  kMetadata,  // payload: what a shard knows besides rows
   kPing,
   kVerbs
 };

@@ -41,15 +41,15 @@ Status with_memory(const char* what, Call&& call) {
 Partition::Partition(uint32_t number, MemoryBudget* budget, Events* events, Alarm* watch, double silence_s)
     : number_(number), budget_(budget), events_(events), watch_(watch), silence_s_(silence_s) {}
 
-Status Partition::pause(Patience& patience) {
+Status Partition::pause(CallContext& call) {
   if (stopping_) return error(Code::kAborted, "the server stops");  // a worker hears "elsewhere" instead
-  const double wait_s = std::min(patience.next_sign.remaining_s(), patience.deadline.remaining_s());
+  const double wait_s = std::min(call.next_keepalive.remaining_s(), call.deadline.remaining_s());
   changed_.wait_for(mutex_, seconds(std::max(0.0, wait_s)));
-  if (!patience.next_sign.passed()) return Status::ok();
-  patience.next_sign = Deadline::in(patience.sign_s);
+  if (!call.next_keepalive.passed()) return Status::ok();
+  call.next_keepalive = Deadline::in(call.keepalive_s);
   mutex_.unlock();
   try {
-    Status wanted = patience.still_wanted();
+    Status wanted = call.still_wanted();
     mutex_.lock();
     return wanted;
   } catch (...) {
@@ -58,14 +58,14 @@ Status Partition::pause(Patience& patience) {
   }
 }
 
-Status Partition::wait_until_decided(Patience& patience, bool* elsewhere) {
+Status Partition::wait_until_decided(CallContext& call, bool* elsewhere) {
   while (role_ == Role::kUndecided) {
-    if (patience.deadline.passed()) {
+    if (call.deadline.passed()) {
       return error(
           Code::kTimeout, "partition ", number_,
           ": this server has lost the other copy and cannot reach the register that decides which one goes on");
     }
-    HC_TRY(pause(patience));
+    HC_TRY(pause(call));
   }
   // One that stops lets its backup go: what it did alone would be lost, and somebody may go on elsewhere already.
   *elsewhere = stopping_ || role_ != Role::kPrimary;
@@ -74,30 +74,30 @@ Status Partition::wait_until_decided(Patience& patience, bool* elsewhere) {
 
 // The change is done on this copy. It may be acknowledged when the backup has it, or when it was decided that there is
 // none; if it was decided that the backup goes on instead, this copy counts for nothing and the change neither.
-Status Partition::wait_for_backup(const std::shared_ptr<BackupLink>& link, uint64_t frame, Patience& patience,
+Status Partition::wait_for_backup(const std::shared_ptr<BackupLink>& link, uint64_t frame, CallContext& call,
                                   bool* elsewhere) {
-  while (!link->wait_for(frame, patience.sign_s)) {
+  while (!link->wait_for(frame, call.keepalive_s)) {
     if (link->is_lost()) {
       MutexLock lock(mutex_);
-      if (backup_ != link) return wait_until_decided(patience, elsewhere);
-      HC_TRY(pause(patience));  // backup_lost() is about to come
+      if (backup_ != link) return wait_until_decided(call, elsewhere);
+      HC_TRY(pause(call));  // backup_lost() is about to come
       continue;
     }
-    if (patience.deadline.passed())
+    if (call.deadline.passed())
       return error(Code::kTimeout, "partition ", number_, ": its backup, server ", link->server(),
                    ", has not confirmed the change in time");
-    HC_TRY(patience.still_wanted());
+    HC_TRY(call.still_wanted());
   }
   return Status::ok();
 }
 
-Status Partition::change(const FrameHeader& header, std::span<const uint8_t> payload, Patience& patience,
+Status Partition::change(const FrameHeader& header, std::span<const uint8_t> payload, CallContext& call,
                          FrameHeader* answer, bool* elsewhere) {
   std::shared_ptr<BackupLink> link;
   uint64_t frame = 0;
   {
     MutexLock lock(mutex_);
-    HC_TRY(wait_until_decided(patience, elsewhere));
+    HC_TRY(wait_until_decided(call, elsewhere));
     if (*elsewhere) return Status::ok();
     HC_TRY(with_memory("this change", [&] {
       mutex_.assume_held();
@@ -109,25 +109,25 @@ Status Partition::change(const FrameHeader& header, std::span<const uint8_t> pay
     }
     changed_.notify_all();
   }
-  return link ? wait_for_backup(link, frame, patience, elsewhere) : Status::ok();
+  return link ? wait_for_backup(link, frame, call, elsewhere) : Status::ok();
 }
 
-Status Partition::pull(const FrameHeader& header, std::span<const uint8_t> payload, Patience& patience, Buffer* rows,
+Status Partition::pull(const FrameHeader& header, std::span<const uint8_t> payload, CallContext& call, Buffer* rows,
                        bool* elsewhere) {
   MutexLock lock(mutex_);
   for (;;) {
-    HC_TRY(wait_until_decided(patience, elsewhere));
+    HC_TRY(wait_until_decided(call, elsewhere));
     if (*elsewhere) return Status::ok();
     std::string missing;
     if (shard_->may_pull(header, &missing)) break;
-    if (patience.deadline.passed()) {
+    if (call.deadline.passed()) {
       const Table* table = shard_->table(header.table);
       return error(Code::kTimeout, "table '", table->spec().name, "' with staleness ", table->spec().staleness,
                    ": a pull at step ", header.clock, " has waited ", static_cast<double>(header.limit_ms) / 1000,
                    " s for ", missing, ". Start as many workers as the table was made for (", table->spec().workers,
                    "), or let staleness be None");
     }
-    HC_TRY(pause(patience));
+    HC_TRY(pause(call));
   }
   return with_memory("the answer", [&] {
     mutex_.assume_held();
@@ -182,9 +182,9 @@ Status Partition::attach(std::unique_ptr<Connection> connection, int32_t server,
     link = std::make_shared<BackupLink>(std::move(connection), server, silence_s_, [this] { backup_lost(); });
     HC_TRY(link->start());
     FrameHeader header;
-    header.verb = Verb::kFacts;
+    header.verb = Verb::kMetadata;
     header.partition = number_;
-    link->send(header, shard_->facts());
+    link->send(header, shard_->metadata());
     backup_ = link;
     member_ = false;
   }

@@ -22,13 +22,13 @@ namespace hc {
 enum class Role : int32_t { kNone, kBackup, kPrimary, kUndecided };
 inline constexpr int32_t kRoleCount = 4;
 
-// What waits here can be told to stop, and tells the other side that it still waits: every sign_s, however often it is
-// woken meanwhile.
-struct Patience {
+// Of a call that may wait here: it can be told to stop, and tells the other side that it still waits every keepalive_s,
+// however often it is woken meanwhile.
+struct CallContext {
   Deadline deadline;
-  double sign_s;
+  double keepalive_s;
   std::function<Status()> still_wanted;  // an error ends the wait
-  Deadline next_sign = Deadline::in(sign_s);
+  Deadline next_keepalive = Deadline::in(keepalive_s);
 };
 
 class Partition {
@@ -36,9 +36,9 @@ class Partition {
   Partition(uint32_t number, MemoryBudget* budget, Events* events, Alarm* watch, double silence_s);
 
   // --- of the primary: `elsewhere` is set when it is not this server ---
-  Status change(const FrameHeader& header, std::span<const uint8_t> payload, Patience& patience, FrameHeader* answer,
+  Status change(const FrameHeader& header, std::span<const uint8_t> payload, CallContext& call, FrameHeader* answer,
                 bool* elsewhere);
-  Status pull(const FrameHeader& header, std::span<const uint8_t> payload, Patience& patience, Buffer* rows,
+  Status pull(const FrameHeader& header, std::span<const uint8_t> payload, CallContext& call, Buffer* rows,
               bool* elsewhere);
   // A worker's last connection has ended without a goodbye, or with one.
   void worker_left(uint64_t worker);
@@ -63,10 +63,10 @@ class Partition {
   size_t copy_rows(uint64_t table, size_t from, size_t n, int64_t* ids, float* rows, uint64_t* steps) const;
 
  private:
-  Status wait_until_decided(Patience& patience, bool* elsewhere) HC_REQUIRES(mutex_);
+  Status wait_until_decided(CallContext& call, bool* elsewhere) HC_REQUIRES(mutex_);
   // Gives the lock back while it waits.
-  Status pause(Patience& patience) HC_REQUIRES(mutex_);
-  Status wait_for_backup(const std::shared_ptr<BackupLink>& link, uint64_t frame, Patience& patience, bool* elsewhere);
+  Status pause(CallContext& call) HC_REQUIRES(mutex_);
+  Status wait_for_backup(const std::shared_ptr<BackupLink>& link, uint64_t frame, CallContext& call, bool* elsewhere);
   Status copy_to(BackupLink& link, const Deadline& deadline);
   void backup_lost();
 

@@ -14,12 +14,12 @@
 namespace hc {
 namespace {
 
-constexpr int kMaxStrangers = static_cast<int>(kMaxHalfOpen);
+constexpr int kMaxUnauthenticated = static_cast<int>(kMaxHalfOpen);
 constexpr double kDefaultWaitS = 60;  // for who says nothing about it
 constexpr int kPauseMs = 100;
 
-Patience patience_of(const FrameHeader& header, Connection* connection, double silence_s,
-                     const std::atomic<bool>* stopping) {
+CallContext context_of(const FrameHeader& header, Connection* connection, double silence_s,
+                       const std::atomic<bool>* stopping) {
   const double limit_s = header.limit_ms > 0 ? static_cast<double>(header.limit_ms) / 1000 : kDefaultWaitS;
   return {Deadline::in(limit_s), silence_s * kSignsOfLife, [=]() -> Status {
             if (stopping->load()) return error(Code::kAborted, "the server stops");
@@ -92,14 +92,14 @@ void Server::pause_accepting() {
 }
 
 void Server::take(Fd fd, const std::string& from) {
-  if (strangers_ >= 2 * kMaxStrangers) return;  // closes it: those that were sent away have not noticed yet
+  if (unauthenticated_ >= 2 * kMaxUnauthenticated) return;  // closes it: those that were sent away have not noticed yet
   Fd end(::fcntl(fd.get(), F_DUPFD_CLOEXEC, 0));
   if (!end) return;
   MutexLock lock(mutex_);
-  if (strangers_ >= kMaxStrangers) send_oldest_stranger_away();
-  ++strangers_;
+  if (unauthenticated_ >= kMaxUnauthenticated) drop_oldest_unauthenticated();
+  ++unauthenticated_;
   Session& session = sessions_.emplace_back();
-  session.stranger = std::move(end);
+  session.unauthenticated = std::move(end);
   const uint64_t number = ++last_session_;
   auto owned = std::make_shared<Fd>(std::move(fd));
   Status started = session.thread.start("hc-ps-serve", [this, &session, number, owned, from] {
@@ -107,17 +107,17 @@ void Server::take(Fd fd, const std::string& from) {
     session.over = true;
   });
   if (!started.is_ok()) {
-    --strangers_;
+    --unauthenticated_;
     sessions_.pop_back();
   }
 }
 
 // Its thread sees the end of the connection.
-void Server::send_oldest_stranger_away() {
+void Server::drop_oldest_unauthenticated() {
   for (Session& session : sessions_) {
-    if (!session.stranger) continue;
-    (void)::shutdown(session.stranger.get(), SHUT_RDWR);
-    session.stranger = Fd();
+    if (!session.unauthenticated) continue;
+    (void)::shutdown(session.unauthenticated.get(), SHUT_RDWR);
+    session.unauthenticated = Fd();
     return;
   }
 }
@@ -132,9 +132,9 @@ void Server::serve(Session& session, uint64_t number, Fd fd, const std::string& 
                                         kHelloDeadlineS);
   {
     MutexLock lock(mutex_);
-    --strangers_;
-    session.stranger = Fd();
-    if (!connection.is_ok()) return;  // a stranger: nothing is owed to it
+    --unauthenticated_;
+    session.unauthenticated = Fd();
+    if (!connection.is_ok()) return;  // not authenticated: nothing is owed to it
     session.connection = connection.take();
     if (stopping_) return;
   }
@@ -185,7 +185,7 @@ Status Server::talk(Session& session, uint64_t number) {
       case Verb::kWaiting:
       case Verb::kElsewhere:
       case Verb::kLeave:
-      case Verb::kFacts:
+      case Verb::kMetadata:
       case Verb::kPing:
       case Verb::kVerbs:
         return error(Code::kInternal, connection.peer(), " sent frame ", static_cast<int>(header.verb));
@@ -195,7 +195,7 @@ Status Server::talk(Session& session, uint64_t number) {
 
 Status Server::answer(Session& session, const FrameHeader& header, std::span<const uint8_t> payload, Buffer* rows) {
   Connection& connection = *session.connection;
-  Patience patience = patience_of(header, &connection, options_.silence_s, &stopping_);
+  CallContext call = context_of(header, &connection, options_.silence_s, &stopping_);
   FrameHeader reply;
   reply.partition = header.partition;
   bool elsewhere = false;
@@ -204,13 +204,13 @@ Status Server::answer(Session& session, const FrameHeader& header, std::span<con
   Status status;
   auto place = partition(header.partition);
   if (header.verb == Verb::kAsk) {
-    status = events_.ask(std::string(payload.begin(), payload.end()), patience.sign_s, patience.still_wanted, &text);
+    status = events_.ask(std::string(payload.begin(), payload.end()), call.keepalive_s, call.still_wanted, &text);
   } else if (!place.is_ok()) {
     status = place.status();
   } else if (header.verb == Verb::kPull) {
-    status = place.value()->pull(header, payload, patience, rows, &elsewhere);
+    status = place.value()->pull(header, payload, call, rows, &elsewhere);
   } else {
-    status = place.value()->change(header, payload, patience, &reply, &elsewhere);
+    status = place.value()->change(header, payload, call, &reply, &elsewhere);
   }
   // A worker has nothing to do with this server's end: whoever has the partition next will answer.
   if (!status.is_ok() && stopping_.load() && header.verb != Verb::kAsk) {
@@ -342,7 +342,7 @@ void Server::stop() {
     MutexLock lock(mutex_);
     for (Session& session : sessions_) {
       if (session.connection) session.connection->shut();
-      if (session.stranger) (void)::shutdown(session.stranger.get(), SHUT_RDWR);
+      if (session.unauthenticated) (void)::shutdown(session.unauthenticated.get(), SHUT_RDWR);
     }
     ending.swap(sessions_);  // nobody adds any more, and their threads refer to them where they are
   }

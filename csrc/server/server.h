@@ -48,7 +48,7 @@ class Server {
     NamedThread thread;
     // Written under mutex_: null before it is authenticated; until then, to end it, the connection once more.
     std::shared_ptr<Connection> connection;
-    Fd stranger;
+    Fd unauthenticated;  // null: it is authenticated
     std::atomic<bool> over{false};
     uint64_t worker = 0;
     bool goodbye = false;
@@ -58,7 +58,7 @@ class Server {
   Status listen();
   void accept();
   void take(Fd fd, const std::string& from);
-  void send_oldest_stranger_away() HC_REQUIRES(mutex_);
+  void drop_oldest_unauthenticated() HC_REQUIRES(mutex_);
   void serve(Session& session, uint64_t number, Fd fd, const std::string& from);
   Status talk(Session& session, uint64_t number);
   Status answer(Session& session, const FrameHeader& header, std::span<const uint8_t> payload, Buffer* rows);
@@ -78,7 +78,7 @@ class Server {
   Endpoint endpoint_;
   Fd wake_;  // ends accept()
   std::atomic<bool> stopping_{false};
-  std::atomic<int> strangers_{0};  // connections that are not authenticated yet
+  std::atomic<int> unauthenticated_{0};  // connections that are not authenticated yet
   NamedThread acceptor_, watcher_;
   mutable Mutex mutex_;
   std::list<Session> sessions_ HC_GUARDED_BY(mutex_);

@@ -51,7 +51,7 @@ const Table* Shard::table(uint64_t name_hash) const {
 }
 
 Status Shard::apply(const FrameHeader& header, std::span<const uint8_t> payload, FrameHeader* answer) {
-  const bool numbered = header.sequence != 0 && header.verb != Verb::kFacts;
+  const bool numbered = header.sequence != 0 && header.verb != Verb::kMetadata;
   if (numbered) {
     auto known = sequences_.find(header.worker);
     if (known == sequences_.end())
@@ -74,8 +74,8 @@ Status Shard::apply(const FrameHeader& header, std::span<const uint8_t> payload,
     case Verb::kLeave:
       leave(header.worker);
       return Status::ok();
-    case Verb::kFacts:
-      return take_facts(payload);
+    case Verb::kMetadata:
+      return take_metadata(payload);
     case Verb::kReply:
     case Verb::kWaiting:
     case Verb::kElsewhere:
@@ -262,7 +262,7 @@ Status Shard::pull(const FrameHeader& header, std::span<const uint8_t> payload, 
   return Status::ok();
 }
 
-std::vector<uint8_t> Shard::facts() const {
+std::vector<uint8_t> Shard::metadata() const {
   Writer out;
   out.put(static_cast<uint64_t>(sequences_.size()));
   for (const auto& [worker, sequence] : sequences_) out.put(worker), out.put(sequence);
@@ -309,7 +309,7 @@ Status Shard::take_one_table(Reader* in) {
   return Status::ok();
 }
 
-Status Shard::take_facts(std::span<const uint8_t> payload) {
+Status Shard::take_metadata(std::span<const uint8_t> payload) {
   Reader in(payload);
   tables_.clear();
   sequences_.clear();

@@ -31,8 +31,8 @@ class Shard {
   // dim floats for each id; the ids are the payload's.
   Status pull(const FrameHeader& header, std::span<const uint8_t> payload, Buffer* rows) const;
 
-  // What a new copy needs before rows: apply() takes it as kFacts.
-  std::vector<uint8_t> facts() const;
+  // What a new copy needs before rows: apply() takes it as kMetadata.
+  std::vector<uint8_t> metadata() const;
   std::vector<uint64_t> tables() const;  // hashes of their names
   // Up to `limit_bytes` of rows of a table as a kRows frame, from row *from on; false when there are none left.
   bool rows(uint64_t name_hash, size_t* from, size_t limit_bytes, FrameHeader* header, Buffer* payload) const;
@@ -67,7 +67,7 @@ class Shard {
   Status push(const FrameHeader& header, std::span<const uint8_t> payload);
   Status set(const FrameHeader& header, std::span<const uint8_t> payload);
   void leave(uint64_t worker);
-  Status take_facts(std::span<const uint8_t> payload);
+  Status take_metadata(std::span<const uint8_t> payload);
   Status take_one_table(Reader* from);
   void finish_rounds(Entry& entry);
   static int64_t slowest_here(const Entry& entry);

@@ -26,11 +26,11 @@ HELLO_S = 5.0  # for the other side to prove itself, or to answer what it can an
 SLICE_S = 1.0  # longest single wait at the server, so that reports come in time
 REPORT_AFTER_S = 10.0
 REPORT_EVERY_S = 30.0
-REFUSED_S = 3.0  # for so long must everybody who answers refuse us before we believe it
+REFUSED_S = 3.0  # everybody who answers must have refused us before we believe it
 NO_ANSWER = "no answer"
 SILENT = "it accepts connections and says nothing"
 FOREIGN = "refused: it belongs to user id"  # one name of several may be another user's
-GONE_S = 0.5  # for so long must nobody listen where the server was
+GONE_S = 0.5  # without anybody who listens where the server was
 GONE = (*map(os.strerror, (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE)), wire.CLOSED_BY_PEER)
 TELL_S = 1.0  # for a word to the server: that this rank gives up, leaves or watches
 VERDICT_S = 1.0  # for the server to find out who was lost first
@@ -340,7 +340,7 @@ class Client:
         return blobs
 
     def _ask(self, payload: bytes, deadline: float, wait_s: float = 0.0) -> tuple[int, bytes]:
-        """wait_s: for so long may the server wait before it answers. What comes after the deadline is lost."""
+        """wait_s: the server may wait before it answers. What comes after the deadline is lost."""
         while True:
             self._drain(deadline)
             self._connect(deadline)

@@ -18,7 +18,7 @@ SUSPECT_TIMEOUT_S = 5.0  # for a member that another one has lost to be heard ag
 SILENT_TIMEOUT_S = 2.0  # for one that is silent to others as well; nobody is who was heard later
 ANSWER_S = 0.2  # for it to answer, once it was asked
 POLL_S = 1.5  # each member says something more often
-LOOK_EVERY_S = 0.1  # so often does this process run while somebody is asked
+LOOK_EVERY_S = 0.1  # between two looks while somebody is asked
 HEARTBEAT_TIMEOUT_S = 30.0  # for a member that nobody has lost; it may compute. It says something each second
 
 Who = TypeVar("Who", int, bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from horoclone.runtime import facts, joining_rank
+from horoclone.runtime import joining_rank, topology
 from horoclone.runtime.lifecycle import elastic_sets, member
 
 
@@ -40,8 +40,8 @@ def generation() -> Generation:
     joining_rank.allow_collectives()
     assignment = member.assignment
     if assignment is None:
-        size = facts.size()
-        return Generation(1, facts.rank(), size, tuple(range(size)), 0, 0, False, ())
+        size = topology.size()
+        return Generation(1, topology.rank(), size, tuple(range(size)), 0, 0, False, ())
     newcomers = tuple(rank for rank, before in enumerate(assignment.previous) if before < 0)
     return Generation(
         assignment.number,

@@ -20,7 +20,7 @@ from horoclone.arrays.handles import poll, synchronize
 from horoclone.elastic import member
 from horoclone.elastic.generation import generation
 from horoclone.objects import allgather_object, opened, packed, sealed, unpacked
-from horoclone.runtime import facts
+from horoclone.runtime import topology
 
 TAG = 1 << 40  # of messages between buddies; a user's tags are smaller
 MOVED_TAG = TAG + 1  # of shards that go to who takes a lost rank's place
@@ -214,7 +214,7 @@ class Shards(NamedTuple):
 
     @property
     def mine(self) -> int | None:
-        return self.plan.takes[facts.rank()]
+        return self.plan.takes[topology.rank()]
 
 
 class Peers:
@@ -364,7 +364,7 @@ class Peers:
 
     def recover(self, found: Plan) -> Shards:
         """Moves shards to those who have them from now on, and unpacks what this rank has. Collective."""
-        me, kept = facts.rank(), self.kept.get(found.commit)
+        me, kept = topology.rank(), self.kept.get(found.commit)
         moves = [
             (origin, source, to)
             for origin, (source, to) in enumerate(zip(found.sources, found.holders, strict=True))

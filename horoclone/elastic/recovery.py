@@ -135,12 +135,12 @@ class Watch:
         if current.runtime is None or self.record is None:
             return
         record = self.record
-        facts = {
+        attributes = {
             "source": record.source, "generation": record.generation, "lost": list(record.lost),
             "newcomers": list(record.newcomers), "commit": record.commit, "bytes_moved": record.bytes_moved,
         }  # fmt: skip
         spans = self._spans()
-        args = json.dumps(facts)[1:-1]
+        args = json.dumps(attributes)[1:-1]
         current.runtime.timeline_span("RECOVERY", self._began, spans[-1][2] - self._began, args)
         for part, begin, end in spans:
             current.runtime.timeline_span(part.upper(), begin, end - begin)

@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator, Sized
 from typing import Any
 
-from horoclone.runtime import facts
+from horoclone.runtime import topology
 
 
 class ElasticSampler:
@@ -55,7 +55,7 @@ class ElasticSampler:
 
     def reset(self) -> None:
         """Shares out what is left over the ranks that there are now."""
-        self.num_replicas, self.rank = facts.size(), facts.rank()
+        self.num_replicas, self.rank = topology.size(), topology.rank()
         self._begun_at = self.processed_num
         order = list(range(len(self.dataset)))
         if self.shuffle:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 IN_VAIN_S = 60.0  # without any progress, when every rank does nothing but wait
 _LOOK_S = 0.5
-_REST_S = 0.1  # so long other threads' programs must be quiet
+_REST_S = 0.1  # that other threads' programs must be quiet
 _BUSY_SHARE = 0.3  # of a processor: a process that is not quiet
 _OTHERS_LIMIT_S = 10.0
 

@@ -36,7 +36,7 @@ from horoclone.ops import *  # noqa: F403 - the reductions
 from horoclone.ops import Average
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.runtime import exported
-from horoclone.runtime.exported import *  # noqa: F403 - facts, process sets, init() and shutdown()
+from horoclone.runtime.exported import *  # noqa: F403 - topology, process sets, init() and shutdown()
 from horoclone.runtime.flat_metrics import flat_metrics
 from horoclone.runtime.observe import flight_record, metrics
 

@@ -192,7 +192,7 @@ def parse_lines(text: str, slots: int | None, source: str) -> list[Host]:
     return list(found.values())
 
 
-class Settled:
+class FlapFilter:
     """Smooths what was found: new hosts count at once, missing ones when they have been missing for flap_s. Pure."""
 
     def __init__(self, flap_s: float = FLAP_S) -> None:
@@ -216,7 +216,7 @@ class Settled:
         return [Host(name, count) for name, count in self._hosts.items()]
 
 
-class Lookout:
+class HostPoller:
     """Looks at a source every second in a thread. `wake` is called when something is there to be taken."""
 
     def __init__(self, source: Source, wake: Callable[[], None], every_s: float = LOOK_EVERY_S) -> None:

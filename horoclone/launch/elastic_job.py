@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from horoclone.bootstrap.rendezvous import Server
 from horoclone.launch import report, termination
-from horoclone.launch.discovery import Settled
+from horoclone.launch.discovery import FlapFilter
 from horoclone.launch.elastic_options import Elastic, needs_majority
 from horoclone.launch.environment import thread_variables
 from horoclone.launch.host_identity import MACHINE, HostIdentities
@@ -35,8 +35,9 @@ class ElasticJob(Job):
     def __init__(self, request: JobRequest, elastic: Elastic) -> None:
         super().__init__(request)
         self._elastic, self._outlives = elastic, elastic.outlives
-        settled = None if request.reach is None else Settled(0.0)  # what a scheduler has lost, is so for sure
-        self._supervisor = Supervisor(elastic, self, self._wake, settled)
+        # What a scheduler has lost, is so for sure.
+        flap_filter = None if request.transport is None else FlapFilter(0.0)
+        self._supervisor = Supervisor(elastic, self, self._wake, flap_filter)
         self._wakeup, self._wakeup_sender = socket.socketpair()
         self._wakeup_sender.setblocking(False)
         self._wakeup.setblocking(False)
@@ -97,10 +98,10 @@ class ElasticJob(Job):
         self._members[worker.number].signal(signal.SIGTERM, False)
 
     def room(self, now: float) -> Mapping[str, int] | None:
-        reach = self._request.reach
-        if reach is None:
+        transport = self._request.transport
+        if transport is None:
             return None
-        return {host: 1 for host in self._supervisor.policy.hosts() if reach.is_ready(host)}
+        return {host: 1 for host in self._supervisor.policy.hosts() if transport.is_ready(host)}
 
     def more_hosts_to_come(self) -> bool | None:
         return None if self._elastic.source.changes else False
@@ -192,7 +193,7 @@ class ElasticJob(Job):
         self._let_go()
         if self._notices is not None:
             self._notices.watch([] if self._termination.begun else policy.hosts(), now)
-        if self._request.reach is None:
+        if self._request.transport is None:
             self._host_identities.watch(policy.hosts(), policy.closed_hosts(now))
         self._supervisor.step(now)
         stopped = self._supervisor.stopped
@@ -250,10 +251,10 @@ class ElasticJob(Job):
         ]
         if failed:
             slots = {one.place.number: one.place.local for one in supervisor.workers.values()}
-            facts = (failed, self._request.output_folder, lambda end: slots[end.rank], supervisor.reason)
-            text, code = report.elastic_failure(*facts)
+            arguments = (failed, self._request.output_folder, lambda end: slots[end.rank], supervisor.reason)
+            text, code = report.elastic_failure(*arguments)
             screen = self._request.screen
-            brief, _ = report.elastic_failure(*facts, screen.in_sight(), screen.whole_in_sight())
+            brief, _ = report.elastic_failure(*arguments, screen.in_sight(), screen.whole_in_sight())
             return JobResult(code, text, result.ends, results, brief)
         if self._termination.reason == termination.FAILURE or supervisor.reason:
             code = NO_MEMBER if supervisor.stopped is None else supervisor.stopped.code

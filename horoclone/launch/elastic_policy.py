@@ -17,7 +17,7 @@ from horoclone.launch.hosts import Host
 from horoclone.launch.usage import counted
 
 STRIKES = 3  # failures in a row without progress before a slot is closed
-LEFT_S = 60.0  # a slot whose worker left on notice is not used for so long: its host is expected to go
+LEFT_S = 60.0  # that a slot is not used after its worker left on notice: its host is expected to go
 LONGEST_COOLDOWN_S = 3600
 FREE_RESTARTS = 2  # of a slot without a pause; then 1 s, 2 s, 4 s, until a worker was there for STEADY_S
 LONGEST_PAUSE_S = 60.0

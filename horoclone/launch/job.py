@@ -24,7 +24,7 @@ from horoclone.launch import frames, report, termination
 from horoclone.launch.environment import exported, rank_variables, thread_variables, torch_variables
 from horoclone.launch.hosts import Placement, is_local, is_loopback, usable_cores
 from horoclone.launch.job_metrics import LOOK_EVERY_S, JobMetrics
-from horoclone.launch.link import LOST, REFUSED, HostLink, Link, Reach, SshOptions
+from horoclone.launch.link import LOST, REFUSED, HostLink, Link, RemoteTransport, SshOptions
 from horoclone.launch.output import STDERR, STDOUT, RankStream, Screen, open_files, rank_folder
 from horoclone.launch.process import LocalRank, LocalRanks, memory_kills, read_memory
 from horoclone.launch.signals import FORWARDED, Signals, empty
@@ -41,7 +41,7 @@ _OUTPUT_AFTER_END_S = 1.0  # a pipe that outlives its rank's group is held by a 
 
 
 class JobRequest(NamedTuple):
-    """What to run. environment: of every rank, without the variables that differ by rank. reach: None for ssh."""
+    """What to run. environment: of every rank, without the variables that differ by rank. transport: None for ssh."""
 
     placements: Sequence[Placement]
     command: Sequence[str]
@@ -56,7 +56,7 @@ class JobRequest(NamedTuple):
     function: bytes | None = None
     verbose: bool = False
     give_stdin: bool = True  # rank 0 reads our stdin, as under mpirun
-    reach: Reach | None = None
+    transport: RemoteTransport | None = None
     adds_python: bool = False  # command[0] is the launcher's; on other hosts ssh.python takes its place
 
 
@@ -130,7 +130,7 @@ class Job:
         self._owner: LocalRanks | None = None
         self._server: Server | None = None
         self._metrics = JobMetrics(request.command)
-        self._secret = secrets.token_bytes(32) if request.reach is None else request.reach.secret
+        self._secret = secrets.token_bytes(32) if request.transport is None else request.transport.secret
         self._termination = termination.TerminationPolicy(request.grace_s)
         self._launch_error: LaunchError | None = None
         self._signals: list[int] = []
@@ -178,7 +178,7 @@ class Job:
         self._server = self._open_server(secret, job, all_local=len(local) == len(by_host))
         rendezvous = ",".join(self._server.addresses)
         variables = {one.rank: rank_variables(one, rendezvous, job) for one in request.placements}
-        if request.reach is None:  # Spark's hosts have names of its own
+        if request.transport is None:  # Spark's hosts have names of its own
             if first in local:
                 first = self._reachable_name(first, next((one for one in by_host if one not in local), None))
             first, nodes = first.rpartition("@")[2], list(by_host)
@@ -200,7 +200,7 @@ class Job:
                 self._start_local(placement.rank, own)
 
     def _is_here(self, host: str) -> bool:
-        return self._request.reach is None and is_local(host)
+        return self._request.transport is None and is_local(host)
 
     def _reachable_name(self, host: str, other: str | None) -> str:
         """Of this host, for torch's store at rank 0: addresses of bridges and tunnels may lead nowhere from `other`."""
@@ -214,8 +214,8 @@ class Job:
 
     def _open_server(self, secret: bytes, job: str, all_local: bool) -> Server:
         addresses = [wire.loopback()]
-        if self._request.reach is not None:
-            addresses = list(self._request.reach.addresses)
+        if self._request.transport is not None:
+            addresses = list(self._request.transport.addresses)
         elif not all_local:
             try:
                 addresses = wire.routable_addresses(self._request.interfaces or "")
@@ -281,8 +281,8 @@ class Job:
         assert self._owner is not None
         request = self._request
         link: Link
-        if request.reach is not None:
-            link = request.reach.link(host, self)
+        if request.transport is not None:
+            link = request.transport.link(host, self)
         else:
             link = HostLink(host, request.ssh, self, self._owner.reaper)
         self._links.append(link)

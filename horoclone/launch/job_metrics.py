@@ -25,7 +25,7 @@ from horoclone.live.processes import ProcessIdentity, own_identity, own_namespac
 from horoclone.live.rank_metrics import RankMetrics
 
 LOOK_EVERY_S = 1.0
-_REPEAT_S = 5.0  # a block that does not change is sent so often: the launcher learns that its host lives
+_REPEAT_S = 5.0  # between two sendings of an unchanged block: the launcher learns that its host lives
 _COPIED = struct.Struct("=q")
 _PACKED_FASTEST = 1  # zlib: 8 KiB, mostly zeros, become some hundred bytes
 _HEAD = 256  # bytes of a block in which rank_metrics.states() looks

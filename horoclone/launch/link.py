@@ -58,7 +58,7 @@ class HostEvents(Protocol):
     def host_lost(self, link: Link, why: LaunchError, stage: str) -> None: ...
 
 
-class Reach(Protocol):
+class RemoteTransport(Protocol):
     """Another way to hosts than ssh, where a scheduler has put processes of ours on them. No host is this one then.
 
     secret: the job's, which those processes have got already. addresses: where the rendezvous server listens.

@@ -29,7 +29,7 @@ from horoclone.launch.usage import LaunchError
 _GENTLE_S = 1.0
 _POLL_S = 0.05
 _SPEC_DEADLINE_S = 60.0
-_STUCK_S = 20.0  # so long may the launcher read nothing before ranks that survive it go on without
+_STUCK_S = 20.0  # that the launcher may read nothing before ranks that survive it go on without
 _FILES = {frames.OUT: "stdout", frames.ERR: "stderr"}
 
 

@@ -1,4 +1,4 @@
-"""The failure report: which rank failed first, and everything that is known about it. Pure functions over facts."""
+"""The failure report: which rank failed first, and everything that is known about it. Pure functions."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from horoclone import failpoints
 from horoclone.bootstrap.rendezvous import Server
-from horoclone.launch.discovery import Lookout, Settled
+from horoclone.launch.discovery import FlapFilter, HostPoller
 from horoclone.launch.elastic_options import Elastic
 from horoclone.launch.elastic_policy import Place, Policy
 from horoclone.launch.environment import member_variables, rank_variables
@@ -121,7 +121,11 @@ class Supervisor:
     """wake: called on any thread when step() has something to do. last, reason: why the job has failed."""
 
     def __init__(
-        self, job: Elastic, backend: ProcessBackend, wake: Callable[[], None], settled: Settled | None = None
+        self,
+        job: Elastic,
+        backend: ProcessBackend,
+        wake: Callable[[], None],
+        flap_filter: FlapFilter | None = None,
     ) -> None:
         self._job, self._backend, self._wake = job, backend, wake
         self.policy = Policy(job.plan, job.cooldown)
@@ -135,8 +139,8 @@ class Supervisor:
         self._service.tell = wake
         self._server: Server | None = None
         self._job_name = ""
-        self._settled = settled or Settled()
-        self._lookout: Lookout | None = None
+        self._flap_filter = flap_filter or FlapFilter()
+        self._host_poller: HostPoller | None = None
         self._trouble = ("", -math.inf)
         self.workers: dict[int, Worker] = {}  # also those that have ended
         self._by_id: dict[bytes, Worker] = {}
@@ -154,7 +158,7 @@ class Supervisor:
 
     def find_hosts(self) -> list[Host]:
         """The first look. LaunchError when the source cannot say."""
-        hosts = self._settled.take(self._job.source.find(), time.monotonic())
+        hosts = self._flap_filter.take(self._job.source.find(), time.monotonic())
         self.policy.found(hosts)
         if self._job.size:
             slots, largest = sum(host.slots for host in hosts), self._job.plan.largest
@@ -174,8 +178,8 @@ class Supervisor:
     def watch_hosts(self) -> None:
         """From now on step() also takes hosts that come and go."""
         if self._job.source.changes:
-            self._lookout = Lookout(self._job.source, self._wake)
-            self._lookout.start()
+            self._host_poller = HostPoller(self._job.source, self._wake)
+            self._host_poller.start()
 
     def stop(self, code: int, text: str) -> None:
         """Members that ask are told that the job is over."""
@@ -185,8 +189,8 @@ class Supervisor:
 
     def close(self) -> None:
         """Looks for hosts no more. The server is closed by who has got it from serve()."""
-        if self._lookout is not None:
-            self._lookout.close()
+        if self._host_poller is not None:
+            self._host_poller.close()
 
     # --- what a backend asks
 
@@ -332,7 +336,7 @@ class Supervisor:
     # --- hosts
 
     def _look_at_hosts(self, now: float) -> None:
-        for found in self._lookout.take() if self._lookout is not None else []:
+        for found in self._host_poller.take() if self._host_poller is not None else []:
             if isinstance(found, LaunchError):
                 self._say_trouble(str(found), now)
             else:
@@ -344,7 +348,7 @@ class Supervisor:
             self._backend.say(f"{text}; the hosts stay as they were")
 
     def _take_hosts(self, hosts: list[Host], now: float) -> None:
-        displaced = self.policy.found(self._settled.take(hosts, now))
+        displaced = self.policy.found(self._flap_filter.take(hosts, now))
         reasons = {one.id: displaced.get(one.number, "") for one in self.running() if one.id}
         with self._service.mutex:
             was_held = self._coordinator.is_handing_over()

@@ -28,7 +28,7 @@ KINDS = (
 BUCKETS = 24
 STATES = ("starting", "running", "waiting", "stalled", "ended", "lost")
 
-WAITING_AFTER_S = 0.1  # a thread that has waited for so long makes its rank "waiting"
+WAITING_AFTER_S = 0.1  # of a thread's waiting make its rank "waiting"
 SILENT_AFTER_S = 10.0  # with operations under way the core gives a sign of life every second
 
 _TRIES = 200  # to read the block while nobody writes it; an update takes some tens of nanoseconds

@@ -15,7 +15,7 @@ from pathlib import Path
 
 STACKS, RECORD = "horoclone-stacks", "horoclone-record"  # memory: NAME.SIGNAL
 END = b"\n\0"  # after a whole record
-STACKS_S, QUIET_S = 1.0, 0.05  # limit for the first byte; nothing for so long: that was all
+STACKS_S, QUIET_S = 1.0, 0.05  # limit for the first byte; silence after which that was all
 RECORD_S = 2.0  # its main thread has to come to Python code
 _LOOK_S = 0.01
 _LINK = re.compile(r"/memfd:([\w-]+)\.(\d+) \(deleted\)")

@@ -109,7 +109,7 @@ class Failover:
         self._server = Server(who.secret, who.job, largest, bind_addresses, self._standby)
         # its addresses are the coordinator's of now
         self.who = who._replace(own=_fitting(self._server.addresses))
-        self.moves = 0  # so often has the coordinator changed
+        self.moves = 0  # how often the coordinator has changed
         self._say = say
         self._assignment: Assignment | None = None
         self._is_whole = False

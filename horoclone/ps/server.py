@@ -114,11 +114,11 @@ class Server:
     def _is_our_register(self) -> bool:
         """Whether what the register says is about servers of this layout. A server that has a copy writes the layout
         where there is none. Mismatch for one that has none and finds another layout."""
-        facts, held = self.layout.to_json(), self._held()
-        if held and self.register.compare_set("layout", None, facts):
+        layout, held = self.layout.to_json(), self._held()
+        if held and self.register.compare_set("layout", None, layout):
             return True
         known = self.register.get("layout")
-        if known in (None, facts):
+        if known in (None, layout):
             return True
         if not held:
             raise self._mismatch(known)
@@ -128,7 +128,7 @@ class Server:
             "which has %s and goes on with the workers that it has; new ones go to the others. Save the tables of "
             "the one that you give up (Table.save), stop it, and start it under another --name",
             known,
-            facts,
+            layout,
         )
         return False
 
@@ -194,14 +194,14 @@ class Server:
                 self._say_now_and_then(logging.WARNING, text, partition, server, what)
                 return False
             had = had or partition in place["had"]
-        known, facts = self.register.get("layout"), self.layout.to_json()
+        known, layout = self.register.get("layout"), self.layout.to_json()
         if known is None and self.register.is_new():
             text = "partition %d begins once the register, which was just started, is %g s old"
             self._say_now_and_then(logging.WARNING, text, partition, NEW_S)
             return False
-        if known is None and self.register.compare_set("layout", None, facts):
-            known = facts
-        if known != facts:
+        if known is None and self.register.compare_set("layout", None, layout):
+            known = layout
+        if known != layout:
             return False
         self._begin_with(partition, None, View(1, self.me, None, time.time() if had else 0.0))
         return True

@@ -18,7 +18,7 @@ from horoclone import errors
 from horoclone.bootstrap.rendezvous import Server
 from horoclone.ray.worker import Where
 
-OTHERS_S = 5.0  # so long the others are waited for when one has failed: perhaps theirs was the first failure
+OTHERS_S = 5.0  # of waiting for the others when one has failed: perhaps theirs was the first failure
 _LOST = (
     ray.exceptions.RayActorError,
     ray.exceptions.WorkerCrashedError,

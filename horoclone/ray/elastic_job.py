@@ -37,9 +37,9 @@ logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
 START_S = 30.0  # for an actor to come up, where the settings do not say
-TOGETHER_S = 10.0  # so long do the first workers wait for those that have not come up
-DOUBT_S = 30.0  # so long may Ray call a node alive that has ended with its workers
-RAY_S = 0.3  # so long may Ray take to say why a worker is lost that the others have lost already
+TOGETHER_S = 10.0  # that the first workers wait for those that have not come up
+DOUBT_S = 30.0  # that Ray may call a node alive which has ended with its workers
+RAY_S = 0.3  # that Ray may take to say why a worker is lost that the others have lost already
 LOST = 255
 
 

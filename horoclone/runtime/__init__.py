@@ -1,10 +1,10 @@
-"""The runtime of this process: the pointer to it and the facts that it knows. lifecycle.py starts and ends it.
+"""The runtime of this process: the pointer to it and the topology. lifecycle.py starts and ends it.
 
 Nothing here imports lifecycle.py, so that process sets and bindings can use the pointer without what init() needs.
 """
 
 from horoclone.runtime.current import is_initialized, native
-from horoclone.runtime.facts import (
+from horoclone.runtime.topology import (
     cross_rank,
     cross_size,
     gloo_enabled,

@@ -1,4 +1,4 @@
-"""The names that bindings export besides their operations: facts, process sets, what is built, init() and shutdown().
+"""The names that bindings export besides operations: topology, process sets, what is built, init() and shutdown().
 
 The lists stand here once; a binding takes them with `from horoclone.runtime.exported import *`. JAX and CuPy export
 fewer of them and name those.

@@ -45,7 +45,7 @@ member = ElasticMember()  # what this process is in an elastic job
 elastic_sets = ElasticProcessSets()
 _phases: PhaseSampler | None = None
 _FORMING_S = 30.0  # for the members of a generation to connect: all of them are in init()
-_MAX_GENERATIONS = 32  # so many may be lost one after the other before one init() gives up
+_MAX_GENERATIONS = 32  # lost one after the other before one init() gives up
 
 
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:

@@ -39,14 +39,14 @@ KEY = "replica"  # [generation u64][addresses, comma-separated]
 MAX_SPARES = 64  # and as many unauthenticated connections, of which the oldest goes when another comes
 MAX_PARTS = 1 << 20
 DIGEST_BYTES = 8
-STUCK_S = 10.0  # a spare that takes nothing for so long is given up
+STUCK_S = 10.0  # after which a spare that takes nothing is given up
 CHUNK = 1 << 20  # bytes that are sent, and summed while they are in a cache, at once
 SLICE = 1 << 18  # bytes that are compared at once
 PART_OF_TIME = 2  # one part of so many at most goes to packing and sending, the rest is training's alone
 RETRY_S = 0.5
 REACH_S = 2.0  # for the feeder to answer; it is tried again
 LAST_S = 30.0  # a promoted spare that hears nothing for so long gets nothing any more
-LOOK_S = 5.0  # so often does a spare that hears nothing look whether somebody else feeds
+LOOK_S = 5.0  # between two looks of a spare that hears nothing whether somebody else feeds
 QUIET_S = 5.0  # who hears nothing for so long does not wait to be fed any more
 _HEAD = struct.Struct("<QI")
 CHANGED, KEPT, GIVEN_UP = b"\0", b"\1", b"\2"
@@ -90,8 +90,8 @@ def sum_with(chunk: Part, before: int) -> int:
 class Feeder:
     """Rank 0's side. Threads: one for each listener, one for each spare; offer() is called by the one that trains.
 
-    bindings: where it listens, see wire.parse_address(). interval_s: a spare gets a commit at most so often, and the
-    newest one in the end.
+    bindings: where it listens, see wire.parse_address(). interval_s: the least time between two commits that
+    a spare gets; it gets the newest one in the end.
     """
 
     def __init__(self, secret: bytes, job: str, bindings: Sequence[str], interval_s: float) -> None:

@@ -118,7 +118,7 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 def _introduction(partition: int, attempt: int) -> bytes:
-    facts = {
+    hello = {
         "partition": partition,
         "attempt": attempt,
         "host": socket.gethostname(),
@@ -126,7 +126,7 @@ def _introduction(partition: int, attempt: int) -> bytes:
         "versions": own_versions(),
         "program": sys.executable,
     }
-    return json.dumps(facts).encode()
+    return json.dumps(hello).encode()
 
 
 def own_versions() -> dict[str, str]:

@@ -93,7 +93,7 @@ def request_of(
         threads="off",  # Spark has set OMP_NUM_THREADS to the cores of a task
         verbose=verbose >= 2,
         give_stdin=False,
-        reach=server,
+        transport=server,
     )
 
 

@@ -125,7 +125,7 @@ def run_elastic(
     max_num_proc at most (defaults: num_proc; min_np and max_np are their older names). max_num_proc tasks are started
     as slots, each by itself: one that is lost is started again by Spark, up to spark.task.maxFailures times
     (horoclone.spark.conf has the pair for "always"). elastic_timeout: seconds that the others wait for enough ranks
-    (HOROVOD_ELASTIC_TIMEOUT, or 600); reset_limit: so often may ranks change. Returns the values of the last ranks.
+    (HOROVOD_ELASTIC_TIMEOUT, or 600); reset_limit: how often ranks may change. Returns the values of the last ranks.
 
     Raises what run() raises; RunError only when the job cannot go on.
     """

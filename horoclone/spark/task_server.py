@@ -86,7 +86,7 @@ class TaskLink(Link):
 class TaskServer:
     """Tasks of one job. addresses: where they find it, when it is open. secret, job: what they prove.
 
-    It is the Reach of the job (launch/link.py) and, for an elastic one, its source of hosts (launch/discovery.py).
+    It is the RemoteTransport of the job (launch/link.py) and, if that is elastic, its source of hosts (discovery.py).
     OSError when it cannot listen there.
     """
 
@@ -149,7 +149,7 @@ class TaskServer:
             one.close()
         self._selector.close()
 
-    # --- the launcher's loop: a Reach
+    # --- the launcher's loop: a RemoteTransport
 
     def is_ready(self, host: str) -> bool:
         with self._news:
@@ -238,12 +238,12 @@ class TaskServer:
             if not is_in:
                 peer.close()
 
-    def _take(self, facts: dict[str, Any], peer: socket.socket) -> bool:
-        host, partition, attempt = str(facts["host"])[:255], int(facts["partition"]), int(facts["attempt"])
-        task = Task(f"task-{partition}.{attempt}@{host}", partition, attempt, host, str(facts["machine"]))
+    def _take(self, hello: dict[str, Any], peer: socket.socket) -> bool:
+        host, partition, attempt = str(hello["host"])[:255], int(hello["partition"]), int(hello["attempt"])
+        task = Task(f"task-{partition}.{attempt}@{host}", partition, attempt, host, str(hello["machine"]))
         peer.settimeout(None)
         with self._news:
-            self._trouble = self._trouble or _difference(facts, host)
+            self._trouble = self._trouble or _difference(hello, host)
             if self._closed or self._trouble:
                 _say_end(peer)
                 self._news.notify_all()
@@ -284,13 +284,13 @@ def _introduction_of(peer: socket.socket) -> bytes:
     return wire.receive_exactly(peer, count, deadline)
 
 
-def _difference(facts: dict[str, Any], host: str) -> str:
+def _difference(hello: dict[str, Any], host: str) -> str:
     """What makes ranks there impossible, or an empty text."""
-    theirs, ours = facts["versions"], own_versions()
+    theirs, ours = hello["versions"], own_versions()
     for name, version in ours.items():
         if theirs.get(name) != version:
             return (
-                f"node {host} runs {name} {theirs.get(name)} ({facts['program']}), the driver {name} {version}: both "
+                f"node {host} runs {name} {theirs.get(name)} ({hello['program']}), the driver {name} {version}: both "
                 "need the same. PYSPARK_PYTHON, set before the session is made, chooses the executors' Python"
             )
     return ""

@@ -16,7 +16,7 @@ from horoclone.errors import (
 )
 from horoclone.evaluation import EvaluationSampler, metric_mean, metric_sum
 from horoclone.ops import *  # noqa: F403 - the reductions; what a star gives, mypy does not pass on through another
-from horoclone.runtime.exported import *  # noqa: F403 - facts, init() and shutdown(), for the same reason
+from horoclone.runtime.exported import *  # noqa: F403 - topology, init() and shutdown(), for the same reason
 from horoclone.runtime.flat_metrics import flat_metrics
 from horoclone.runtime.observe import flight_record, metrics
 from horoclone.tensorflow import elastic, mpi_ops, op_gradients, util  # noqa: F401 - op_gradients for its effect
@@ -31,7 +31,7 @@ from horoclone.tensorflow.functions import (
     broadcast_variables,
 )
 from horoclone.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
-from horoclone.tensorflow.mpi_ops import *  # noqa: F403 - its __all__ is the list of operations, facts and reductions
+from horoclone.tensorflow.mpi_ops import *  # noqa: F403 - its __all__ is the list of operations, topology and reductions
 from horoclone.tensorflow.mpi_ops import _allreduce, broadcast_  # noqa: F401
 from horoclone.tensorflow.optimizer import (
     DistributedOptimizer,

@@ -1,4 +1,4 @@
-"""The collectives as TensorFlow ops, eagerly and in graphs, one function per op; and facts about the job.
+"""The collectives as TensorFlow ops, eagerly and in graphs, one function per op; and the topology.
 
 An op is matched across ranks by its name. In a graph that is the node's name, by default made from the input's name;
 run eagerly, it is the argument `name`, and ops without one are matched by their order. Inputs: bool, uint8, int8,
@@ -25,7 +25,7 @@ from horoclone.ops import *  # noqa: F403 - the reductions
 from horoclone.ops import REDUCE_NAMES, Adasum, Average, Sum
 from horoclone.process_sets import ProcessSet, global_process_set, id_of
 from horoclone.runtime import exported, steps
-from horoclone.runtime.exported import *  # noqa: F403 - facts, process sets, init() and shutdown()
+from horoclone.runtime.exported import *  # noqa: F403 - topology, process sets, init() and shutdown()
 from horoclone.runtime.joining_rank import check as check_joining_rank
 from horoclone.tensorflow.library import functions
 
@@ -438,7 +438,7 @@ def _grouped_reducescatter(
     return _run("grouped_reducescatter", tensors, name, ignore_name_scope, process_set, factors, reduce_op=op)
 
 
-# --- join, and facts that are read when the op runs ----------------------------------------------------------------
+# --- join, and topology that is read when the op runs -----------------------------------------------------------------
 
 
 @_as_it_is

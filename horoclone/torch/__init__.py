@@ -18,7 +18,7 @@ from horoclone.errors import (
 from horoclone.evaluation import EvaluationSampler, metric_mean, metric_sum
 from horoclone.ops import *  # noqa: F403 - the reductions; what a star gives, mypy does not pass on through another
 from horoclone.runtime import lifecycle
-from horoclone.runtime.exported import *  # noqa: F403 - facts, init() and shutdown(), for the same reason
+from horoclone.runtime.exported import *  # noqa: F403 - topology, init() and shutdown(), for the same reason
 from horoclone.runtime.flat_metrics import flat_metrics
 from horoclone.runtime.observe import flight_record, metrics
 from horoclone.torch import c10d, elastic, mpi_ops
@@ -29,7 +29,7 @@ from horoclone.torch.functions import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from horoclone.torch.mpi_ops import *  # noqa: F403 - its __all__ is the list of operations, facts and reductions
+from horoclone.torch.mpi_ops import *  # noqa: F403 - its __all__ is the list of operations, topology and reductions
 from horoclone.torch.operations import messages, rooted
 from horoclone.torch.operations.messages import *  # noqa: F403
 from horoclone.torch.operations.rooted import *  # noqa: F403

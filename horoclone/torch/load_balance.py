@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from horoclone.ops import Sum
-from horoclone.runtime import facts
+from horoclone.runtime import topology
 from horoclone.runtime.observe import metrics
 from horoclone.torch import operations
 
@@ -46,7 +46,7 @@ class LoadBalancedBatchSampler(torch.utils.data.Sampler[list[int]]):
     def __init__(
         self, dataset: Sized, batch_size: int, every: int = 20, shuffle: bool = True, seed: int = 0
     ) -> None:
-        self._size, self._rank = facts.size(), facts.rank()
+        self._size, self._rank = topology.size(), topology.rank()
         if batch_size < self._size:
             raise ValueError(
                 f"LoadBalancedBatchSampler: batch_size={batch_size} is of all ranks together, at least {self._size}"
@@ -75,7 +75,7 @@ class LoadBalancedBatchSampler(torch.utils.data.Sampler[list[int]]):
         return whole + (rest >= self._size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        if (now := (facts.size(), facts.rank())) != (self._size, self._rank):
+        if (now := (topology.size(), topology.rank())) != (self._size, self._rank):
             raise RuntimeError(
                 f"LoadBalancedBatchSampler: made for rank {self._rank} of {self._size}, and this is rank {now[1]} of "
                 f"{now[0]} now: make a new one, and a new DataLoader for it, in the reset callback"

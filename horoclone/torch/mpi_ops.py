@@ -1,4 +1,4 @@
-"""The operations on torch tensors and the facts about this process, under Horovod's name; scripts import it.
+"""The operations on torch tensors and the topology, under Horovod's name; scripts import it.
 
 The operations themselves are in horoclone/torch/operations.
 """
@@ -8,7 +8,7 @@ from horoclone.common.basics import HorovodBasics
 from horoclone.errors import HorovodInternalError as HorovodInternalError  # Horovod has it here, too
 from horoclone.ops import *  # noqa: F403 - the reductions
 from horoclone.runtime import exported
-from horoclone.runtime.exported import *  # noqa: F403 - facts, process sets, init() and shutdown()
+from horoclone.runtime.exported import *  # noqa: F403 - topology, process sets, init() and shutdown()
 from horoclone.torch.operations import (
     allgather,
     allgather_async,

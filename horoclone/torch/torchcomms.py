@@ -22,8 +22,8 @@ from torchcomms._comms import TorchCommBackend, register_backend
 
 from horoclone.errors import Unsupported
 from horoclone.runtime import current, lifecycle
-from horoclone.torch.c10d.facts import BACKEND
 from horoclone.torch.c10d.group import HorocloneGroup
+from horoclone.torch.c10d.group_properties import BACKEND
 from horoclone.torch.c10d.rendezvous import job_store
 
 __all__ = ["TorchCommHoroclone"]

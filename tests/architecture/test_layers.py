@@ -274,7 +274,7 @@ def test_no_name_says_nothing() -> None:
     assert not wrong, f"name the idea instead: {wrong}"
 
 
-def test_no_pickle_where_strangers_speak() -> None:
+def test_no_pickle_before_authentication() -> None:
     """Frames are bytes with bounds. Objects travel only when the user calls for it: see WHO_PICKLES."""
     for path in python_sources():
         if path.relative_to(PACKAGE).as_posix() not in WHO_PICKLES:

@@ -138,9 +138,9 @@ def test_requests_that_were_at_the_port_before_a_crowd_are_answered() -> None:
 def test_who_has_said_something_new_goes_after_those_who_are_silent() -> None:
     pairs = [socket.socketpair() for _ in range(4)]
     ours, theirs = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    strangers = UnauthenticatedConnections(2, 60.0, shut_down, has_unread)
+    connections = UnauthenticatedConnections(2, 60.0, shut_down, has_unread)
     theirs[0].send(b"x")
-    assert all(strangers.admit(one) for one in ours)  # nobody has to have left for that
+    assert all(connections.admit(one) for one in ours)  # nobody has to have left for that
     assert is_closed(theirs[1]) and is_closed(theirs[2])
     assert ours[0].recv(1) == b"x"
     theirs[0].setblocking(False)

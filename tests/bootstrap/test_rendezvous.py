@@ -1,4 +1,4 @@
-"""The rendezvous: what it does for ranks, and what strangers can do to it."""
+"""The rendezvous: what it does for ranks, and what unauthenticated connections can do to it."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ def test_a_server_that_is_stopped_costs_no_more_than_the_time_of_the_call(proves
         one.close()
 
 
-# --- strangers
+# --- unauthenticated connections
 
 
 @pytest.fixture
@@ -344,7 +344,7 @@ def test_garbage_is_dropped_at_once(server, garbage, monkeypatch):
         pass
     assert time.monotonic() - started < 20
     assert len(received) <= wire.GREETING_BYTES + wire.PROOF_BYTES, (
-        "strangers get a greeting and a refusal, no more"
+        "unauthenticated connections get a greeting and a refusal, no more"
     )
     still_works(server)
 
@@ -508,7 +508,7 @@ def test_an_answer_that_was_changed_on_its_way_is_not_believed(tcp):
     listener.close()
 
 
-def test_lengths_of_strangers_allocate_nothing(tcp):
+def test_lengths_of_unauthenticated_connections_allocate_nothing(tcp):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(200):
         one = stranger(tcp)
@@ -557,15 +557,15 @@ def test_a_server_that_does_not_know_the_secret_is_not_believed(soon):
     listener.close()
 
 
-def test_slow_strangers_are_bounded_in_number_and_time(tcp, monkeypatch):
+def test_slow_unauthenticated_connections_are_bounded_in_number_and_time(tcp, monkeypatch):
     monkeypatch.setattr(rendezvous, "HELLO_S", 1.5)
-    strangers = [stranger(tcp) for _ in range(300)]
-    for one in strangers:
+    connections = [stranger(tcp) for _ in range(300)]
+    for one in connections:
         one.send(b"H")
     still_works(tcp)
     assert sum(not one.proved for one in tcp._connections.values()) <= rendezvous.MAX_HALF_OPEN
     started = time.monotonic()
-    last = strangers[-1]
+    last = connections[-1]
     last.recv(wire.GREETING_BYTES, socket.MSG_WAITALL)
     try:
         while time.monotonic() - started < 10:
@@ -577,7 +577,7 @@ def test_slow_strangers_are_bounded_in_number_and_time(tcp, monkeypatch):
     still_works(tcp)
 
 
-def test_a_proof_that_has_come_is_read_before_later_strangers_displace_it(tcp, monkeypatch):
+def test_a_proof_that_has_come_is_read_before_later_unauthenticated_connections_displace_it(tcp, monkeypatch):
     waits, goes_on = threading.Event(), threading.Event()
     expire = tcp._expire
 

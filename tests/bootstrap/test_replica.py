@@ -341,7 +341,9 @@ def test_a_promoted_spare_waits_for_its_commit_only_for_a_while(
     assert taken is None or taken.commit == 0
 
 
-def test_a_spare_gets_in_past_strangers_that_say_nothing(server: Server, feeder: Feeder) -> None:
+def test_a_spare_gets_in_past_unauthenticated_connections_that_say_nothing(
+    server: Server, feeder: Feeder
+) -> None:
     family, target = wire.parse_address(feeder.addresses[0])
     idle = [socket.socket(family) for _ in range(2 * replica.MAX_SPARES)]
     for one in idle:

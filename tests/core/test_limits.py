@@ -1,4 +1,4 @@
-"""What a job costs and whom it lets in: many lives, memory across lives, too little of something, strangers."""
+"""What a job costs and whom it lets in: many lives, memory across lives, too little of something, no secret."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_a_tiny_dev_shm_does_not_matter(worker_pool):
     assert team.wait() == [0, 0], team.outputs()
 
 
-# --- strangers
+# --- unauthenticated connections
 
 
 def stay(seconds):
@@ -270,7 +270,7 @@ def start_slowly(late, seconds):
 
 
 @MODES
-def test_strangers_at_every_listener_of_a_job_hold_up_nobody(worker_pool, tmp_path, shared):
+def test_unauthenticated_connections_at_every_listener_of_a_job_hold_up_nobody(worker_pool, tmp_path, shared):
     late = tmp_path / "now"
     team = worker_pool(start_slowly, 2, env=mode(shared), late=str(late), seconds=1)
     host, _, port = team.server.addresses[0].rpartition(":")

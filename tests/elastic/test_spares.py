@@ -18,7 +18,7 @@ from horoclone import errors
 from horoclone.elastic import member, replicas
 from horoclone.elastic.generation import Generation
 from horoclone.elastic.state import ObjectState
-from horoclone.runtime import facts
+from horoclone.runtime import topology
 from horoclone.runtime.lifecycle import member as process
 from horoclone.runtime.replica import Replica
 
@@ -88,8 +88,8 @@ class Ranks:
         patch(process, "promised_replica", lambda: (self.before or self.replica, self.feeder))
         patch(process, "feeder", lambda: self.feeder if self.rank == 0 else 0)
         patch(process, "digest_of_replica", lambda commit: 99 if commit == 5 else 0)
-        patch(facts, "rank", lambda: self.rank)
-        patch(facts, "size", lambda: 2)
+        patch(topology, "rank", lambda: self.rank)
+        patch(topology, "size", lambda: 2)
         patch(replicas, "generation", self.generation)
         patch(member, "told_by_all", self.tell)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from horoclone import failpoints
-from horoclone.launch.discovery import FLAP_S, File, Fixed, Lookout, Script, Settled, parse_lines
+from horoclone.launch.discovery import FLAP_S, File, Fixed, FlapFilter, HostPoller, Script, parse_lines
 from horoclone.launch.hosts import Host
 from horoclone.launch.usage import LaunchError
 
@@ -120,7 +120,7 @@ def test_a_file_is_read_anew(tmp_path: Path) -> None:
 
 
 def test_what_comes_counts_at_once_and_what_goes_when_it_stays_away() -> None:
-    one = Settled()
+    one = FlapFilter()
     assert one.take([Host("a", 2), Host("b", 1)], 0.0) == [Host("a", 2), Host("b", 1)]
     assert one.take([Host("b", 1)], 1.0) == [Host("a", 2), Host("b", 1)]
     assert one.take([Host("a", 2)], 1.5) == [Host("a", 2), Host("b", 1)]
@@ -130,7 +130,7 @@ def test_what_comes_counts_at_once_and_what_goes_when_it_stays_away() -> None:
 
 
 def test_hosts_that_flap_every_second_never_count_as_gone() -> None:
-    one = Settled()
+    one = FlapFilter()
     both = [Host("a", 2), Host("b", 2)]
     one.take(both, 0.0)
     for second in range(1, 100):
@@ -139,28 +139,28 @@ def test_hosts_that_flap_every_second_never_count_as_gone() -> None:
 
 def test_a_look_that_fails_in_an_unforeseen_way_is_told_and_not_the_last() -> None:
     with failpoints_of("discovery.look=raise:ValueError@1"):
-        lookout = Lookout(Script("echo a:1", None), lambda: None, every_s=0.02)
-        lookout.start()
+        poller = HostPoller(Script("echo a:1", None), lambda: None, every_s=0.02)
+        poller.start()
         found: list[object] = []
         deadline = time.monotonic() + 20
         while not any(isinstance(one, list) for one in found) and time.monotonic() < deadline:
-            found += lookout.take()
+            found += poller.take()
             time.sleep(0.01)
-        lookout.close()
+        poller.close()
     assert "the hosts cannot be found: ValueError: failpoint" in str(found[0]) and [Host("a", 1)] in found
 
 
-def test_the_lookout_tells_what_it_finds_and_what_goes_wrong(tmp_path: Path) -> None:
+def test_the_poller_tells_what_it_finds_and_what_goes_wrong(tmp_path: Path) -> None:
     woken: list[int] = []
     path = tmp_path / "hosts"
-    lookout = Lookout(File(str(path)), lambda: woken.append(1), every_s=0.02)
-    lookout.start()
+    poller = HostPoller(File(str(path)), lambda: woken.append(1), every_s=0.02)
+    poller.start()
     found: list[object] = []
     deadline = time.monotonic() + 10
     while not any(isinstance(one, list) for one in found) and time.monotonic() < deadline:
         time.sleep(0.02)
-        found += lookout.take()
+        found += poller.take()
         if found:
             path.write_text("a slots=2\n")
-    lookout.close()
+    poller.close()
     assert isinstance(found[0], LaunchError) and found[-1] == [Host("a", 2)] and woken

@@ -193,7 +193,7 @@ def test_the_end_of_the_job_reaches_everybody(two: Rendezvous) -> None:
         assert waiting.result(5) == Stop(3, "enough")
 
 
-def test_strangers_and_copies_are_refused_with_a_text(two: Rendezvous) -> None:
+def test_unknown_processes_and_copies_are_refused_with_a_text(two: Rendezvous) -> None:
     who = two.started()
     two.link(who).form(0, (), 0.01)
     with pytest.raises(errors.Unsupported, match="two processes say that they are member"):

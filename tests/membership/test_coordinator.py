@@ -284,7 +284,7 @@ def test_one_that_others_have_lost_and_that_speaks_is_not_given_up() -> None:
     assert formed(one, [1], 1, 7).members == (name(0), name(1))
 
 
-def test_two_processes_of_one_name_and_strangers_are_refused() -> None:
+def test_two_processes_of_one_name_and_unknown_ones_are_refused() -> None:
     one = job(1)
     with pytest.raises(JoinRejected, match="two processes"):
         one.join(name(0), b"another", "host", 0, 0)

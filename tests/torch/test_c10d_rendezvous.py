@@ -159,7 +159,7 @@ def test_the_store_in_memory_serves_many_lives() -> None:
     assert descriptors() <= before + 1, (before, descriptors())
 
 
-def strangers_write(port: int, what: str) -> None:
+def outsiders_write(port: int, what: str) -> None:
     from worker_pool import say  # the warm worlds, which import this file as well, have none
 
     rank = int(os.environ["HOROCLONE_RANK"])
@@ -197,7 +197,7 @@ def test_what_strangers_write_into_the_store_is_refused(what: str, torch_worker_
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     env = {"HOROCLONE_SECRET": ""} if what == "no secret" else {}
-    team = torch_worker_pool(strangers_write, 2, env=env, port=port, what=what)
+    team = torch_worker_pool(outsiders_write, 2, env=env, port=port, what=what)
     assert team.wait(60) == [0, 0], team.outputs()
     for rank in range(2):
         (fact,) = team.said(rank, "text")

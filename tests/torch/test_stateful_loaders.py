@@ -10,7 +10,7 @@ import torch
 from world import ranks
 
 import horoclone.torch as hvd
-from horoclone.runtime import facts
+from horoclone.runtime import topology
 
 stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
 
@@ -26,8 +26,8 @@ def test_a_checkpoint_goes_on_behind_the_batches_given_out_on_other_ranks(
 ) -> None:
     """Its workers have fetched further, and whoever calls record_batch all the same changes nothing."""
     place = {"size": 3, "rank": 0}
-    monkeypatch.setattr(facts, "size", lambda: place["size"])
-    monkeypatch.setattr(facts, "rank", lambda: place["rank"])
+    monkeypatch.setattr(topology, "size", lambda: place["size"])
+    monkeypatch.setattr(topology, "rank", lambda: place["rank"])
     seen, states = [], []
     for place["rank"] in range(3):
         before = loader(workers)

@@ -29,7 +29,7 @@ DeviceGroup::~DeviceGroup() {
 }
 
 std::unique_ptr<Collective> DeviceGroup::make_setup(Tag tag) {
-  return state_.backend ? nullptr : make_device_setup(&state_, options_, group_, tag);
+  return state_.backend ? nullptr : make_backend_selection(&state_, options_, group_, tag);
 }
 
 Status DeviceGroup::check() { return state_.nccl.check(); }

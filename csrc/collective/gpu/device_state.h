@@ -51,9 +51,9 @@ struct DeviceState {
 bool nccl_does(const Task& task, bool with_kernels);
 
 // Everything that must have happened before the first batch: the ranks agree on who moves the data, then make what that
-// needs. device_setup.cc.
-std::unique_ptr<Collective> make_device_setup(DeviceState* state, const DeviceOptions& options, const Group& group,
-                                              Tag tag);
+// needs. backend_selection.cc.
+std::unique_ptr<Collective> make_backend_selection(DeviceState* state, const DeviceOptions& options, const Group& group,
+                                                   Tag tag);
 // Adasum by NCCL and our kernels, a part of its backend. device_adasum.cc.
 std::unique_ptr<Collective> make_device_adasum(Task task, DeviceState* device, const Group& group);
 

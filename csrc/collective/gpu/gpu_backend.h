@@ -1,5 +1,5 @@
 // Who moves the data of tensors in device memory: NCCL, our kernels through memory that the ranks share, or host
-// memory. To add one: a class like these, and in device_setup.cc when the ranks choose it and what it needs.
+// memory. To add one: a class like these, and in backend_selection.cc when the ranks choose it and what it needs.
 //
 // Thread: the thread that makes progress. Owner: a DeviceState.
 #pragma once

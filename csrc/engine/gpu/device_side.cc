@@ -9,9 +9,9 @@ namespace hc {
 namespace {
 constexpr int kRoundsAlone = 3;      // steps of a set of buckets, with nothing else on GPUs among them
 constexpr double kTogetherS = 1e-4;  // buckets of the next step that are filled within this time share a group of NCCL
-constexpr double kMisfitS = 0.01;    // so long rank 0 waits behind a bucket to which it has given a ticket too early
-constexpr double kLeftBehindS = 5;   // until what was launched before a rank has left must have ended
-constexpr int kMaxMisfits = 16;      // each doubles the steps until it goes ahead again
+constexpr double kMispredictionS = 0.01;  // rank 0 waits behind a bucket to which it has given a ticket too early
+constexpr double kLeftBehindS = 5;        // until what was launched before a rank has left must have ended
+constexpr int kMaxMispredictions = 16;    // each doubles the steps until it goes ahead again
 }  // namespace
 
 void DeviceSide::take_batch(BatchRunner& runner) {
@@ -168,11 +168,11 @@ void DeviceSide::withdraw(Iteration* now) {
 
 // On rank 0, whose next ticket cannot be used yet: what it has filled waits behind what it has not, because it has gone
 // ahead and this step differs from the one before.
-void DeviceSide::look_for_misfit(Iteration* now) {
+void DeviceSide::look_for_misprediction(Iteration* now) {
   if (ready_.empty() || !ready_.front().has_ticket || !order_.tickets().next()->ahead) return;
   now->looks_soon = true;
-  if (seconds_between(ready_.front().op->submitted, Clock::now()) < kMisfitS) return;
-  ++rounds_[ready_.front().op->bucket.set].misfits;
+  if (seconds_between(ready_.front().op->submitted, Clock::now()) < kMispredictionS) return;
+  ++rounds_[ready_.front().op->bucket.set].mispredictions;
   withdraw(now);
 }
 
@@ -192,8 +192,9 @@ void DeviceSide::note_withdrawal() {
 void DeviceSide::give_next_step() {
   for (auto& [set, rounds] : rounds_) {
     const PersistentBuckets::Declared* declared = buckets_.find(set);
-    if (rounds.filled != 0 || rounds.is_ahead || rounds.alone < kRoundsAlone << std::min(rounds.misfits, kMaxMisfits) ||
-        !order_.may_go_ahead() || !declared || !declared->is_persistent || rounds.order.size() != declared->runs.size())
+    if (rounds.filled != 0 || rounds.is_ahead ||
+        rounds.alone < kRoundsAlone << std::min(rounds.mispredictions, kMaxMispredictions) || !order_.may_go_ahead() ||
+        !declared || !declared->is_persistent || rounds.order.size() != declared->runs.size())
       continue;
     std::vector<bool> there(rounds.order.size());
     for (const LaunchTicket& ticket : rounds.order)
@@ -357,7 +358,7 @@ Result<std::unique_ptr<BatchRunner>> DeviceSide::launch(Iteration* now) {
     std::vector<BucketId> ids;
     std::vector<Operation*> operations = take_group(&ids);
     if (operations.empty()) {
-      if (is_leader()) look_for_misfit(now);
+      if (is_leader()) look_for_misprediction(now);
       return Launched();
     }
     launching_tickets_ = operations.size();

@@ -72,7 +72,7 @@ class DeviceSide final : public SetBackend {
     std::vector<LaunchTicket> order;  // in which rank 0 has filled them, with_next: at about the same time
     TimePoint group_began{};          // when it has filled the first of the newest group of these
     bool is_ahead = false;            // all tickets of this step were given before it began
-    int misfits = 0;                  // how often rank 0 itself had to wait because it has gone ahead
+    int mispredictions = 0;           // how often rank 0 itself had to wait because it has gone ahead
   };
   void tell();
   // Whether declared buckets can be persistent as far as this rank knows.
@@ -93,7 +93,7 @@ class DeviceSide final : public SetBackend {
   void give_next_step();
   void withdraw(Iteration* now);
   void note_withdrawal();
-  void look_for_misfit(Iteration* now);
+  void look_for_misprediction(Iteration* now);
   // What rank 0 gives no ticket to, because a rank has left the persistent plans: to be announced. Asks that this be
   // called again where it cannot tell yet.
   std::vector<Operation*> take_back(const SharedSegment& shared_segment, Iteration* now);

@@ -226,7 +226,7 @@ void BatchRunner::scale_before(size_t entry, size_t tensor, Piece* piece) {
   piece->in = piece->out;
 }
 
-Status BatchRunner::piece_for(size_t entry, size_t tensor, Piece* piece) {
+Status BatchRunner::piece_or_identity(size_t entry, size_t tensor, Piece* piece) {
   const TensorMeta& meta = signature_of(entry).tensors[tensor];
   const auto count = static_cast<size_t>(meta.count());
   if (Operation* op = operations_[entry]) {
@@ -257,7 +257,7 @@ Status BatchRunner::prepare_allreduce() {
     for (size_t t = 0; t < s.tensors.size(); ++t) {
       const DType dtype = s.tensors[t].dtype;
       Piece piece;
-      HC_TRY(piece_for(e, t, &piece));
+      HC_TRY(piece_or_identity(e, t, &piece));
       bytes_ += piece.count * size_of(dtype);
       if (reduces_in_place(batch_.in_arena, s.reduce)) {
         tasks_.push_back(task_for(e, dtype));
@@ -306,7 +306,7 @@ Result<std::byte*> BatchRunner::result_memory(Operation* op, size_t tensor, int6
 
 Status BatchRunner::prepare_broadcast(size_t entry, size_t tensor, size_t) {
   Piece piece;
-  HC_TRY(piece_for(entry, tensor, &piece));
+  HC_TRY(piece_or_identity(entry, tensor, &piece));
   const DType dtype = signature_of(entry).tensors[tensor].dtype;
   bytes_ += piece.count * size_of(dtype);
   if (!piece.count) return Status::ok();
@@ -380,7 +380,7 @@ Status BatchRunner::prepare_alltoall(size_t entry, size_t tensor, size_t) {
 
 Status BatchRunner::prepare_reduce(size_t entry, size_t tensor, size_t) {
   Piece piece;
-  HC_TRY(piece_for(entry, tensor, &piece));
+  HC_TRY(piece_or_identity(entry, tensor, &piece));
   const DType dtype = signature_of(entry).tensors[tensor].dtype;
   bytes_ += piece.count * size_of(dtype);
   if (!piece.count) return Status::ok();

@@ -71,7 +71,7 @@ class BatchRunner {
   // The out pointer for a result of `rows` rows: the caller's memory, or the core's. fits: whether these are the rows
   // that the caller's memory has room for, which only the agreement knows.
   Result<std::byte*> result_memory(Operation* op, size_t tensor, int64_t rows, size_t row_bytes, bool fits = true);
-  Status piece_for(size_t entry, size_t tensor, Piece* piece);
+  Status piece_or_identity(size_t entry, size_t tensor, Piece* piece);
   void scale_before(size_t entry, size_t tensor, Piece* piece);
 
   PlanBatch batch_;

@@ -6,13 +6,13 @@ namespace hc {
 
 namespace {
 
-constexpr double kPatienceS = 2;  // nothing moves for so long, before anybody is told
-constexpr double kAnswerS = 1;    // for ranks to say where they stand
-constexpr double kKnownS = 1;     // after which what they had begun without a message is known
-constexpr double kAwaitedS = 1;   // since a thread's last look: it waits in slices
+constexpr double kQuietPeriodS = 2;  // without progress, before anybody is told
+constexpr double kAnswerS = 1;       // for ranks to say where they stand
+constexpr double kKnownS = 1;        // after which what they had begun without a message is known
+constexpr double kAwaitedS = 1;      // since a thread's last look: it waits in slices
 constexpr double kMessagesLaterS = 0.3;
 constexpr double kAgainS = 0.5;      // between two reports of a rank that is known to be stuck
-constexpr int kPollsLimit = 10;      // so many times the limit for a rank that polls: it may work between
+constexpr int kPollsLimit = 10;      // times the limit for a rank that polls: it may work between
 constexpr int kMaxEnds = 5;          // a second apart; if calls still have not ended, the job does
 constexpr double kAskAgainS = 2;     // where ranks stand, if they have not answered
 constexpr size_t kMaxAwaited = 256;  // threads of one rank
@@ -39,7 +39,7 @@ std::vector<int> threads_of(const std::vector<const Operation*>& pending, TimePo
 
 double DeadlockWatch::patience_s() const {
   const double limit_s = context_.config.deadlock_s;
-  return limit_s > 0 ? std::min(kPatienceS, limit_s / 2) : kPatienceS;
+  return limit_s > 0 ? std::min(kQuietPeriodS, limit_s / 2) : kQuietPeriodS;
 }
 
 bool DeadlockWatch::has_moved(TimePoint now, size_t pending) {

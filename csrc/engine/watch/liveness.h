@@ -28,7 +28,7 @@ class Liveness {
  public:
   static constexpr double kWitnessedS = 15;                       // of silence at which witnesses do not count any more
   static constexpr double kProbesPerS = 400;                      // that one rank sends while all answer
-  static constexpr double kTicksInProbe = 4;                      // tick() is called so often in probe_s
+  static constexpr double kTicksInProbe = 4;                      // calls of tick() in probe_s
   static constexpr double kMean = 1.0 / 8, kDeviation = 1.0 / 4;  // weight of the newest answer, as in TCP (RFC 6298)
 
   Liveness(int size, LivenessLimits limits)

@@ -16,7 +16,7 @@ namespace hc {
 class StackRequest {
  public:
   static constexpr size_t kAsked = 8;  // stacks in one report
-  static constexpr double kPatienceS = 1.0;
+  static constexpr double kTimeoutS = 1.0;
 
   bool is_open() const { return open_; }
   void open(TimePoint now) {
@@ -31,7 +31,7 @@ class StackRequest {
     if (auto at = answers_.find(rank); open_ && at != answers_.end()) at->second = std::move(text);
   }
   bool complete(TimePoint now) const {
-    if (seconds_between(asked_at_, now) >= kPatienceS) return true;
+    if (seconds_between(asked_at_, now) >= kTimeoutS) return true;
     for (const auto& [rank, text] : answers_)
       if (text.empty()) return false;
     return true;

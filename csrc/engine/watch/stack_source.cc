@@ -18,7 +18,7 @@ namespace hc {
 namespace {
 
 constexpr double kFirstByteS = 0.1;  // the thread has to be scheduled before it can answer
-constexpr int kQuietMs = 20;         // nothing for so long: that was all
+constexpr int kQuietMs = 20;         // without output: that was all
 constexpr size_t kMaxBytes = 12000;  // a deep recursion says the same again and again
 
 void (*handler_of(int signal))(int) {

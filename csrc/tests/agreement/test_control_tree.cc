@@ -154,7 +154,7 @@ TEST_CASE("coordinator: a request list that comes behind its rank's goodbye coun
   CHECK(plan.batches[0].entries[0].failed_on == std::vector<int32_t>{2});
 }
 
-TEST_CASE("request aggregator: strangers, repetitions and unknown cache ids are refused") {
+TEST_CASE("request aggregator: unknown ranks, repetitions and unknown cache ids are refused") {
   RequestAggregator c({chain_of_pairs(6), 2, 0, 0});
   teach(&c);
   CHECK_FALSE(c.take(cache_ids_of(0, {0}), {}).is_ok());

@@ -98,7 +98,7 @@ TEST_CASE("a worker without the secret is refused, one with it pulls what it has
   CHECK(failures.empty());
 }
 
-TEST_CASE("a worker gets in past strangers that say nothing, however many") {
+TEST_CASE("a worker gets in past unauthenticated connections that say nothing, however many") {
   Node node(0);
   REQUIRE(node.server->set_role(0, Role::kPrimary).is_ok());
   const Endpoint endpoint = Endpoint::decode(node.server->endpoint()).take();
@@ -108,7 +108,7 @@ TEST_CASE("a worker gets in past strangers that say nothing, however many") {
     REQUIRE(idle.back());
   }
   Worker worker(0);
-  CHECK(worker.client.connect(node.target(0), 4).is_ok());  // the strangers have 5 s
+  CHECK(worker.client.connect(node.target(0), 4).is_ok());  // those have 5 s
 }
 
 TEST_CASE(

@@ -235,8 +235,8 @@ TEST_CASE("a copy of a shard goes on like the shard itself, with a round under w
   REQUIRE(both.first.push(5, 3, 1).is_ok());
   Shard copy(&both.budget);
   FrameHeader header;
-  header.verb = Verb::kFacts;
-  REQUIRE(copy.apply(header, both.shard.facts(), nullptr).is_ok());
+  header.verb = Verb::kMetadata;
+  REQUIRE(copy.apply(header, both.shard.metadata(), nullptr).is_ok());
   size_t from = 0;
   Buffer rows;
   for (uint64_t table : both.shard.tables()) {
@@ -248,7 +248,7 @@ TEST_CASE("a copy of a shard goes on like the shard itself, with a round under w
   REQUIRE(both.second.push(5, 5, 1).is_ok());
   for (int64_t id : {5, 6}) CHECK(value_of(copy, id) == value_of(both.shard, id));
   CHECK(value_of(copy, 5) == 4.5f);
-  CHECK(copy.facts() == both.shard.facts());
+  CHECK(copy.metadata() == both.shard.metadata());
 }
 
 TEST_CASE("a shard takes no frame whose numbers do not fit") {
@@ -259,11 +259,11 @@ TEST_CASE("a shard takes no frame whose numbers do not fit") {
   TableSpec other = spec_of(Rule::kSum, 2);
   other.workers = 2;
   CHECK(both.first.send(Verb::kTable, described(other)).code() == Code::kMismatch);
-  std::vector<uint8_t> damaged = both.shard.facts();
+  std::vector<uint8_t> damaged = both.shard.metadata();
   damaged.resize(damaged.size() / 2);
   Shard copy(&both.budget);
   FrameHeader header;
-  header.verb = Verb::kFacts;
+  header.verb = Verb::kMetadata;
   CHECK_FALSE(copy.apply(header, damaged, nullptr).is_ok());
 }
 

@@ -14,7 +14,7 @@ from horoclone.keras import Average, Compression, callbacks, elastic
 from horoclone.keras.distribute import make_distributed
 from horoclone.ops import ReduceOp
 from horoclone.process_sets import ProcessSet, global_process_set
-from horoclone.runtime.exported import *  # noqa: F403 - facts, init() and shutdown(); mypy passes no star on
+from horoclone.runtime.exported import *  # noqa: F403 - topology, init() and shutdown(); mypy passes no star on
 
 __all__ = [*_keras.__all__, "DistributedOptimizer", "callbacks", "elastic", "is_version_greater_equal_than"]
 

@@ -18,7 +18,7 @@ import torch
 
 from horoclone import ops
 from horoclone.errors import HorovodInternalError, PeerLost
-from horoclone.torch.c10d.facts import GroupFacts
+from horoclone.torch.c10d.group_properties import GroupProperties
 from horoclone.torch.c10d.lost import in_words_of_the_job, look_for
 from horoclone.torch.c10d.monitored import monitored_barrier
 from horoclone.torch.c10d.plain_calls import PlainCalls
@@ -60,7 +60,7 @@ open_groups: weakref.WeakSet[HorocloneGroup] = weakref.WeakSet()
 
 
 @never_compiled
-class HorocloneGroup(GroupFacts):
+class HorocloneGroup(GroupProperties):
     """A process group of torch.distributed. Ranks in its arguments are ranks of the group.
 
     Tensors are in host memory or on a GPU (gpu.py); what has gaps or another order of its dimensions is copied.

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from horoclone.torch.c10d.facts import BACKEND
 from horoclone.torch.c10d.group import HorocloneGroup, open_groups
+from horoclone.torch.c10d.group_properties import BACKEND
 from horoclone.torch.c10d.rendezvous import install_rendezvous
 
 

@@ -58,6 +58,7 @@ class GradState:
         "fires",
         "fires_in_pass",
         "form",
+        "in_backward",
         "left",
         "lent",
         "name",
@@ -65,7 +66,6 @@ class GradState:
         "parameter",
         "passes",
         "pending",
-        "prompt",
         "reduced",
         "sparse_dim",
         "used",
@@ -83,7 +83,7 @@ class GradState:
         self.address = 0  # of that memory
         self.form = form_of(parameter)  # of the parameter for which the ranks have agreed
         self.dtype = parameter.dtype  # of the gradient (Tensor.grad_dtype)
-        self.prompt = False  # every rank computes it in every step: backward() waits for it
+        self.in_backward = False  # every rank computes it in every step: backward() waits for it
         self.expected = 1  # hook calls in a step after which the gradient is complete
         self.left = 1
         self.counted = True  # its bucket waits for it in this step
@@ -312,9 +312,10 @@ class Bucket:
         for state, offset in zip(self.states, offsets, strict=True):
             state.lies_in(self, offset)
         self.number = NUMBER_OF[dtype]
-        self.prompt = all(state.prompt for state in self.states)  # sent by hooks, waited for by backward()
+        # Sent by hooks, waited for by backward().
+        self.in_backward = all(state.in_backward for state in self.states)
         for state in self.states:
-            state.prompt = self.prompt
+            state.in_backward = self.in_backward
         self.waiting = 0  # counted gradients that have not arrived
         self.sent = False
         self.done = False  # reduced, and handed out
@@ -403,7 +404,7 @@ def plan_buckets(
     for group in groups:
         alike: dict[tuple[bool, torch.dtype], list[GradState]] = {}
         for state in group:
-            alike.setdefault((state.prompt, wire_dtype_of(state)), []).append(state)
+            alike.setdefault((state.in_backward, wire_dtype_of(state)), []).append(state)
         plan.extend((dtype, part) for (_, dtype), part in alike.items())
     limits: dict[torch.dtype, int] = {}
     for run in runs:

@@ -376,9 +376,9 @@ class Reducer:
             state.fired = True
             if not self._learned:
                 self._observe(state)
-            elif state.prompt:
+            elif state.in_backward:
                 state.left -= 1
-            is_complete = self._learned and state.prompt and state.left <= 0
+            is_complete = self._learned and state.in_backward and state.left <= 0
             if not is_complete or not (is_last or state.left):  # sent later, from what parameter.grad is then
                 self._note(state)
                 if not is_last:
@@ -423,7 +423,7 @@ class Reducer:
             bucket.waiting = 0
         for state in self.states:
             state.counted = state.parameter.requires_grad
-            if state.counted and state.prompt:
+            if state.counted and state.in_backward:
                 self._awaited += 1
                 if state.bucket is not None:
                     state.bucket.waiting += 1
@@ -517,7 +517,7 @@ class Reducer:
     @torch.no_grad()
     def _settle(self) -> None:
         """Waits for the gradients that every rank computes. A parameter that was not used this time has zeros."""
-        if self._changed and not self._tell_change(prompt=True):
+        if self._changed and not self._tell_change(in_backward=True):
             self._settled = False
             return
         if not self._learned and not self._agree_on(self.states, early=True):
@@ -528,7 +528,7 @@ class Reducer:
             )
             return
         changed = next((state.name for state in self.states if state.arrived and state.is_changed()), None)
-        self._send(prompt=True)
+        self._send(in_backward=True)
         self._collect()
         self._scale_local()
         self._spread_overflow()
@@ -632,7 +632,7 @@ class Reducer:
         if self.partial:
             return CHANGED.format(changed=changed[0].name, pending="it", why=IN_SHARDS)
         if name is None:
-            is_late = (self._learned or self._agreed) and not changed[0].prompt
+            is_late = (self._learned or self._agreed) and not changed[0].in_backward
             why = NOT_EVERYWHERE if is_late else UNREDUCED
             return CHANGED.format(changed=changed[0].name, pending="it", why=why)
         pending = next((state.name for state in self.states if state.fired and not state.reduced), None)
@@ -649,19 +649,23 @@ class Reducer:
 
     # --- submission ------------------------------------------------------------------------------------------------
 
-    def _reduced_with(self, prompt: bool | None) -> tuple[list[Bucket], list[GradState]]:
-        """What is reduced at the end of backward (prompt), in synchronize() only, or ever: buckets, and gradients that
-        are in none."""
+    def _reduced_with(self, in_backward: bool | None) -> tuple[list[Bucket], list[GradState]]:
+        """What is reduced at the end of backward (in_backward), in synchronize() only, or ever: buckets, and gradients
+        that are in none."""
         return (
-            [bucket for bucket in self.buckets if prompt in (bucket.prompt, None)],
-            [state for state in self.states if state.bucket is None and prompt in (state.prompt, None)],
+            [bucket for bucket in self.buckets if in_backward in (bucket.in_backward, None)],
+            [
+                state
+                for state in self.states
+                if state.bucket is None and in_backward in (state.in_backward, None)
+            ],
         )
 
-    def _send(self, prompt: bool) -> bool:
+    def _send(self, in_backward: bool) -> bool:
         """Sends what has not been sent of these. Whether there are any."""
-        buckets, alone = self._reduced_with(prompt)
+        buckets, alone = self._reduced_with(in_backward)
         if buckets or alone:
-            self._send_mark(prompt)
+            self._send_mark(in_backward)
         for state in alone:
             if not state.arrived:
                 submit_alone(state, self._terms, self.weight)
@@ -778,19 +782,19 @@ class Reducer:
             if self._changed:
                 # Others read the first mark before they send more, unless they wait before the next forward only.
                 in_buckets = all(state.bucket is not None for state in self.states)
-                told = self._tell_change(prompt=None if in_buckets and not self.may_wait else True)
+                told = self._tell_change(in_backward=None if in_buckets and not self.may_wait else True)
                 if not told:
                     self._spread_overflow()
-                    self._tell_change(prompt=False)
+                    self._tell_change(in_backward=False)
             if learning and not self._agreed:
                 self._agree_on(self.states)
             elif len(self.states) > before:
                 self._agree_on(self.states[before:])
-            sent, shows = self._send(prompt=True), self.some_local or bool(self._scatter)
+            sent, shows = self._send(in_backward=True), self.some_local or bool(self._scatter)
             if not self._settled and (shows or (sent and self._marked)):
                 self._collect()  # where parameters have changed elsewhere, nobody sends the others
             self._spread_overflow()
-            self._send(prompt=False)
+            self._send(in_backward=False)
             self._collect()
             if self._terms.unused_as_none:
                 self._clear_unused()
@@ -986,20 +990,20 @@ class Reducer:
         self._undeclare()
         for state in self._state_of.values():
             state.bucket = state.view = state.lent = None
-            state.prompt = False
+            state.in_backward = False
 
     # A parameter has another dtype, say, and needs other buckets. If that is so on every rank, they agree on new ones.
     # A rank on which nothing has changed goes on with the old ones, though: it hears of the change by a mark in them,
     # or beside them where not every rank reads all of what is reduced.
 
-    def _tell_change(self, prompt: bool | None) -> bool:
+    def _tell_change(self, in_backward: bool | None) -> bool:
         """Makes the reductions in which other ranks may wait, and drops the buckets. False: there are none."""
-        buckets, alone = self._reduced_with(prompt)
+        buckets, alone = self._reduced_with(in_backward)
         if not self._marked or not (buckets or alone):
             return False
         kept = [bucket.flat.clone() for bucket in buckets]  # parameter.grad may be this memory
         residuals = {name: held.clone() for name, held in self.residuals.read(self.buckets).items()}
-        self._send_mark(prompt)
+        self._send_mark(in_backward)
         for state in alone:
             start_alone(state, state.zeros(as_agreed=True), self._terms, 1.0 if self._weighs else None)
         for bucket in buckets:
@@ -1033,23 +1037,23 @@ class Reducer:
             raise errors[0]
         return True
 
-    def _send_mark(self, prompt: bool | None) -> None:
-        if self._marks_apart and prompt not in self._marks:
+    def _send_mark(self, in_backward: bool | None) -> None:
+        if self._marks_apart and in_backward not in self._marks:
             mark = torch.zeros(1 + PLACES, dtype=torch.uint8, device="cpu")
             mark[0] = self._changed
             if not self._marks and not self._changed:
                 self.comparison.fill(mark[1:])
-            name = f"changes of parameters (gradients.{self.layout}.{'mark' if prompt else 'late mark'})"
-            self._marks[prompt] = operations.allreduce_async_(
+            name = f"changes of parameters (gradients.{self.layout}.{'mark' if in_backward else 'late mark'})"
+            self._marks[in_backward] = operations.allreduce_async_(
                 mark, name=name, op=Max, process_set=self._terms.process_set
             )
 
     def _take_marks(self, errors: list[Exception]) -> bool:
         """Whether one of those that were sent is set."""
         found = False
-        for is_first, (prompt, handle) in zip((True, False), self._marks.items(), strict=False):
+        for is_first, (in_backward, handle) in zip((True, False), self._marks.items(), strict=False):
             if handle is not None:
-                self._marks[prompt] = None
+                self._marks[in_backward] = None
                 try:
                     mark = operations.synchronize(handle)
                     found |= bool(mark[0].item())
@@ -1138,7 +1142,7 @@ class Reducer:
             flag, dtype = agreed.sparse[i], agreed.dtypes[i]
             state.form = form_of(state.parameter)
             state.dtype = dtype or getattr(state.parameter, "grad_dtype", None) or state.parameter.dtype
-            state.prompt = agreed.complete[i]
+            state.in_backward = agreed.complete[i]
             if not self._terms.sparse_as_dense:
                 state.sparse_dim = max(0, flag - 1)
             elif flag > 1 and self.shards == 1:  # sharded by elements it is updated in dense pieces
@@ -1158,9 +1162,9 @@ class Reducer:
         self._calls_of_a_pass = calls / self.passes if self._order and whole else None
         self.layout, runs = agree_on_order(observed, self._terms.process_set, self._leads)
         for state in self.states:
-            state.prompt = False
+            state.in_backward = False
         for state in runs[0]:
-            state.prompt = True
+            state.in_backward = True
         if not self._all_here:
             self._undeclare()
         elif self._buckets_allowed():

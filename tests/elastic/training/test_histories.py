@@ -27,7 +27,7 @@ from horoclone.elastic.state import ObjectState
 from horoclone.errors import PeerLost
 from horoclone.membership.coordinator import Coordinator
 from horoclone.membership.records import ID_BYTES, Evicted, Limits, Record, Stop
-from horoclone.runtime import facts, lifecycle
+from horoclone.runtime import lifecycle, topology
 
 EPOCHS = 3
 MAX_TURNS = 20_000  # of a history; one that takes more waits for ever
@@ -149,8 +149,8 @@ class World:
             def __getattr__(self, _: str) -> Callable[..., None]:
                 return lambda *_args, **_more: None
 
-        patch.setattr(facts, "size", lambda: len(self.record().members))
-        patch.setattr(facts, "rank", lambda: self.record().members.index(self.current.id))
+        patch.setattr(topology, "size", lambda: len(self.record().members))
+        patch.setattr(topology, "rank", lambda: self.record().members.index(self.current.id))
         patch.setattr(member, "is_elastic", lambda: True)
         patch.setattr(member, "offer_commits", lambda commits: setattr(self.current, "offered", commits))
         patch.setattr(member, "leave_requested", lambda: self.current.leaving or None)
@@ -253,13 +253,13 @@ class World:
     def broadcast(self, mine: Any, root_rank: int, name: str) -> Any:
         root, sent = self.gather((root_rank, pickle.dumps(mine)), name)[root_rank]
         assert root == root_rank, "the ranks do not agree on whose state counts"
-        return mine if facts.rank() == root else pickle.loads(sent)
+        return mine if topology.rank() == root else pickle.loads(sent)
 
     def train(self, me: Process) -> None:
         """A script: epochs over the samples, which are the weights; a commit every so many steps."""
         sampler = ElasticSampler(range(self.length), seed=self.seed)
         me.state = ObjectState(
-            self.broadcast, facts.rank, sampler=sampler, epoch=0, steps=0, ranks=0, seen=[], all=[]
+            self.broadcast, topology.rank, sampler=sampler, epoch=0, steps=0, ranks=0, seen=[], all=[]
         )
 
         def training(one: Any) -> None:

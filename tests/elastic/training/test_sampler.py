@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from horoclone.elastic.sampler import ElasticSampler
-from horoclone.runtime import facts
+from horoclone.runtime import topology
 
 
 class Worlds:
@@ -17,8 +17,8 @@ class Worlds:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.size, self.rank = 1, 0
-        patch.setattr(facts, "size", lambda: self.size)
-        patch.setattr(facts, "rank", lambda: self.rank)
+        patch.setattr(topology, "size", lambda: self.size)
+        patch.setattr(topology, "rank", lambda: self.rank)
 
 
 @pytest.fixture

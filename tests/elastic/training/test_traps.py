@@ -16,7 +16,7 @@ from horoclone.elastic.sampler import ElasticSampler
 from horoclone.elastic.state import ObjectState
 from horoclone.errors import HostsUpdatedInterrupt
 from horoclone.objects import broadcast_object
-from horoclone.runtime import facts
+from horoclone.runtime import topology
 
 HERE = Path(__file__).parent
 RUN = [sys.executable, "-m", "horoclone.launch"]
@@ -55,9 +55,9 @@ def mark(tmp_path: Path) -> str:
 
 @ranks(2, env={"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"})
 def test_4_a_rank_that_does_not_commit_is_named_and_the_job_ends(mark: str) -> None:
-    state = ObjectState(broadcast_object, facts.rank, epoch=0)
+    state = ObjectState(broadcast_object, topology.rank, epoch=0)
     state.commit()
-    if facts.rank() == 0:
+    if topology.rank() == 0:
         assert re.search(r"hvd\.elastic\.commit[^\n]*\b1\b", str(raised(state.commit)))
         Path(mark).touch()
     else:
@@ -89,10 +89,10 @@ def test_20_fewer_samples_than_ranks_are_shared_out(
     monkeypatch: pytest.MonkeyPatch, size: int, left: int
 ) -> None:
     """Horovod's assertion fails for one sample on four ranks."""
-    monkeypatch.setattr(facts, "size", lambda: size)
+    monkeypatch.setattr(topology, "size", lambda: size)
     taken = []
     for rank in range(size):
-        monkeypatch.setattr(facts, "rank", lambda rank=rank: rank)
+        monkeypatch.setattr(topology, "rank", lambda rank=rank: rank)
         sampler = ElasticSampler(range(10 + left), shuffle=False)
         sampler.load_state_dict({"epoch": 0, "processed_num": 10})
         taken.append(list(sampler))

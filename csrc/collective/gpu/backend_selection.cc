@@ -96,16 +96,16 @@ std::string why_no_peers(const Table& table, const Group& group) {
   return "";
 }
 
-enum class Mover { kNccl, kPeers, kHost };
+enum class BackendKind { kNccl, kPeers, kHost };
 
 struct Answer {
-  Mover mover = Mover::kHost;
+  BackendKind backend = BackendKind::kHost;
   std::string reason;
   bool for_good = true;  // false: ask again at the next batch
 };
 
 // Whether NCCL can be used by all.
-Answer decide_nccl(const Table& table, const Group& group) {
+Answer choose_nccl(const Table& table, const Group& group) {
   const auto name = [&](size_t r) { return name_in(group, r); };
   Answer answer;
   for (size_t r = 0; r < table.size(); ++r) {
@@ -125,13 +125,13 @@ Answer decide_nccl(const Table& table, const Group& group) {
                             "torch.cuda.set_device(hvd.local_rank())");
     return answer;
   }
-  answer.mover = Mover::kNccl;
+  answer.backend = BackendKind::kNccl;
   answer.reason = "NCCL " + nccl_version_text(table[0].nccl_version);
   return answer;
 }
 
 // PURE: the same table gives the same answer on every rank.
-Answer decide(const Table& table, const Group& group) {
+Answer choose_backend(const Table& table, const Group& group) {
   Answer answer;
   for (size_t r = 0; r < table.size(); ++r)
     if (table[r].operations == GpuOperations::kHost) {
@@ -146,10 +146,10 @@ Answer decide(const Table& table, const Group& group) {
     }
   const bool demanded = anybody(table, GpuOperations::kPeers);
   const bool share = sharing_a_gpu(table, group).first >= 0;
-  if (anybody(table, GpuOperations::kNccl) || (!demanded && !share)) return decide_nccl(table, group);
+  if (anybody(table, GpuOperations::kNccl) || (!demanded && !share)) return choose_nccl(table, group);
   const std::string why_not = why_no_peers(table, group);
   if (why_not.empty()) {
-    answer.mover = Mover::kPeers;
+    answer.backend = BackendKind::kPeers;
     answer.reason = "kernels between peers";
     return answer;
   }
@@ -157,16 +157,16 @@ Answer decide(const Table& table, const Group& group) {
     answer.reason = why_not;
     return answer;
   }
-  answer = decide_nccl(table, group);
+  answer = choose_nccl(table, group);
   answer.reason += text_of("; nor can our kernels reduce there: ", why_not);
   return answer;
 }
 
 }  // namespace
 
-class DeviceSetup : public Collective {
+class BackendSelection : public Collective {
  public:
-  DeviceSetup(DeviceState* device, const DeviceOptions& options, const Group& group, Tag tag)
+  BackendSelection(DeviceState* device, const DeviceOptions& options, const Group& group, Tag tag)
       : device_(*device), options_(options), group_(group), table_(static_cast<size_t>(group.size)), tag_(tag) {
     algorithm_ = "gpu set-up";
   }
@@ -254,7 +254,7 @@ class DeviceSetup : public Collective {
   }
 
   Status settle() {
-    const Answer answer = decide(table_, group_);
+    const Answer answer = choose_backend(table_, group_);
     device_.reason = answer.reason;
     device_.refusal = Status::ok();
     device_.kernels_everywhere =
@@ -262,12 +262,12 @@ class DeviceSetup : public Collective {
     device_.kernels_reason.clear();
     for (size_t r = table_.size(); r-- > 0;)
       if (!table_[r].has_kernels) device_.kernels_reason = text_of(name_in(group_, r), ": ", table_[r].kernels_reason);
-    if (answer.mover == Mover::kHost) {
+    if (answer.backend == BackendKind::kHost) {
       go_by_host(answer);
       return Status::ok();
     }
     if (!anybody(table_, GpuOperations::kPeers)) device_.advice = sharing_without_need(table_, group_);
-    return answer.mover == Mover::kPeers ? show_peers() : tell_ids();
+    return answer.backend == BackendKind::kPeers ? show_peers() : tell_ids();
   }
 
   Status tell_ids() {
@@ -326,7 +326,7 @@ class DeviceSetup : public Collective {
     for (size_t r = 0; r < peers_.size(); ++r)
       if (!peers_[r].ok) {
         device_.peers.reset();
-        go_by_host({Mover::kHost, text_of(name_in(group_, r), ": ", peers_[r].reason), true});
+        go_by_host({BackendKind::kHost, text_of(name_in(group_, r), ": ", peers_[r].reason), true});
         return Status::ok();
       }
     if (stage_ == Stage::kMapped) {
@@ -396,9 +396,9 @@ Status DeviceState::make_stream() {
   return Status::ok();
 }
 
-std::unique_ptr<Collective> make_device_setup(DeviceState* state, const DeviceOptions& options, const Group& group,
-                                              Tag tag) {
-  return std::make_unique<DeviceSetup>(state, options, group, tag);
+std::unique_ptr<Collective> make_backend_selection(DeviceState* state, const DeviceOptions& options, const Group& group,
+                                                   Tag tag) {
+  return std::make_unique<BackendSelection>(state, options, group, tag);
 }
 
 }  // namespace hc

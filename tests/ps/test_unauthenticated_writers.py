@@ -1,4 +1,4 @@
-"""Strangers at the register, which everybody on the network may write to: what they write harms nobody's rows."""
+"""Unauthenticated writers at the register, which the whole network may write to: they harm nobody's rows."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_generation_of_a_server_is_larger_than_the_one_before(cluster: Cluster
     assert place["generation"] > before
 
 
-def test_a_strangers_value_counts_as_forgotten_for_those_who_have_seen_their_own() -> None:
+def test_an_invalid_value_counts_as_forgotten_for_those_who_have_seen_their_own() -> None:
     store = serve_store(0, new_s=0)
     address = ("127.0.0.1", store.port)
     ours, theirs = (Register("r", address, secret * 16) for secret in (b"a", b"b"))

@@ -12,8 +12,8 @@ BACKEND = "horoclone"
 
 
 @never_compiled
-class GroupFacts(dist.ProcessGroup):
-    """torch's own process groups keep these facts in their backends. Ours is the backend of every device itself."""
+class GroupProperties(dist.ProcessGroup):
+    """torch's own process groups keep this in their backends. Ours is the backend of every device itself."""
 
     supports_coalescing = supports_splitting = supports_time_estimate = supports_shrinking = False
 
@@ -61,7 +61,7 @@ class GroupFacts(dist.ProcessGroup):
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
     group_name, group_desc = property(getGroupName), property(getGroupDesc)
 
-    def _get_backend(self, device: torch.device) -> GroupFacts:
+    def _get_backend(self, device: torch.device) -> GroupProperties:
         """Asked what it supports, by batch_isend_irecv of torch 2.15 also in a group of Python's."""
         return self
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def _place() -> Runtime | Parent:
-    """Where the facts are: in a process that a rank has started they are the rank's."""
+    """Where the topology is: in a process that a rank has started they are the rank's."""
     if current.runtime is None and current.parent is None:
         offspring.recognise()  # a loader's worker by 'spawn' need not have called init()
     return current.runtime or current.parent or native()
