@@ -104,10 +104,14 @@ def definition(name: str, function: Callable[..., Any]) -> str:
 
 def stub() -> str:
     """The text of horoclone/__init__.pyi."""
+    left = set(horoclone.__all__) - set(horoclone._HOMES["arrays"]) - {"__version__"}
     lines = [HEAD]
+    for module in ("evaluation", "ops", "runtime.exported"):
+        left -= exported(module)
+        lines.append(f"from horoclone.{module} import *\n")
     for module, names in horoclone._HOMES.items():
-        if module != "arrays":
-            imports = "".join(f"    {name} as {name},\n" for name in sorted(names))
+        imports = "".join(f"    {name} as {name},\n" for name in sorted(left.intersection(names)))
+        if imports:
             lines.append(f"from horoclone.{module} import (\n{imports})\n")
     lines.append(
         "from horoclone import checkpoint as checkpoint\n\n__version__: str\nHOROVOD_VERSION: str\n\n"

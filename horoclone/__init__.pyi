@@ -8,58 +8,15 @@ from numpy.typing import ArrayLike, NDArray
 
 from horoclone.ops import ReduceOp
 
-from horoclone.runtime.lifecycle import (
-    init as init,
-    shutdown as shutdown,
-)
-from horoclone.runtime import (
-    cross_rank as cross_rank,
-    cross_size as cross_size,
-    gloo_enabled as gloo_enabled,
-    is_homogeneous as is_homogeneous,
-    is_initialized as is_initialized,
-    local_rank as local_rank,
-    local_size as local_size,
-    mpi_enabled as mpi_enabled,
-    mpi_threads_supported as mpi_threads_supported,
-    rank as rank,
-    size as size,
-    start_timeline as start_timeline,
-    stop_timeline as stop_timeline,
-)
-from horoclone.runtime.built import (
-    ccl_built as ccl_built,
-    cuda_built as cuda_built,
-    ddl_built as ddl_built,
-    gloo_built as gloo_built,
-    mpi_built as mpi_built,
-    nccl_built as nccl_built,
-    rocm_built as rocm_built,
-    sycl_built as sycl_built,
-)
+from horoclone.evaluation import *
+from horoclone.ops import *
+from horoclone.runtime.exported import *
 from horoclone.runtime.observe import (
     flight_record as flight_record,
     metrics as metrics,
 )
 from horoclone.runtime.flat_metrics import (
     flat_metrics as flat_metrics,
-)
-from horoclone.ops import (
-    Adasum as Adasum,
-    And as And,
-    Average as Average,
-    Max as Max,
-    Min as Min,
-    Or as Or,
-    Product as Product,
-    Sum as Sum,
-    Xor as Xor,
-)
-from horoclone.process_sets import (
-    ProcessSet as ProcessSet,
-    add_process_set as add_process_set,
-    global_process_set as global_process_set,
-    remove_process_set as remove_process_set,
 )
 from horoclone.errors import (
     Aborted as Aborted,
@@ -76,11 +33,6 @@ from horoclone.objects import (
     allgather_object as allgather_object,
     broadcast_object as broadcast_object,
     broadcast_object_fn as broadcast_object_fn,
-)
-from horoclone.evaluation import (
-    EvaluationSampler as EvaluationSampler,
-    metric_mean as metric_mean,
-    metric_sum as metric_sum,
 )
 from horoclone.launch.api import (
     run as run,

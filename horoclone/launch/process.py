@@ -80,6 +80,14 @@ def _has_live_process(group: int) -> bool:
     return False
 
 
+def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(3.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
 class Reaper:
     """Our end of reaper.py."""
 
@@ -114,11 +122,7 @@ class Reaper:
             self._process.stdin.close()
         except OSError:
             pass
-        try:
-            self._process.wait(3.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        _wait_or_kill(self._process)
 
 
 class OutputRelay:
@@ -151,11 +155,7 @@ class OutputRelay:
     def close(self) -> None:
         self._tell(".")
         self._channel.close()
-        try:
-            self._process.wait(3.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        _wait_or_kill(self._process)
 
 
 class LocalRank:
