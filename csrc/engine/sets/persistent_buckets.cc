@@ -2,19 +2,19 @@
 
 namespace hc {
 
-Result<PersistentBuckets::Declared*> PersistentBuckets::add(int id, std::shared_ptr<const BucketSet> set, Reach reach,
+Result<PersistentBuckets::Declared*> PersistentBuckets::add(int id, std::shared_ptr<const BucketSet> set, Scope scope,
                                                             SharedSegment* shared_segment) {
   const size_t n = set->buckets.size();
   Declared& d = declared_[id];
   d.runs.resize(n);
   d.set = std::move(set);
-  d.is_between_nodes = reach == Reach::kNodes;
-  d.has_flags = reach != Reach::kNone && next_flag_ + n <= kMaxPersistentBuckets;
+  d.is_between_nodes = scope == Scope::kNodes;
+  d.has_flags = scope != Scope::kNone && next_flag_ + n <= kMaxPersistentBuckets;
   if (!d.has_flags) return &d;
   d.first_flag = next_flag_;
   next_flag_ += n;
   if (shared_segment) HC_TRY(shared_segment->prepare_buckets(d.first_flag, n));
-  if (reach == Reach::kNode) shared_segment->publish(shared_segment->mine().invalidated, 0);
+  if (scope == Scope::kNode) shared_segment->publish(shared_segment->mine().invalidated, 0);
   return &d;
 }
 

@@ -48,9 +48,9 @@ class PersistentBuckets {
     const auto at = declared_.find(id);
     return at == declared_.end() ? nullptr : &at->second;
   }
-  enum class Reach { kNone, kNode, kNodes };  // of a persistent plan: nowhere, where all share memory, between nodes
+  enum class Scope { kNone, kNode, kNodes };  // of a persistent plan: nowhere, where all share memory, between nodes
   // shared_segment: of the members on this node; null: there is none.
-  Result<Declared*> add(int id, std::shared_ptr<const BucketSet> set, Reach reach, SharedSegment* shared_segment);
+  Result<Declared*> add(int id, std::shared_ptr<const BucketSet> set, Scope scope, SharedSegment* shared_segment);
   void remove(int id) { declared_.erase(id); }
   // The last one, as if it had never been added.
   void take_back(int id) {

@@ -395,23 +395,23 @@ Status ProcessSet::run_arrivals(Iteration* now) {
 // ---- declared buckets
 
 Status ProcessSet::declare(int id, std::shared_ptr<const BucketSet> buckets, bool owned, Capabilities* mine) {
-  using Reach = PersistentBuckets::Reach;
+  using Scope = PersistentBuckets::Scope;
   const bool is_host = buckets->place.is_host;
-  const Reach reach = is_on_one_node()                              ? Reach::kNode
-                      : is_host && persists_between_nodes(*buckets) ? Reach::kNodes
-                                                                    : Reach::kNone;
-  auto added = buckets_.add(id, buckets, reach, reach == Reach::kNone ? nullptr : shared_.get());
+  const Scope scope = is_on_one_node()                              ? Scope::kNode
+                      : is_host && persists_between_nodes(*buckets) ? Scope::kNodes
+                                                                    : Scope::kNone;
+  auto added = buckets_.add(id, buckets, scope, scope == Scope::kNone ? nullptr : shared_.get());
   HC_TRY(added.status());
   const bool has_flags = added.value()->has_flags && parts_.context.config.persistent_buckets;
-  mine->numbers = static_cast<int64_t>(added.value()->first_flag) * 4 + static_cast<int64_t>(reach);
-  mine->between_nodes = reach == Reach::kNodes;
+  mine->numbers = static_cast<int64_t>(added.value()->first_flag) * 4 + static_cast<int64_t>(scope);
+  mine->between_nodes = scope == Scope::kNodes;
   HC_TRY(backend_->declare(*buckets, owned, has_flags, mine));
   if (!is_host) return Status::ok();
   const Mesh& mesh = *parts_.context.mesh;
   const Arena* arena = mesh.shares_memory(mesh.rank()) ? mesh.arena(mesh.rank()).get() : nullptr;
-  const bool anywhere = reach == Reach::kNodes && !(may_be_two_level_ && parts_.tuner.agreed().two_level);
+  const bool anywhere = scope == Scope::kNodes && !(may_be_two_level_ && parts_.tuner.agreed().two_level);
   // Settings that are searched for come with plans, and what MPI has begun cannot be withdrawn.
-  const bool may_persist = reach != Reach::kNodes || (!mesh.has_mpi() && !parts_.tuner.is_searching());
+  const bool may_persist = scope != Scope::kNodes || (!mesh.has_mpi() && !parts_.tuner.is_searching());
   mine->persistent = has_flags && may_persist &&
                      std::all_of(buckets->buckets.begin(), buckets->buckets.end(), [&](const BucketSet::Bucket& b) {
                        return b.bytes() && (anywhere || (arena && arena->contains(b.data, b.bytes())));
