@@ -46,7 +46,7 @@ PYTHON = {
     "launch/mpirun.py _end": KILLED,
     "launch/mpirun.py call": "the job itself",
     "launch/notice_script.py _stop": KILLED,
-    "launch/process.py close": KILLED,
+    "launch/process.py _wait_or_kill": KILLED,
     "live/dashboard/server.py _keep_looking": "asyncio.wait_for() around it has the limit",
     "live/dashboard/server.py _stream": "the next look at the job; the server's end cancels it",
     "ps/__main__.py main": "the service itself: a signal ends it",
