@@ -74,7 +74,7 @@ class Aggregation:
 
     def _scaled(self, totals: Sequence[Any], places: Sequence[int]) -> list[Any]:
         return [
-            total if total is None or self._are_set[p] else total * keras.ops.cast(self._scale, total.dtype)
+            total if total is None or self._are_set[p] else total * self._scale
             for total, p in zip(totals, places, strict=True)
         ]
 

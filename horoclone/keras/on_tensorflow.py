@@ -27,7 +27,7 @@ def scaled(gradient: Any, factor: float) -> Any:
     """The gradient times a factor."""
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
-    return gradient * tf.cast(factor, gradient.dtype)
+    return gradient * factor
 
 
 def reduced_before(grads: Sequence[Any], variables: Sequence[Any], by_variable: bool) -> list[bool]:

@@ -1,6 +1,8 @@
 """The gradients of our ops, registered with TensorFlow when this module is imported.
 
-The rules are Horovod's: those of allgather and broadcast are averages over the ranks, those of a sum are sums.
+The rules are Horovod's: those of allgather and broadcast are averages over the ranks, those of a sum are sums. In a
+graph a gradient is called after its op, which the ranks have matched already: what TensorFlow computes the gradient of
+depends on static shapes, so its names may differ between ranks.
 """
 
 from __future__ import annotations
@@ -20,12 +22,15 @@ def _process_set(op: Any) -> process_sets.ProcessSet:
     number = op.get_attr("process_set_id")
     registered = process_sets.by_id(number)
     if registered is None:
-        raise ValueError(f"the gradient of {op.name}: process set {number} does not exist any more")
+        raise ValueError(f"the gradient of {op.type}: process set {number} does not exist any more")
     return registered
 
 
 def _same(op: Any) -> dict[str, Any]:
-    return {"ignore_name_scope": op.get_attr("ignore_name_scope"), "process_set": _process_set(op)}
+    output = op.outputs[0]
+    name = None if hasattr(output, "numpy") else f"{output.op.name.rpartition('/')[2]}_grad"
+    scope = op.get_attr("ignore_name_scope")
+    return {"name": name, "ignore_name_scope": scope, "process_set": _process_set(op)}
 
 
 def _scaled(op: Any) -> dict[str, Any]:
@@ -100,7 +105,7 @@ def _of_alltoall(op: Any, gradient: Any, _: Any) -> list[Any]:
 def _for_share(op: Any, gradients: list[Any]) -> list[Any]:
     """Times the size for Sum, as in Horovod, and the op's own factors."""
     pre, post = mpi_ops.factors_of(op)
-    factor: Any = pre * post
+    factor: Any = tf.constant(pre * post, tf.float64)
     if _linear_reduction(op) == Sum:
         factor *= tf.cast(mpi_ops.size_op(op.get_attr("process_set_id")), tf.float64)
     return [_summed_back(gradient * tf.cast(factor, gradient.dtype), op) for gradient in gradients]

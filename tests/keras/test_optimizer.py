@@ -122,6 +122,23 @@ def keeps_local_variables() -> None:
         np.testing.assert_allclose(keras.ops.convert_to_numpy(mine), expected)
 
 
+def divides_in_full_precision() -> None:
+    """By the passes and, of a local variable, by the size."""
+    import keras
+
+    import horoclone.keras as hvd
+
+    ours, mine = (keras.Variable(np.zeros(2), dtype="float64", name=n) for n in ("ours", "mine"))
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(1.0), backward_passes_per_step=3, average_aggregated_gradients=True
+    )
+    optimizer.register_local_var(mine)
+    for _ in range(3):
+        optimizer.apply([keras.ops.ones((2,), "float64") for _ in range(2)], [ours, mine])
+    for variable, expected in ((ours, 1), (mine, 1 / hvd.size())):  # a float32 factor would be 1e-8 off
+        np.testing.assert_allclose(keras.ops.convert_to_numpy(variable), -expected, rtol=1e-15)
+
+
 def keeps_local_layers() -> None:
     import horoclone.keras as hvd
 
@@ -422,6 +439,12 @@ def test_of_the_wrapper(on: On, backend: str, body: Any) -> None:
 )
 def test_of_the_wrapper_on_any_backend(on: On, backend: str, body: Any) -> None:
     on(backend, body)
+
+
+@pytest.mark.in_turn("backend")
+@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+def test_of_gradients_in_float64(on: On, backend: str) -> None:
+    on(backend, divides_in_full_precision, size=3)
 
 
 @pytest.mark.in_turn

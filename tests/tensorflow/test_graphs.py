@@ -159,6 +159,24 @@ def test_names_decide_and_ignore_name_scope_shortens_them() -> None:
 
 
 @ranks(2)
+def test_gradients_meet_though_static_shapes_differ() -> None:
+    """TensorFlow makes one op or another of the gradient of a product, as its shapes say; ours are called after that."""
+    me = hvd.rank()
+
+    @tf.function
+    def gradient(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            received, _ = hvd.alltoall(x, [1 - me, 1 + me], name="some_rows")
+            loss = tf.reduce_sum(
+                received * tf.fill([1 + 2 * me, 1], 2.0 + me)
+            )  # one row on rank 0, three on rank 1
+        return tape.gradient(loss, x)
+
+    assert gradient(tf.ones((2, 1))).numpy().tolist() == [[[2.0], [3.0]], [[3.0], [3.0]]][me]
+
+
+@ranks(2)
 def test_a_captured_tensor_gives_the_same_name_on_every_rank() -> None:
     """TensorFlow names it by a number that counts what this process has made so far."""
     for _ in range(3 * hvd.rank()):

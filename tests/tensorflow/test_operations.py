@@ -88,6 +88,10 @@ def test_scale_factors_work_in_full_precision() -> None:
     assert np.allclose(got.numpy(), expected, rtol=1e-15, atol=0)  # a float32 factor would be 1e-8 off
     whole = hvd.allreduce(tf.constant([8, -8], tf.int32), op=hvd.Sum, prescale_factor=0.5)
     assert np.array_equal(whole.numpy(), [4 * hvd.size(), -4 * hvd.size()])
+    with tf.GradientTape() as tape:
+        tape.watch(mine)
+        share = hvd.reducescatter(mine, postscale_factor=0.3)
+    assert np.allclose(tape.gradient(share, mine).numpy(), 0.3, rtol=1e-15, atol=0)
 
 
 @ranks(3)
