@@ -230,9 +230,10 @@ def transposed(cotangents: list[Any], call: Call, shapes: list[tuple[int, ...]])
         return collective_p.bind(*cotangents, call=call)
     if call.op == ops.BROADCAST:
         everybody = replace(call, op=ops.ALLREDUCE, reduce=ops.Average, root=0)
-        reduced = collective_p.bind(*cotangents, call=everybody)
-        # Zero by value: every program uses the result, so no compiler may leave the call out.
-        return [jnp.where(np.bool_(call.root == runtime.rank()), r, jnp.zeros_like(r)) for r in reduced]
+        *reduced, one = collective_p.bind(*cotangents, jnp.ones((), cotangents[0].dtype), call=everybody)
+        # XLA must not find out who is the root: on the others it would run what follows, and calls in it, before this.
+        is_root = one < (2 if call.root == runtime.rank() else -1)
+        return [jnp.where(is_root, r, jnp.zeros_like(r)) for r in reduced]
     if call.op == ops.ALLGATHER:
         reduce = ops.Sum if call.is_gradient else ops.Average
         share = replace(call, op=ops.REDUCESCATTER, reduce=reduce, is_gradient=True)

@@ -41,8 +41,10 @@ class Weights:
         sent = []
         for leaf, wire in zip(leaves, self._wires, strict=True):
             own = self._own(wire)
-            # No samples: also what is not finite is 0
-            product = jnp.where(own == 0, 0, leaf.astype(own.dtype) * own)
+            product = leaf.astype(own.dtype) * own
+            # No samples: also what is not finite is 0. Asked of the product, as XLA would make a constant of one whose
+            # weight is known to be 0, and run the call before others.
+            product = jnp.where((own != 0) | jnp.isfinite(product), product, 0)
             sent.append(product.astype(wire))
         return sent + [self._tail(wire) for wire in dict.fromkeys(self._wires)]
 

@@ -230,6 +230,24 @@ def test_in_one_program_the_orders_may_differ_too() -> None:
 
 
 @ranks(2)
+def test_calls_keep_their_order_on_a_rank_that_gives_or_gets_nothing() -> None:
+    """XLA runs what it takes for constant, and calls that use it, before others."""
+
+    def loss(x: Any) -> Any:
+        return (hvd.broadcast(hvd.allreduce(x, op=hvd.Sum) * 1.5, 0) ** 2).sum()
+
+    assert np.all(np.asarray(jax.jit(jax.grad(loss))(jnp.ones(2))) == 9)  # through zeros on rank 1
+
+    def weighted(x: Any) -> Any:
+        several = hvd.allreduce(x, op=hvd.Sum)
+        mean = hvd.allreduce(several + 1, name="mean")
+        of_one = hvd.allreduce(mean * 2, name="of one", weight=1 - hvd.rank())
+        return hvd.allreduce(of_one, name="last") * several * mean
+
+    assert np.all(np.asarray(jax.jit(weighted)(jnp.ones(2))) == 36)
+
+
+@ranks(2)
 def test_a_mismatch_raises_with_our_text_and_the_runtime_goes_on() -> None:
     wrong = jax.jit(lambda x: hvd.allreduce(x, name="crossed", op=hvd.Sum))
     for _ in range(2):
