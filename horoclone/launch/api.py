@@ -287,7 +287,7 @@ def values_of(result: Any) -> list[Any]:
     return [_value(rank, result.results[rank]) for rank in sorted(result.results)]
 
 
-def _cause(answer: bytes) -> BaseException | None:
+def _cause(answer: bytes | bytearray) -> BaseException | None:
     """The exception that a rank left as its answer, where it could be pickled."""
     import cloudpickle
 
@@ -300,7 +300,7 @@ def _cause(answer: bytes) -> BaseException | None:
     return cause
 
 
-def _value(rank: int, answer: bytes) -> Any:
+def _value(rank: int, answer: bytes | bytearray) -> Any:
     import cloudpickle
 
     if answer[:1] != VALUE:

@@ -80,7 +80,7 @@ class JobResult(NamedTuple):
     exit_code: int
     text: str | None
     ends: list[report.RankEnd]
-    results: dict[int, bytes]
+    results: dict[int, bytearray]
     brief: str | None = None
 
 
@@ -99,7 +99,7 @@ class Member:
         self.gone_s = 0.0
         self.memory_kills = 0
         self.note = ""
-        self.result = b""
+        self.result = bytearray()
         self.local: LocalRank | None = None
         self.link: Link | None = None
         self.leftover_signal = 0

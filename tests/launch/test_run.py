@@ -12,6 +12,8 @@ import pytest
 
 from horoclone.errors import Unsupported
 from horoclone.launch.api import RunError, run
+from horoclone.launch.hosts import Placement
+from horoclone.launch.job import Job, Member
 
 pytest.importorskip("cloudpickle")
 
@@ -41,6 +43,16 @@ def test_values_come_back_by_rank_with_arguments_and_closures():
 def test_one_rank_is_the_default_and_large_values_pass():
     [value] = run(lambda: b"x" * (20 << 20))
     assert len(value) == 20 << 20
+
+
+def test_a_value_that_comes_from_another_host_in_parts_is_not_copied_for_each():
+    job = Job.__new__(Job)
+    member = Member(Placement(0, 1, 0, 1, 0, 1, "there"), {})
+    job._members = {0: member}
+    value = member.result
+    for part in (b"V", b"al", b"ue"):
+        job.result(0, part)
+    assert member.result is value and value == b"Value"
 
 
 def test_the_exception_of_a_rank_is_the_cause_and_the_rank_is_named():
