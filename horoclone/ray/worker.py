@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ray
@@ -105,11 +105,14 @@ class BaseHorovodWorker:
 
     def execute(self, func: Callable[[Any], Any]) -> Any:
         """Calls func(executable). RuntimeError in place of SystemExit, for which Ray would end the actor without a
-        word."""
+        word; TypeError for a generator, of which Ray would return the first value."""
         try:
-            return func(self.executable)
+            value = func(self.executable)
         except SystemExit as end:
             raise RuntimeError(f"the function ended with SystemExit({end.code!r})") from end
+        if isinstance(value, Generator):
+            raise TypeError("a generator cannot leave the process of its worker: return a list")
+        return value
 
     def work(self, func: Callable[[Any], Any], ready: object = None) -> tuple[str, Any]:
         """Calls a function of an elastic job, whose init() may end with SystemExit; returns (RETURNED, value) or

@@ -348,6 +348,7 @@ def failing_functions() -> dict[str, str]:
     raised("constructor", OSError, lambda: executor.start(Broken))
     executor.start()
     raised("all", ValueError, lambda: executor.run(all_fail))
+    raised("generator", TypeError, lambda: executor.run(lambda: (value for value in (5, 6))))
     assert executor.run(sums, [0]) == [(0, 2, 1.0), (1, 2, 1.0)], "the workers can be used after that"
     raised("exit", RuntimeError, lambda: executor.run(ends))
     raised("one", KeyError, lambda: executor.run(one_fails))

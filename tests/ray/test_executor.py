@@ -94,7 +94,7 @@ def test_too_few_resources_end_with_what_was_asked_for_and_what_there_is(ray_clu
 def test_what_a_worker_raises_is_raised_in_the_driver(ray_cluster: Any) -> None:
     texts = ray_cluster("failing_functions")
     assert "no such data" in texts["constructor"] and "a mistake on every rank" in texts["all"]
-    assert "SystemExit(4)" in texts["exit"]
+    assert "SystemExit(4)" in texts["exit"] and "return a list" in texts["generator"]
     assert "only rank 1" in texts["one"] and "raised by rank 1 on " in texts["one"], texts["one"]
     assert "rank 1 has failed while ranks [0] wait" in texts["after one"]
     assert "rank 1 on " in texts["before init"] and "(node " in texts["before init"], texts["before init"]
