@@ -156,7 +156,7 @@ def root_cause_ranks(text: str) -> list[int]:
         ready = {rank for _, present in stalls for rank in _ranks(present)}
         return sorted(late - ready)
     found = None if _EVEN.search(plain) else _NAMED.search(plain)
-    in_job = dict(_IN_JOB.findall(plain))
+    in_job: dict[str, str] = dict(_IN_JOB.findall(plain))
     return [int(in_job.get(found.group(1), found.group(1)))] if found else []
 
 
