@@ -259,10 +259,16 @@ def _refuse_foreign_mpi(placement: Placement, mpi: Any | None) -> None:
         return
     world = mpi.COMM_WORLD.Get_size()
     if world != placement.size:
+        advice = (
+            "srun has not told that MPI of the others: give it --mpi=pmix, or put one secret into a file on every "
+            "host, set HOROCLONE_SECRET_FILE to it and import mpi4py after hvd.init()."
+            if placement.launcher == "slurm"
+            else "mpirun and mpi4py belong to different MPIs: start the job with the mpirun of mpi4py's, or import "
+            "mpi4py after hvd.init()."
+        )
         raise errors.Unsupported(
             f"{placement.why}, and says that there are {placement.size} processes; {launchers.library_of(mpi)}, which "
-            f"mpi4py uses, says {world}. {LEFT_OVER} Else mpirun and mpi4py belong to different MPIs: start the "
-            "job with the mpirun of mpi4py's, or import mpi4py after hvd.init()."
+            f"mpi4py uses, says {world}. {LEFT_OVER} Else {advice}"
         )
 
 
@@ -424,7 +430,7 @@ def _at_derived_port(
     """The host of rank 0 is known (Slurm's first node, MASTER_ADDR, a service), its port follows from the secret."""
     ports = launchers.derived_ports(secret, placement.job)
     if placement.launcher == "slurm":
-        host = launchers.first_slurm_node(environ.get("SLURM_STEP_NODELIST", ""))
+        host = launchers.node_of_slurms_first_task(environ)
     elif placement.launcher == "service":
         host, ports = service.rendezvous_of(environ)
     elif not (host := environ.get("MASTER_ADDR", "")):

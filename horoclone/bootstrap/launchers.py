@@ -104,6 +104,18 @@ def first_slurm_node(nodelist: str) -> str:
     return name
 
 
+def node_of_slurms_first_task(environ: Mapping[str, str]) -> str:
+    """The step's first node, unless a file says by hand where each task is (srun -m arbitrary)."""
+    if environ.get("SLURM_DISTRIBUTION") == "arbitrary":
+        try:
+            with open(environ.get("SLURM_HOSTFILE", "")) as file:
+                lines = [text for line in file if (text := line.partition("#")[0].strip())]
+            return first_slurm_node(lines[0].partition("*")[0])
+        except (OSError, IndexError):
+            pass  # the file is where srun was, and perhaps not here
+    return first_slurm_node(environ.get("SLURM_STEP_NODELIST", ""))
+
+
 # --- PMI-1, spoken over the descriptor that Hydra gave us
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import types
 
 import pytest
 
 from horoclone import errors
-from horoclone.bootstrap import detect, launchers
+from horoclone.bootstrap import detect, exchange, launchers
 
 OWN = {
     "HOROCLONE_RENDEZVOUS": "127.0.0.1:4000",
@@ -205,6 +206,24 @@ def test_first_node_of_a_slurm_list(nodelist, first):
 def test_an_empty_slurm_list_is_refused():
     with pytest.raises(errors.Unsupported, match="names no node"):
         launchers.first_slurm_node("")
+
+
+def test_the_first_task_of_slurm_is_where_its_file_says_when_tasks_are_placed_by_hand(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("# by hand\nnode2*2\nnode1\n")
+    step = {"SLURM_STEP_NODELIST": "node[1-2]", "SLURM_HOSTFILE": str(file)}
+    assert launchers.node_of_slurms_first_task(step) == "node1"
+    by_hand = {**step, "SLURM_DISTRIBUTION": "arbitrary"}
+    assert launchers.node_of_slurms_first_task(by_hand) == "node2"
+    assert launchers.node_of_slurms_first_task({**by_hand, "SLURM_HOSTFILE": "/absent"}) == "node1"
+
+
+def test_an_mpi_that_srun_does_not_know_is_not_called_another_mpis_mpirun():
+    alone = types.SimpleNamespace(Get_size=lambda: 1)
+    mpi = types.SimpleNamespace(COMM_WORLD=alone, Get_library_version=lambda: "Open MPI v5.0.11, package")
+    found = detect.Placement("slurm", 0, 2, 0, 1, "slurm:1:0:0", "SLURM_STEP_ID is set, by srun")
+    with pytest.raises(errors.Unsupported, match="srun has not told that MPI.*HOROCLONE_SECRET_FILE"):
+        exchange._refuse_foreign_mpi(found, mpi)
 
 
 def test_secrets_from_environment_and_file(tmp_path):
