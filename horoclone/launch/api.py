@@ -16,6 +16,7 @@ from horoclone import failpoints
 from horoclone.errors import Unsupported
 from horoclone.launch.call import ERROR, VALUE, pack_function
 from horoclone.launch.elastic_policy import LONGEST_COOLDOWN_S
+from horoclone.launch.environment import variables_of_caller
 from horoclone.launch.link import SshOptions, package_home
 from horoclone.launch.numbers import one_of, seconds, whole
 from horoclone.launch.usage import LaunchError
@@ -131,7 +132,7 @@ def run(
         output_folder=os.path.abspath(output_filename) if output_filename else None,
         verbose=bool(verbose),
         grace_s=_grace_s(grace),
-        environment=dict(env or {}),
+        environment=variables_of_caller(env),
         elastic=elastic,
     )
     call = pickled_call(func, args, kwargs)

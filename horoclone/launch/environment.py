@@ -84,6 +84,15 @@ def job_environment(ours: Mapping[str, str], settings: Mapping[str, str]) -> dic
     return environment
 
 
+def variables_of_caller(env: Mapping[str, str] | None) -> dict[str, str]:
+    """What a Python program wants to be set for the ranks. ValueError for what cannot be a variable."""
+    for name, value in (env or {}).items():
+        is_text = isinstance(name, str) and isinstance(value, str)
+        if not is_text or not name or "=" in name or "\0" in name + value:
+            raise ValueError(f"env: a variable has a name and a value that are text, not {name!r}: {value!r}")
+    return dict(env or {})
+
+
 def thread_variables(
     environment: Mapping[str, str], threads: str, local_size: int, cores: int
 ) -> dict[str, str]:

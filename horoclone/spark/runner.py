@@ -18,6 +18,7 @@ from horoclone.errors import Unsupported
 from horoclone.launch.api import RunError, pickled_call, values_of
 from horoclone.launch.elastic_options import Elastic
 from horoclone.launch.elastic_policy import Cooldown, Plan
+from horoclone.launch.environment import variables_of_caller
 from horoclone.launch.numbers import LONGEST_S
 from horoclone.launch.output import Style
 from horoclone.launch.usage import LaunchError
@@ -92,7 +93,7 @@ def run(
         prefix_output_with_timestamp, executable, True,
     )  # fmt: skip
     with _opened(context, spec) as (server, stage, tasks):
-        environment = environment_of(env, spec.nics, spec.start_timeout_s)
+        environment = environment_of(spec.env, spec.nics, spec.start_timeout_s)
         request = request_of(placements_of(tasks), environment, spec.screen, server, verbose)
         return _values(spec.what, SparkJob(request, stage))
 
@@ -147,7 +148,7 @@ def run_elastic(
     with _opened(context, spec) as (server, stage, _):
         plan = Plan(smallest, largest)
         elastic = Elastic(server, size, plan, Cooldown(None), timeout_s, reset_limit)
-        environment = environment_of(env, spec.nics, spec.start_timeout_s)
+        environment = environment_of(spec.env, spec.nics, spec.start_timeout_s)
         request = request_of([], environment, spec.screen, server, verbose)
         return _values(spec.what, SparkElasticJob(request, elastic, stage, largest))
 
@@ -201,7 +202,8 @@ def _job_spec(
     limit_s = _seconds("start_timeout", start_timeout, "HOROVOD_SPARK_START_TIMEOUT", START_TIMEOUT_S)
     screen = StreamScreen(Style(timestamps=timestamps), stdout, stderr)
     call = pickled_call(fn, args, kwargs)
-    return _JobSpec(what, call, *tasks, limit_s, env, screen, verbose, names, executable, barrier)
+    variables = variables_of_caller(env)
+    return _JobSpec(what, call, *tasks, limit_s, variables, screen, verbose, names, executable, barrier)
 
 
 @contextlib.contextmanager

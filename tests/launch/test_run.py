@@ -97,6 +97,8 @@ def test_wrong_and_unsupported_arguments_are_refused_before_anything_starts():
         {"np": 3, "hosts": "localhost:2"},
         {"hosts": "localhost", "hostfile": "x"},
         {"use_mpi": True, "use_gloo": True},
+        {"env": {"SEED": 5}},
+        {"env": {"A=B": "x"}},
     ):
         with pytest.raises(ValueError):
             run(print, **wrong)
