@@ -51,6 +51,8 @@ class Messages {
 
   // The backend moves some, which rings no doorbell.
   bool looks_soon() const;
+  // Both ends of some have agreed on it.
+  bool are_moving() const { return !moving_.empty(); }
 
   size_t outstanding() const { return operations_.size(); }
   const std::vector<Operation*>& operations() const { return operations_; }  // in no order

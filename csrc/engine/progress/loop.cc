@@ -9,8 +9,8 @@ namespace {
 constexpr unsigned kLooksAtSockets = 1024;  // iterations between two, where all ranks share memory
 constexpr double kAbortEndsS = 3;           // for all of the backend's work to end
 // A rank that raises an error may have finished all that it had submitted: the others may still be about to.
-constexpr double kQuietS = 0.01;  // nothing has moved for so long
-constexpr double kFinishS = 0.1;  // however much moves
+constexpr double kQuietS = 0.05;  // nothing is under way, and nothing has moved for so long
+constexpr double kFinishS = 1;    // however much moves
 }  // namespace
 
 void Loop::start() {
@@ -42,10 +42,17 @@ bool Loop::step(bool may_coalesce) {
 Status Loop::finish_before(const Told& told) {
   const TimePoint now = Clock::now();
   if (last_.moved) moved_at_ = now;
-  const bool is_over = (outstanding() == 0 && !in_flight()) || seconds_between(moved_at_, now) >= kQuietS;
-  if (is_over || told.limit.passed()) return told.reason;
+  const bool rests = outstanding() == 0 || seconds_between(moved_at_, now) >= kQuietS;
+  if ((rests && !is_under_way()) || told.limit.passed()) return told.reason;
   last_.looks_soon = true;
   return Status::ok();
+}
+
+// Something that all of its ranks have agreed on: one that has finished has finished that, too, and this one will.
+bool Loop::is_under_way() {
+  return in_flight() || parts_.messages.are_moving() ||
+         std::any_of(parts_.sets.mine().begin(), parts_.sets.mine().end(),
+                     [](const ProcessSet* set) { return !set->batches().is_idle(); });
 }
 
 Status Loop::advance() {

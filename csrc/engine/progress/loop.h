@@ -103,8 +103,9 @@ class Loop {
     Deadline limit;
   };
   Status advance();
-  // `told`'s reason once nothing moves any more.
+  // `told`'s reason once what it comes behind is over.
   Status finish_before(const Told& told);
+  bool is_under_way();
   void blame_backend();
   void run_timers(TimePoint now);
   void rest();

@@ -458,7 +458,7 @@ TEST_CASE("a rank that has sent its share and shut down is no loss to one that i
 }
 
 TEST_CASE("abort reaches every rank with its text, and they sleep when the one that raised has left") {
-  for (const std::string& node : {"of all", "of rank 2", ""}) {
+  for (const std::string node : {"of all", "of rank 2", ""}) {
     CAPTURE(node);
     World world(3, settings_of(!node.empty()));
     if (!node.empty()) world.on_nodes({"of all", "of all", node});

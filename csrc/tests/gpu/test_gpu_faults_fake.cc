@@ -151,6 +151,26 @@ TEST_CASE("fake of CUDA: memory that peers map outlives an abort until they have
   CHECK(fake_count("memory") == 0);
 }
 
+TEST_CASE("fake of CUDA and NCCL: an abort overtakes nothing that its rank has done") {
+  FakeEnvironment slow(Variables{{"HC_FAKE_DELAY_US", "50000@1"}});
+  World world(2, gpu_settings({{"HOROCLONE_LOG_LEVEL", "error"}}));
+  CHECK_OK(world.each([](Engine& engine, int rank) {
+    FrameworkOnGpu gpu(rank);
+    float* data = gpu.tensor(std::vector<float>(1000, 1.0f));
+    CHECK_OK(reduce_now(engine, gpu, "x", data, 1000));
+    if (rank == 0) {
+      gpu.synchronize();
+      engine.abort("rank 0 raised ValueError: bad batch");
+      return;
+    }
+    const Status outcome = perform(engine, Op::kBarrier);
+    const bool busy = gpu.busy();
+    CHECK_LOCKED(!busy);
+    CHECK_LOCKED(outcome.text().find("bad batch") != std::string::npos);
+    CHECK_LOCKED(gpu.read(data, 1000)[999] == 2.0f);
+  }));
+}
+
 TEST_CASE("fake of CUDA and NCCL: after an error for good a GPU's tensors are refused, those of the host go on") {
   World world(2, gpu_settings());
   CHECK_OK(world.each([](Engine& engine, int rank) {
