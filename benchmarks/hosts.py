@@ -1,4 +1,5 @@
-"""Two hosts on one machine: network namespaces joined by a veth cable, each end shaped by tbf. Needs root and iproute2.
+"""Two hosts on one machine: network namespaces joined by a veth cable, each end shaped by tbf, or for a long way by
+wire.cc, which g++ compiles. Needs root and iproute2.
 
 What runs in a namespace sees its own `cable` and its own `lo` and nothing else, so that no byte leaves the machine, and
 no byte between the hosts can avoid the cable.
@@ -6,11 +7,13 @@ no byte between the hosts can avoid the cable.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -29,6 +32,9 @@ CABLE = "cable"
 # Credit that the shaper gives for free; what is measured must be far larger. Enough for one timer tick at 10 Gbit/s.
 BURST_BYTES = 128 << 10
 RAW_CHUNK_BYTES = 1 << 20
+# A TUN device (linux/if_tun.h): its packets without a header.
+TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
+ROUTER_MS = 100  # of a long way's line: what would wait longer is dropped
 
 
 def needs_root() -> None:
@@ -39,7 +45,7 @@ def needs_root() -> None:
 
 
 def _run(*words: str) -> str:
-    done = subprocess.run(words, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip()}")
     return done.stdout
@@ -67,8 +73,11 @@ def inside(namespace: str, call: Callable[[], Any]) -> Any:
 class Hosts:
     """A context manager: two namespaces and their cable, gone at the end with everything that runs in them."""
 
-    def __init__(self, gbit: float, mtu: int) -> None:
-        self.gbit, self.mtu = gbit, mtu
+    def __init__(self, gbit: float, mtu: int, round_trip_ms: float = 0, lost: float = 0) -> None:
+        """lost: of packets. With a round trip there is a wire in user space, and the kernel's congestion control is
+        reno, as where nobody has chosen another."""
+        self.gbit, self.mtu, self.round_trip_ms, self.lost = gbit, mtu, round_trip_ms, lost
+        self._wire: subprocess.Popen[bytes] | None = None
         tag = secrets.token_hex(3)
         self.names = [f"hcb-{tag}-{side}" for side in "ab"]
         third = secrets.randbelow(250)
@@ -87,6 +96,9 @@ class Hosts:
 
     def _make(self) -> None:
         namespaces.make(*self.names)
+        if self.round_trip_ms:
+            self._lay_wire()
+            return
         namespaces.lay_cable(self.names[0], CABLE, self.names[1], CABLE)
         for name, address in zip(self.names, self.addresses, strict=True):
             namespaces.connect(name, CABLE, f"{address}/30", "mtu", str(self.mtu))
@@ -94,6 +106,32 @@ class Hosts:
                  "burst", str(BURST_BYTES), "latency", "20ms")  # fmt: skip
         for host in (0, 1):
             self._keep_order(host)
+
+    def _lay_wire(self) -> None:
+        ends = [inside(name, _open_tun) for name in self.names]
+        for name, own, other in zip(self.names, self.addresses, reversed(self.addresses), strict=True):
+            _run("ip", "-n", name, "addr", "add", own, "peer", other, "dev", CABLE)
+            _run("ip", "-n", name, "link", "set", CABLE, "mtu", str(self.mtu), "txqueuelen", "5000", "up")
+            _run(
+                "ip",
+                "netns",
+                "exec",
+                name,
+                "sh",
+                "-c",
+                "echo reno > /proc/sys/net/ipv4/tcp_congestion_control",
+            )
+        with tempfile.TemporaryDirectory() as folder:
+            program = f"{folder}/wire"
+            _run("g++", "-O2", "-std=c++20", str(HERE / "wire.cc"), "-o", program)
+            numbers = [*ends, int(self.gbit * 1e9), int(self.round_trip_ms * 500), int(self.lost * 1e6),
+                       ROUTER_MS * 1000, 1]  # fmt: skip
+            words = [program, *map(str, numbers)]
+            self._wire = subprocess.Popen(
+                words, pass_fds=ends, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
+        for end in ends:
+            os.close(end)
 
     def _keep_order(self, host: int) -> None:
         """A wire does not change the order of packets, and a network card gives those of a connection to one
@@ -104,6 +142,9 @@ class Hosts:
         subprocess.run(self.command(host, ["sh", "-c", words]), capture_output=True, timeout=20)
 
     def __exit__(self, *_: object) -> None:
+        if self._wire:
+            self._wire.kill()
+            self._wire.wait()
         namespaces.delete(*self.names)
 
     def command(self, host: int, words: list[str]) -> list[str]:
@@ -121,9 +162,16 @@ class Hosts:
         """What `call` returns when a thread of this host runs it."""
         return inside(self.names[host], call)
 
-    def run_ranks(self, program: str, plan: dict[str, Any], per_host: int, limit_s: float) -> Any:
+    def run_ranks(
+        self,
+        program: str,
+        plan: dict[str, Any],
+        per_host: int,
+        limit_s: float,
+        more: dict[str, str] | None = None,
+    ) -> Any:
         """What rank 0 of a program of this folder wrote as JSON; so many ranks on each host. It is started with the
-        plan and the file's name. RuntimeError when a rank failed."""
+        plan and the file's name; more: variables. RuntimeError when a rank failed."""
         from horoclone.bootstrap.rendezvous import Server
 
         size, secret, job = 2 * per_host, secrets.token_hex(16), f"hosts-{secrets.token_hex(4)}"
@@ -140,7 +188,7 @@ class Hosts:
                 for rank in range(size):
                     words = [sys.executable, str(HERE / program), json.dumps(plan), str(out)]
                     words = self.command(rank // per_host, words)
-                    env = {**common, **place(rank, per_host)}
+                    env = {**common, **(more or {}), **place(rank, per_host)}
                     ranks.append(subprocess.Popen(words, env=env, start_new_session=True))
                 wait(ranks, limit_s)
             finally:
@@ -170,6 +218,12 @@ class Hosts:
                     one.kill()
                     one.wait()
         return min(rates)
+
+
+def _open_tun() -> int:
+    end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    fcntl.ioctl(end, TUNSETIFF, struct.pack("16sH22x", CABLE.encode(), IFF_TUN | IFF_NO_PI))
+    return end
 
 
 def place(rank: int, per_host: int) -> dict[str, str]:

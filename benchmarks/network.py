@@ -2,7 +2,8 @@
 
 The hosts are network namespaces joined by a cable with tbf on both ends (hosts.py); plain sockets are measured first
 and last, and every figure is given as a fraction of that and of the nominal rate. horoclone in one ring and in two
-levels, with fp16 and block-int8 on the wire, and torch's gloo take turns in the same processes.
+levels, with fp16 and block-int8 on the wire, and torch's gloo take turns in the same processes. A long way (80ms,
+150ms) is a wire in user space; it is measured with as many connections as horoclone chooses, and with one.
 Exit codes: 0, 1 a rank failed or a number was wrong, 2 wrong arguments, 3 no conclusion.
 """
 
@@ -23,6 +24,7 @@ from statistics_of import loads_against, ratio_of
 KIB, MIB = 1 << 10, 1 << 20
 MIN_BURSTS = 32  # smaller sizes live on the shaper's free credit
 MAX_ON_LO = 1 << 20  # bytes: rendezvous and the control messages of ranks of one host
+RAW_ROUND_TRIPS = 60  # of a run of plain sockets on a long way, until their windows have grown
 RAW_SLACK = 1.01  # repeated raw runs differ by so much; larger: the shaper was not understood
 
 
@@ -35,6 +37,10 @@ class Case:
     per_host: int
     sizes: tuple[int, ...]
     contestants: tuple[str, ...]
+    round_trip_ms: float = 0
+    lost: float = 0  # of packets
+    streams: int = 0  # HOROCLONE_TCP_STREAMS
+    raw_streams: tuple[int, int] = (1, 2)
 
 
 COMPRESSED = ("horoclone", "fp16", "int8", "gloo")
@@ -45,6 +51,10 @@ CASES = {
     "1g-2x2": Case(1, 1500, 2, (25 * MIB,), LEVELS),
     "1g-2x4": Case(1, 1500, 4, (25 * MIB,), LEVELS),
     "10g-2x2": Case(10, 9000, 2, (25 * MIB,), LEVELS),
+    "80ms": Case(0.2, 1500, 1, (8 * MIB,), ("horoclone",), 80, 0.001, 0, (1, 16)),
+    "80ms-one": Case(0.2, 1500, 1, (8 * MIB,), ("horoclone",), 80, 0.001, 1, (1, 16)),
+    "150ms": Case(0.5, 1500, 1, (25 * MIB,), ("horoclone",), 150, 0, 0, (1, 16)),
+    "150ms-one": Case(0.5, 1500, 1, (25 * MIB,), ("horoclone",), 150, 0, 1, (1, 16)),
 }
 SHORT = ("1g", "10g", "1g-2x2", "1g-2x4")
 
@@ -83,23 +93,25 @@ def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def measure(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
     """One case from the making of its hosts to its result."""
-    with Hosts(case.gbit, case.mtu) as hosts:
-        raws = [hosts.raw_gbit(streams, arguments.raw_s) for streams in (1, 2)]
+    raw_s = arguments.raw_s + RAW_ROUND_TRIPS * case.round_trip_ms / 1e3
+    with Hosts(case.gbit, case.mtu, case.round_trip_ms, case.lost) as hosts:
+        raws = [hosts.raw_gbit(streams, raw_s) for streams in case.raw_streams]
         loops = [hosts.sent(host, "lo") for host in (0, 1)]
         cable = hosts.sent(0, CABLE)
         load = Load()
         plan = {"sizes": list(case.sizes), "rounds": arguments.rounds, "contestants": list(case.contestants),
                 "memory": "private", "seed": arguments.seed, "extras": False}  # fmt: skip
-        raw = hosts.run_ranks("measure.py", plan, case.per_host, arguments.limit)
+        more = {"HOROCLONE_TCP_STREAMS": str(case.streams)}
+        raw = hosts.run_ranks("measure.py", plan, case.per_host, arguments.limit, more)
         others = load.others()
         cable = hosts.sent(0, CABLE) - cable
         loops = [hosts.sent(host, "lo") - was for host, was in zip((0, 1), loops, strict=True)]
-        raws += [hosts.raw_gbit(streams, arguments.raw_s) for streams in (1, 2)]
+        raws += [hosts.raw_gbit(streams, raw_s) for streams in case.raw_streams]
     settings = {"ranks": 2 * case.per_host, "rounds": arguments.rounds, "seed": arguments.seed}
     result = analyse(raw, settings)
-    more = {"burst": BURST_BYTES, "cable_bytes": cable, "lo_bytes": loops}
-    result["case"] = {**dataclasses.asdict(case), **more}
-    result["raw_gbit"] = {"streams": [1, 2, 1, 2], "rates": raws, "best": max(raws)}
+    counted = {"burst": BURST_BYTES, "cable_bytes": cable, "lo_bytes": loops}
+    result["case"] = {**dataclasses.asdict(case), **counted}
+    result["raw_gbit"] = {"streams": [*case.raw_streams] * 2, "rates": raws, "best": max(raws)}
     for one in result["sizes"]:
         one["found"] = found(case, one, max(raws), arguments.seed)
     result["noise"]["others_during"] = others
@@ -164,9 +176,11 @@ def print_result(whole: dict[str, Any]) -> None:
     for name, result in whole["cases"].items():
         case = result["case"]
         rates = ", ".join(f"{rate:.3f}" for rate in result["raw_gbit"]["rates"])
+        streams = ", ".join(map(str, result["raw_gbit"]["streams"]))
+        way = f", {case['round_trip_ms']:g} ms, {case['lost']:.1%} lost" if case["round_trip_ms"] else ""
         print(
-            f"{name}: {case['gbit']:g} Gbit/s, MTU {case['mtu']}, 2 hosts x {case['per_host']}; "
-            f"plain sockets, 1, 2, 1, 2 streams, both ways at once: {rates} Gbit/s"
+            f"{name}: {case['gbit']:g} Gbit/s, MTU {case['mtu']}{way}, 2 hosts x {case['per_host']}; "
+            f"plain sockets, {streams} streams, both ways at once: {rates} Gbit/s"
         )
         print_rows(*rows_of(result))
 

@@ -83,11 +83,6 @@ UNREAD: tuple[Unread, ...] = (
         "20",
         "HOROCLONE_YIELD_US is the time for which a wait yields before it sleeps.",
     ),
-    Unread(
-        "HOROCLONE_TCP_STREAMS",
-        "1",
-        "Two ranks have one connection; see HOROCLONE_SOCKET_BUFFER_BYTES.",
-    ),
 )
 # What Horovod reads when it is built. Docker images carry these along, so they are documented and not mentioned.
 BUILD_TIME: tuple[str, ...] = (

@@ -55,6 +55,7 @@ Result<std::unique_ptr<Engine>> Engine::create(Config config) {
   options.arena_bytes = c.arena_bytes;
   options.interfaces = c.interfaces;
   options.socket_buffer_bytes = static_cast<int>(c.socket_buffer_bytes);
+  options.tcp_streams = c.tcp_streams;
   options.keepalive_s = c.keepalive_s;
   options.node = c.node;
   if (c.topology != "off")

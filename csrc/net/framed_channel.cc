@@ -16,7 +16,6 @@ constexpr size_t kCopiedBytes = 128u << 10;    // of small transfers, at one tim
 constexpr size_t kLastBytes = 256u << 10;      // of large ones, before this rank would sleep
 constexpr size_t kAskAfterBytes = 256u << 10;  // written between two queries of what is acknowledged
 constexpr double kBytesPerUs = 1250;           // a link of 10 Gbit/s; how soon to ask again while more is missing
-constexpr double kSoonUpS = 0.2;               // a line that is down so long may stay so
 constexpr int kAskAgainUs = 50, kAskAgainMaxUs = 1000;
 constexpr size_t kControlLooseBytes = 64u << 10;  // kept before the next query of what is acknowledged
 
@@ -82,9 +81,10 @@ void FramedChannel::take_up(Line line) {
 // A rank that shuts down does not wait for a peer that cannot be reached.
 bool FramedChannel::flushed() const {
   const auto is_hopeless = [&](Line line) {
-    return is_down(line) && seconds_between(down_at_[static_cast<int>(line)], Clock::now()) > kSoonUpS;
+    return is_down(line) && seconds_between(down_at_[static_cast<int>(line)], Clock::now()) > soon_up_s_;
   };
-  return (control_out_.empty() || is_hopeless(Line::kControl)) && (unwritten() == 0 || is_hopeless(Line::kData)) &&
+  return (control_out_.empty() || is_hopeless(Line::kControl)) &&
+         ((unwritten() == 0 && !has_copied()) || is_hopeless(Line::kData)) &&
          (!is_down() || is_hopeless(Line::kControl) || is_hopeless(Line::kData));
 }
 
@@ -98,9 +98,10 @@ void FramedChannel::expect_close() {
   settle();
 }
 
-void FramedChannel::keep_sent(size_t tail_bytes) {
+void FramedChannel::keep_sent(size_t tail_bytes, double soon_up_s) {
   keeps_ = true;
   tail_bytes_ = tail_bytes;
+  soon_up_s_ = soon_up_s;
 }
 
 uint64_t FramedChannel::refresh(Line line) {

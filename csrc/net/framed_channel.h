@@ -78,12 +78,14 @@ class FramedChannel : public Channel {
   virtual void look_again() {}
   // The stream has ended or failed. True: another one will be made, and the line is down until then.
   virtual bool will_remake(Line, const IoResult&) { return false; }
+  // Some of what write() has taken is still here.
+  virtual bool has_copied() const { return false; }
   // How many of the bytes written to this stream the peer's side has not acknowledged yet.
   virtual uint64_t unacknowledged(Line) { return 0; }
 
   // Keeps from now on what is sent until it is acknowledged. tail_bytes: so much of the end of a large transfer may be
-  // copied, as its acknowledgement may come late.
-  void keep_sent(size_t tail_bytes);
+  // copied, as its acknowledgement may come late. soon_up_s: a line that is down longer may stay so.
+  void keep_sent(size_t tail_bytes, double soon_up_s);
   // Stops the traffic of a line whose stream is lost.
   void take_down(Line line);
   // Goes on with the stream that it had.
@@ -93,6 +95,7 @@ class FramedChannel : public Channel {
   Status go_on(Line line, uint64_t received);
   // Bytes that progress() has taken in from this line.
   uint64_t taken(Line line) const { return taken_[static_cast<int>(line)]; }
+  uint64_t written(Line line) const { return position_[static_cast<int>(line)]; }
   // Asks which bytes are acknowledged. Returns how many are not.
   uint64_t refresh(Line line);
   void note_life() { ++bytes_received_; }
@@ -167,6 +170,7 @@ class FramedChannel : public Channel {
   bool keeps_ = false, lingers_ = false;
   bool lost_ = false;                       // lose() was called
   size_t tail_bytes_ = 0, kept_bytes_ = 0;  // of all in sends_
+  double soon_up_s_ = 0;
   bool down_[2] = {false, false};
   TimePoint down_at_[2];
   // Positions in the streams, by line, since the channel began.

@@ -64,7 +64,7 @@ void Handshake::queue(const void* bytes, size_t count) {
   out_bytes_ += count;
 }
 
-// hello: magic, name of the build, purpose, 3 bytes of zero, nonce. The same both ways.
+// hello: magic, name of the build, purpose, number, 2 bytes of zero, nonce. The same both ways.
 void Handshake::queue_hello() {
   Writer hello;
   hello.put(kHelloMagic);
@@ -72,7 +72,8 @@ void Handshake::queue_hello() {
   build_name().copy(build, sizeof(build));
   hello.put_raw(build, sizeof(build));
   hello.put(claim_.purpose);
-  hello.put_raw("\0\0\0", 3);
+  hello.put(claim_.number);
+  hello.put_raw("\0\0", 2);
   hello.put_raw(own_nonce_.data(), own_nonce_.size());
   queue(hello.bytes().data(), hello.size());
 }
@@ -85,6 +86,7 @@ Digest Handshake::code(bool by_connector) const {
   facts.put(static_cast<uint8_t>(by_connector ? 1 : 2));
   facts.put_text(build_name());
   facts.put(claim_.purpose);
+  facts.put(claim_.number);
   facts.put(claim_.generation);
   facts.put(claim_.from);
   facts.put(claim_.to);
@@ -130,20 +132,22 @@ void Handshake::take_build() {
 
 void Handshake::take_hello() {
   const auto purpose = static_cast<Purpose>(in_[kHelloStart]);
+  const uint8_t number = in_[kHelloStart + 1];
   std::memcpy(peer_nonce_.data(), in_.data() + kHelloBytes - peer_nonce_.size(), peer_nonce_.size());
   if (connecting_) {
-    if (purpose != claim_.purpose || peer_nonce_ == own_nonce_) {
+    if (purpose != claim_.purpose || number != claim_.number || peer_nonce_ == own_nonce_) {
       fail(Code::kInvalidArgument, "the other side sent this rank's own hello back", false);
       return;
     }
     stage_ = Stage::kHeld;
     return;
   }
-  if (purpose < Purpose::kLocal || purpose > Purpose::kData) {
+  if (purpose < Purpose::kLocal || purpose > Purpose::kParallel) {
     fail(Code::kInvalidArgument, "a hello with an unknown purpose", false);
     return;
   }
   claim_.purpose = purpose;
+  claim_.number = number;
   queue_hello();
   stage_ = Stage::kProof;
 }

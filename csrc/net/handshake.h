@@ -18,10 +18,7 @@
 namespace hc {
 
 // What a connection is for.
-enum class Purpose : uint8_t { kLocal = 1, kControl = 2, kData = 3 };
-constexpr const char* name_of(Purpose p) {
-  return p == Purpose::kLocal ? "local" : p == Purpose::kControl ? "control" : "data";
-}
+enum class Purpose : uint8_t { kLocal = 1, kControl = 2, kData = 3, kParallel = 4 };
 
 // Why the accepting side turns a connection down. Except for kBadProof, the other side is told only after its proof was
 // right.
@@ -42,6 +39,7 @@ struct Claim {
   int32_t to = -1;
   uint64_t generation = 0;
   Purpose purpose = Purpose::kControl;
+  uint8_t number = 0;  // of one of several connections for data (kParallel), from 1 on
 };
 
 struct Credentials {

@@ -18,6 +18,9 @@ namespace {
 
 constexpr uint64_t kCountMagic = 0x544e554f434b4e4cull;  // "LNKCOUNT"
 constexpr int kAcceptBatch = 16;
+constexpr int kConnections = 16;             // that carry the data of two ranks a long way apart,
+constexpr int kFewRanks = 8;                 // from the start on; else
+constexpr uint64_t kSomeBytes = 256u << 10;  // once it is so much
 constexpr Dialer::Pace kPace{
     .stagger_s = 0.01, .round_s = 0.1, .max_round_s = 0.1, .connect_s = 1.0, .retry_s = 0.2, .handshake_s = 1.5};
 
@@ -58,6 +61,9 @@ void Links::add(int rank, TcpChannel* channel, const std::string& reached_at, st
   if (peer.first_is_good) std::rotate(addresses.begin(), good, good + 1);
   peer.addresses = std::move(addresses);
   channel->remake_with(this);
+  peer.connections = setup_.connections > 0 ? setup_.connections : channel->is_long() ? kConnections : 1;
+  if (channel->is_long()) send_at_measured_rate(channel->descriptor(Line::kData));
+  if (peer.connections > 1) watch();
 }
 
 void Links::set_timer(double s) {
@@ -127,11 +133,18 @@ Verdict Links::judge(const Claim& claim, Stranger* one) {
   const Line line = claim.purpose == Purpose::kControl ? Line::kControl : Line::kData;
   Side& side = peer.sides[static_cast<int>(line)];
   const TimePoint now = Clock::now();
+  if (claim.purpose == Purpose::kParallel) {
+    if (!side.swap || side.swap->is_dialed || claim.number >= ParallelStream::kMaxConnections) return Verdict::kBusy;
+    one->from = claim.from;
+    one->line = line;
+    one->number = claim.number;
+    return Verdict::kWelcome;
+  }
   if (setup_.rank > claim.from && ((side.dialer && side.dialer->proved_within(kPatienceS, now)) ||
                                    seconds_between(side.dialed_at, now) < kPatienceS))
     return Verdict::kBusy;
   side.dialer.reset();
-  side.fd.reset();
+  side.swap.reset();
   side.suspected = false;
   peer.channel->stop(line);
   take_down(claim.from, line, "its end of the connection was lost");
@@ -154,7 +167,8 @@ void Links::accept(TimePoint now) {
                                    [](const Stranger& s) { return !s.handshake.said_hello(); });
         strangers_.erase(victim == strangers_.end() ? strangers_.begin() : victim);
       }
-      strangers_.push_back({std::move(fd), now, Handshake::accept(&setup_.credentials, setup_.generation, {}), -1, {}});
+      strangers_.push_back(
+          {std::move(fd), now, Handshake::accept(&setup_.credentials, setup_.generation, {}), -1, {}, 0});
       Stranger* one = &strangers_.back();
       one->handshake.judged_by([this, one](const Claim& claim) { return judge(claim, one); });
     }
@@ -169,11 +183,17 @@ bool Links::step_stranger(Stranger* one, TimePoint now) {
   Peer& peer = peers_[static_cast<size_t>(one->from)];
   if (is_over(peer)) return true;
   Side& side = peer.sides[static_cast<int>(one->line)];
+  if (one->number > 0) {
+    if (!side.swap || side.swap->is_dialed) return true;
+    auto& others = side.swap->others;
+    if (others.size() < one->number) others.resize(one->number);
+    others[one->number - 1] = std::move(one->fd);
+    return true;
+  }
   side.dialer.reset();
-  side.fd = std::move(one->fd);
-  side.fd_at = now;
-  side.sent = false;
-  side.in_bytes = 0;
+  side.swap.emplace();
+  side.swap->fd = std::move(one->fd);
+  side.swap->since = now;
   return true;
 }
 
@@ -190,12 +210,22 @@ void Links::dial(int rank, Line line, TimePoint now) {
     return;
   }
   if (side.dialer->done()) {
-    side.fd = side.dialer->take();
+    Swap& swap = side.swap.emplace();
+    swap.fd = side.dialer->take();
+    swap.since = side.dialed_at = now;
+    swap.is_dialed = true;
+    swap.connections = line == Line::kData ? peer.connections : 1;
+    std::vector<Address> same;  // where the first was reached
+    for (const Address& address : peer.addresses)
+      if (address.text() == side.dialer->address()) same.push_back(address);
+    for (uint8_t number = 1; number < swap.connections; ++number) {
+      const Claim claim{setup_.rank, rank, setup_.generation, Purpose::kParallel, number};
+      swap.dialers.push_back(
+          std::make_unique<Dialer>(&setup_.credentials, claim, Dialer::Target{"", same, setup_.tuning}, kPace));
+    }
+    swap.others.resize(swap.dialers.size());
     side.dialer.reset();
     side.suspected = false;
-    side.fd_at = side.dialed_at = now;
-    side.sent = false;
-    side.in_bytes = 0;
     return;
   }
   bool gone = !peer.addresses.empty();
@@ -207,39 +237,72 @@ void Links::dial(int rank, Line line, TimePoint now) {
   if (gone && !is_unplugged(peer, line)) give_up(rank, std::string(side.reason));
 }
 
+// False: one of them is lost, or none came about.
+bool Links::open_others(Swap* swap, TimePoint now) {
+  for (size_t i = 0; i < swap->dialers.size(); ++i) {
+    std::unique_ptr<Dialer>& dialer = swap->dialers[i];
+    if (!dialer) continue;
+    if (!dialer->step(now).is_ok()) return false;
+    if (!dialer->done()) continue;
+    swap->others[i] = dialer->take();
+    dialer.reset();
+  }
+  return true;
+}
+
 // Both sides have stopped writing to the old connection. False: this one is lost as well.
-bool Links::swap_counts(int rank, Line line, bool* moved) {
+bool Links::swap_counts(int rank, Line line, TimePoint now, bool* moved) {
   Peer& peer = peers_[static_cast<size_t>(rank)];
   Side& side = peer.sides[static_cast<int>(line)];
-  if (!side.sent) {
+  Swap& swap = *side.swap;
+  if (!swap.sent) {
     Writer message;
     message.put(kCountMagic);
     message.put(peer.channel->drain(line));
+    message.put(static_cast<uint32_t>(swap.connections));
+    message.put(static_cast<uint32_t>(side.is_planned));
     const iovec part{const_cast<uint8_t*>(message.bytes().data()), kCountBytes};
     // The first bytes after the handshake: they fit into the socket's buffer.
-    if (send_parts(side.fd.get(), {&part, 1}).bytes != kCountBytes) return false;
-    side.sent = true;
+    if (send_parts(swap.fd.get(), {&part, 1}).bytes != kCountBytes) return false;
+    swap.sent = true;
   }
-  const iovec part{side.in.data() + side.in_bytes, kCountBytes - side.in_bytes};
-  const IoResult result = receive_parts(side.fd.get(), {&part, 1});
-  if (result.what == Io::kWouldBlock) return true;
-  if (result.what != Io::kMoved) return false;
-  side.in_bytes += result.bytes;
-  if (side.in_bytes < kCountBytes) return true;
-  Reader in(side.in);
+  if (!open_others(&swap, now)) return false;
+  if (swap.in_bytes < kCountBytes) {
+    const iovec part{swap.in.data() + swap.in_bytes, kCountBytes - swap.in_bytes};
+    const IoResult result = receive_parts(swap.fd.get(), {&part, 1});
+    if (result.what == Io::kWouldBlock) return true;
+    if (result.what != Io::kMoved) return false;
+    swap.in_bytes += result.bytes;
+    if (swap.in_bytes < kCountBytes) return true;
+  }
+  Reader in(swap.in);
   if (in.get<uint64_t>() != kCountMagic) return false;
   const uint64_t received = in.get<uint64_t>();
-  Fd fd = std::move(side.fd);
-  const int number = fd.get();
+  const auto connections = in.get<uint32_t>();
+  const bool is_planned = in.get<uint32_t>() != 0;
+  if (!swap.is_dialed) {
+    if (connections < 1 || connections > ParallelStream::kMaxConnections) return false;
+    swap.connections = static_cast<int>(connections);
+    side.is_planned |= is_planned;
+  }
+  const size_t there = static_cast<size_t>(
+      std::count_if(swap.others.begin(), swap.others.end(), [](const Fd& fd) { return static_cast<bool>(fd); }));
+  if (there + 1 < static_cast<size_t>(swap.connections)) return true;
+  std::vector<Fd> fds;
+  fds.push_back(std::move(swap.fd));
+  for (Fd& fd : swap.others) fds.push_back(std::move(fd));
+  if (peer.channel->is_long())
+    for (const Fd& fd : fds) send_at_measured_rate(fd.get());
+  const int number = fds.front().get();
   const Side was = std::exchange(side, Side{});
   side.dialed_at = was.dialed_at;
-  peer.made_at[static_cast<int>(line)] = Clock::now();
+  peer.made_at[static_cast<int>(line)] = now;
   *moved = true;
-  if (Status status = peer.channel->resume(line, std::move(fd), received); !status.is_ok()) {
+  if (Status status = peer.channel->resume(line, std::move(fds), received, !was.is_planned); !status.is_ok()) {
     give_up(rank, status.text());
     return true;
   }
-  report(rank, was, number);
+  if (!was.is_planned) report(rank, was, number);
   static_cast<void>(peer.channel->progress(moved));
   return true;
 }
@@ -247,14 +310,19 @@ bool Links::swap_counts(int rank, Line line, bool* moved) {
 void Links::step_side(int rank, Line line, TimePoint now, bool* moved) {
   Peer& peer = peers_[static_cast<size_t>(rank)];
   Side& side = peer.sides[static_cast<int>(line)];
-  if (side.fd && (!swap_counts(rank, line, moved) || seconds_between(side.fd_at, now) > kSwapS)) side.fd.reset();
+  if (side.swap && (!swap_counts(rank, line, now, moved) ||
+                    (side.swap && seconds_between(side.swap->since, now) >
+                                      kSwapS + kSwapRoundTrips * peer.channel->round_trip_s()))) {
+    if (side.swap->is_dialed) peer.connections = 1;  // whatever keeps the others away
+    side.swap.reset();
+  }
   if (!side.down) return;
   const double down_s = seconds_between(side.down_at, now);
   if (side.closed && down_s > kClosedS) return give_up(rank, std::string(side.reason));
   if (down_s > setup_.limit_s)
     return give_up(rank, text_of(side.reason, ", and no other connection came about within ", setup_.limit_s, " s"));
-  if (!side.fd && !std::any_of(strangers_.begin(), strangers_.end(),
-                               [&](const Stranger& s) { return s.from == rank && s.line == line; }))
+  if (!side.swap && !std::any_of(strangers_.begin(), strangers_.end(),
+                                 [&](const Stranger& s) { return s.from == rank && s.line == line; }))
     dial(rank, line, now);
 }
 
@@ -263,7 +331,7 @@ bool Links::can_go_back(int rank) const {
   const Peer& peer = peers_[static_cast<size_t>(rank)];
   bool suspects = false;
   for (const Side& side : peer.sides) {
-    if (side.down && (!side.suspected || side.fd || (side.dialer && side.dialer->has_proved()))) return false;
+    if (side.down && (!side.suspected || side.swap || (side.dialer && side.dialer->has_proved()))) return false;
     suspects |= side.suspected;
   }
   for (const Line line : {Line::kControl, Line::kData})
@@ -279,6 +347,14 @@ bool Links::is_unplugged(const Peer& peer, Line line) const {
                      [&](const Address& other) { return interfaces_.lead_to(other); });
 }
 
+// The first of two ranks that has reason to asks for them: at the start if there are few ranks.
+bool Links::wants_others(int rank) const {
+  const Peer& peer = peers_[static_cast<size_t>(rank)];
+  if (peer.connections == 1 || !peer.channel->has_one_for_data() || peer.channel->is_down()) return false;
+  const bool are_few = setup_.size <= kFewRanks;
+  return are_few ? setup_.rank > rank : peer.channel->data_written() >= kSomeBytes;
+}
+
 void Links::look_at(int rank) {
   Peer& peer = peers_[static_cast<size_t>(rank)];
   TcpChannel& channel = *peer.channel;
@@ -286,6 +362,11 @@ void Links::look_at(int rank) {
   if (can_go_back(rank)) {
     forget(rank);
     for (const Line line : kLines) channel.start(line);
+  }
+  if (wants_others(rank)) {
+    channel.stop(Line::kData);
+    peer.sides[static_cast<int>(Line::kData)].is_planned = true;
+    take_down(rank, Line::kData, "several connections are to take its place");
   }
   // A path that is cut somewhere concerns both lines.
   const bool is_cut = std::any_of(std::begin(kLines), std::end(kLines), [&](Line line) {
@@ -322,7 +403,7 @@ void Links::step(bool* moved) {
       if (side.down) step_side(rank, line, now, moved);
       if (is_over(peer)) break;
       if (side.down)
-        again_s = std::min(again_s, side.fd || (side.dialer && side.dialer->is_talking()) ? kTalkS : kDialS);
+        again_s = std::min(again_s, side.swap || (side.dialer && side.dialer->is_talking()) ? kTalkS : kDialS);
       else if (peer.channel->waits_for_acknowledgement(line))
         again_s = std::min(again_s, kLookS);
     }

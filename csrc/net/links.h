@@ -12,6 +12,11 @@
 // reached refuses (its process is gone), when a connection that it closed is not replaced within kClosedS, or when
 // nothing comes of it for `limit_s`. (A rank that is waited for is given up earlier by engine/watch.)
 //
+// On a long way the data of two ranks goes over several connections (parallel_stream.h). The first one is replaced by
+// them, in the same steps as a lost one, at the start or once it has carried some data: whoever dials opens the others
+// after the first, and both go on when all are there. If they do not come about, or a connection is lost, it goes on as
+// with one.
+//
 // Thread: the one that makes progress. Owner: the mesh.
 #pragma once
 
@@ -19,6 +24,7 @@
 #include <functional>
 #include <list>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -43,6 +49,7 @@ class Links final : public Remaker {
     Credentials credentials;
     TcpTuning tuning;
     double limit_s = 0;
+    int connections = 0;  // for data, of each pair; 0: as many as its way asks for
     int epoll = -1;
     uint64_t token = 0;                           // epoll_event::data of everything here
     std::function<void(const std::string&)> say;  // what was made again; may be empty
@@ -65,30 +72,41 @@ class Links final : public Remaker {
   }
 
  private:
-  static constexpr double kLookS = 0.025;    // at what is not acknowledged
-  static constexpr double kDialS = 0.01;     // while a connection is being made,
-  static constexpr double kTalkS = 0.002;    // and while its handshake is under way
-  static constexpr double kPatienceS = 0.3;  // with a connection of one's own before the other's is preferred
-  static constexpr double kSwapS = 1.0;      // for the two counts once both are authenticated
-  static constexpr double kSayS = 5.0;       // between two reports about one peer
-  static constexpr size_t kCountBytes = 16;
+  static constexpr double kLookS = 0.025;       // at what is not acknowledged
+  static constexpr double kDialS = 0.01;        // while a connection is being made,
+  static constexpr double kTalkS = 0.002;       // and while its handshake is under way
+  static constexpr double kPatienceS = 0.3;     // with a connection of one's own before the other's is preferred
+  static constexpr double kSwapS = 1.0;         // for the two counts once both are authenticated,
+  static constexpr double kSwapRoundTrips = 8;  // and for the other connections
+  static constexpr double kSayS = 5.0;          // between two reports about one peer
+  static constexpr size_t kCountBytes = 24;
 
-  struct Side {
-    bool down = false, closed = false;
-    bool suspected = false;  // its connection may be good, and nobody has heard that it was stopped
-    TimePoint down_at{}, dialed_at{};
-    std::string reason;
-    std::unique_ptr<Dialer> dialer;
-    Fd fd;  // authenticated; the counts are being swapped
-    TimePoint fd_at{};
+  // An authenticated connection, over which both sides say how many bytes they have.
+  struct Swap {
+    Fd fd;
+    TimePoint since{};
+    bool is_dialed = false;  // by this rank
     bool sent = false;
     std::array<uint8_t, kCountBytes> in{};
     size_t in_bytes = 0;
+    int connections = 1;                           // what the one that dials has said, or will say
+    std::vector<Fd> others;                        // of several for data, by number - 1
+    std::vector<std::unique_ptr<Dialer>> dialers;  // of these
+  };
+  struct Side {
+    bool down = false, closed = false;
+    bool suspected = false;   // its connection may be good, and nobody has heard that it was stopped
+    bool is_planned = false;  // it was not lost
+    TimePoint down_at{}, dialed_at{};
+    std::string reason;
+    std::unique_ptr<Dialer> dialer;
+    std::optional<Swap> swap;
   };
   struct Peer {
     TcpChannel* channel = nullptr;
     std::vector<Address> addresses;
     bool first_is_good = false;  // it was reached at the first one
+    int connections = 1;         // for data, that this rank asks for
     Side sides[2];
     TimePoint made_at[2]{};  // the connections; of those of the start not known
     TimePoint said_at{};
@@ -102,6 +120,7 @@ class Links final : public Remaker {
     Handshake handshake;
     int from = -1;  // once it is welcome
     Line line = Line::kControl;
+    uint8_t number = 0;  // 0: the first of its line
   };
 
   explicit Links(Setup setup) : setup_(std::move(setup)) {}
@@ -110,13 +129,15 @@ class Links final : public Remaker {
   bool step_stranger(Stranger* one, TimePoint now);
   Verdict judge(const Claim& claim, Stranger* one);
   void step_side(int rank, Line line, TimePoint now, bool* moved);
-  bool swap_counts(int rank, Line line, bool* moved);
+  bool swap_counts(int rank, Line line, TimePoint now, bool* moved);
+  static bool open_others(Swap* swap, TimePoint now);
   void take_down(int rank, Line line, const std::string& why);
   void dial(int rank, Line line, TimePoint now);
   void give_up(int rank, const std::string& reason);
   void report(int rank, const Side& was, int fd);
   void look_at(int rank);
   bool can_go_back(int rank) const;
+  bool wants_others(int rank) const;
   bool is_unplugged(const Peer& peer, Line line) const;
   void set_timer(double s);
 

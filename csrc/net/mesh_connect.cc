@@ -209,6 +209,7 @@ Status ConnectedMesh::keep_links(const MeshMembers& members, const std::vector<E
                      {members.secret, members.job},
                      {options_.keepalive_s, options_.socket_buffer_bytes},
                      options_.keepalive_s,
+                     options_.tcp_streams,
                      epoll_.get(),
                      kLinksToken,
                      members.say};

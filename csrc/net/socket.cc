@@ -49,6 +49,11 @@ socklen_t unix_address(std::string_view name, sockaddr_un* to) {
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + bytes);
 }
 
+bool tell_of(int fd, tcp_info* info) {
+  socklen_t bytes = sizeof(*info);
+  return ::getsockopt(fd, IPPROTO_TCP, TCP_INFO, info, &bytes) == 0;
+}
+
 void set_option(int fd, int level, int name, int value) { ::setsockopt(fd, level, name, &value, sizeof(value)); }
 
 // Before connect or listen: the buffers and the segment size are settled with the first packet. Segments must fit a
@@ -215,6 +220,22 @@ int take_socket_error(int fd) {
   socklen_t bytes = sizeof(number);
   if (::getsockopt(fd, SOL_SOCKET, SO_ERROR, &number, &bytes) != 0) return errno;
   return number;
+}
+
+double round_trip_s(int fd) {
+  tcp_info info{};
+  return tell_of(fd, &info) ? info.tcpi_rtt / 1e6 : 0;
+}
+
+double unheard_s(int fd) {
+  tcp_info info{};
+  if (!tell_of(fd, &info) || (info.tcpi_retransmits == 0 && info.tcpi_probes == 0)) return 0;
+  return info.tcpi_last_ack_recv / 1e3;
+}
+
+bool send_at_measured_rate(int fd) {
+  static constexpr char kName[] = "bbr";
+  return ::setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, kName, sizeof(kName) - 1) == 0;
 }
 
 Result<Fd> listen_unix(std::string_view name) {

@@ -79,6 +79,12 @@ Result<Address> local_address(int fd);
 // take_socket_error() says how it ended.
 Result<Fd> start_connect(const Address& to, const TcpTuning& tuning);
 int take_socket_error(int fd);
+// What the kernel has measured on a TCP connection; 0: nothing.
+double round_trip_s(int fd);
+// How long the kernel has heard nothing while it sends something again and again; 0: it does not.
+double unheard_s(int fd);
+// Has the kernel send at the rate that it measures (BBR) rather than halve it at each lost packet. False: it may not.
+bool send_at_measured_rate(int fd);
 
 // Abstract unix sockets: no file, gone with the last descriptor.
 Result<Fd> listen_unix(std::string_view name);

@@ -16,6 +16,7 @@ constexpr int kTailBytes = 64 << 10, kMaxTailBytes = 160 << 10;
 constexpr size_t kDrainBytes = 256u << 10;
 constexpr double kStuckS = 0.3;  // without a sign from the other side, while something was sent again
 constexpr double kStuckRoundTrips = 3;
+constexpr double kSoonUpS = 0.2, kRemakeRoundTrips = 10;  // a line that is down so long may stay so
 
 }  // namespace
 
@@ -28,10 +29,13 @@ TcpChannel::TcpChannel(int rank, std::string peer, Traffic* traffic, Sockets soc
 }
 
 IoResult TcpChannel::write(Line line, std::span<const iovec> parts) {
-  const Fd& fd = fd_[static_cast<int>(line)];
-  if (!fd) return {Io::kFailed, 0, EBADF};
-  traffic()->syscalls.add(1);
-  const IoResult result = send_parts(fd.get(), parts);
+  IoResult result{Io::kFailed, 0, EBADF};
+  if (const Fd& fd = fd_[static_cast<int>(line)]; fd) {
+    traffic()->syscalls.add(1);
+    result = send_parts(fd.get(), parts);
+  } else if (line == Line::kData && parallel_) {
+    result = parallel_->write(parts);
+  }
   if (remaker_ && result.bytes > 0) remaker_->watch();
   return result;
 }
@@ -49,6 +53,7 @@ IoResult TcpChannel::read(Line line, std::span<const iovec> parts) {
     if (drained_at_[at] == drained.size()) drained = {}, drained_at_[at] = 0;
     return {Io::kMoved, moved, 0};
   }
+  if (line == Line::kData && parallel_) return parallel_->read(parts);
   const Fd& fd = fd_[at];
   if (!fd) return remaker_ ? IoResult{} : IoResult{Io::kFailed, 0, EBADF};
   traffic()->syscalls.add(1);
@@ -57,7 +62,9 @@ IoResult TcpChannel::read(Line line, std::span<const iovec> parts) {
 
 // Level-triggered: a line that is ended, full or failed leaves the set, or it would wake its sleeper for ever.
 void TcpChannel::settle() {
+  if (parallel_ && !is_down(Line::kData)) parallel_->flush();
   if (epoll_ < 0) return;
+  if (parallel_) parallel_->settle(epoll_, token_, wants_read(Line::kData), wants_write(Line::kData));
   for (int i = 0; i < 2; ++i) {
     if (!fd_[i]) continue;
     const Line line = static_cast<Line>(i);
@@ -74,10 +81,12 @@ void TcpChannel::settle() {
 
 void TcpChannel::remake_with(Remaker* remaker) {
   remaker_ = remaker;
+  round_trip_s_ = hc::round_trip_s(fd_[1].get());
   int segment = 0;
   socklen_t bytes = sizeof(segment);
   if (::getsockopt(fd_[1].get(), IPPROTO_TCP, TCP_MAXSEG, &segment, &bytes) != 0) segment = 0;
-  keep_sent(static_cast<size_t>(std::clamp(2 * segment + segment / 2, kTailBytes, kMaxTailBytes)));
+  keep_sent(static_cast<size_t>(std::clamp(2 * segment + segment / 2, kTailBytes, kMaxTailBytes)),
+            kSoonUpS + kRemakeRoundTrips * round_trip_s_);
 }
 
 bool TcpChannel::will_remake(Line line, const IoResult& how) {
@@ -93,6 +102,10 @@ void TcpChannel::stop(Line line) {
 uint64_t TcpChannel::drain(Line line) {
   const int at = static_cast<int>(line);
   auto& drained = drained_[at];
+  if (line == Line::kData && parallel_) {
+    parallel_->drain(&drained);
+    parallel_.reset();
+  }
   while (fd_[at]) {
     const size_t before = drained.size();
     drained.resize(before + kDrainBytes);
@@ -105,50 +118,68 @@ uint64_t TcpChannel::drain(Line line) {
   return taken(line) + drained.size() - drained_at_[at];
 }
 
-Status TcpChannel::resume(Line line, Fd connection, uint64_t received) {
+Status TcpChannel::resume(Line line, std::vector<Fd> connections, uint64_t received, bool was_lost) {
   HC_TRY(go_on(line, received));
   const int at = static_cast<int>(line);
-  fd_[at] = std::move(connection);
+  if (connections.size() > 1) {
+    parallel_ = std::make_unique<ParallelStream>(std::move(connections), traffic());
+  } else {
+    fd_[at] = std::move(connections.front());
+  }
   registered_[at] = 0;
-  traffic()->remade.add(1);
+  if (was_lost) traffic()->remade.add(1);
   note_life();
   settle();
   return Status::ok();
 }
 
 uint64_t TcpChannel::unacknowledged(Line line) {
+  if (line == Line::kData && parallel_) return parallel_->unacknowledged();
   int bytes = 0;
   traffic()->syscalls.add(1);
   if (::ioctl(fd_[static_cast<int>(line)].get(), SIOCOUTQ, &bytes) != 0 || bytes < 0) return ~uint64_t{0};
   return static_cast<uint64_t>(bytes);
 }
 
+// Of several connections one is held up by a lost packet now and then; all are by a cut.
 bool TcpChannel::is_stuck(Line line) const {
-  tcp_info info{};
-  socklen_t bytes = sizeof(info);
-  if (::getsockopt(fd_[static_cast<int>(line)].get(), IPPROTO_TCP, TCP_INFO, &info, &bytes) != 0) return false;
-  if (info.tcpi_retransmits == 0 && info.tcpi_probes == 0) return false;
-  return info.tcpi_last_ack_recv / 1e3 >= std::max(kStuckS, kStuckRoundTrips * info.tcpi_rtt / 1e6);
+  if (line == Line::kControl || !parallel_) {
+    const int fd = fd_[static_cast<int>(line)].get();
+    const double s = unheard_s(fd);
+    return s > 0 && s >= std::max(kStuckS, kStuckRoundTrips * hc::round_trip_s(fd));
+  }
+  return parallel_->unheard_s() >= std::max(kStuckS, kStuckRoundTrips * hc::round_trip_s(descriptor(line)));
+}
+
+int TcpChannel::descriptor(Line line) const {
+  const Fd& fd = fd_[static_cast<int>(line)];
+  return fd || line == Line::kControl || !parallel_ ? fd.get() : parallel_->connections().front().get();
 }
 
 Address TcpChannel::own_address(Line line) const {
-  auto own = local_address(fd_[static_cast<int>(line)].get());
+  auto own = local_address(descriptor(line));
   return own.is_ok() ? own.value() : Address();
 }
 
 // Closing with unread bytes would send a reset, which may overtake what the peer has yet to read.
+void TcpChannel::close_one(Fd* fd) {
+  if (!*fd) return;
+  ::shutdown(fd->get(), SHUT_WR);
+  std::byte waste[4096];
+  const iovec part{waste, sizeof(waste)};
+  for (int attempt = 0; attempt < 1024 && receive_parts(fd->get(), {&part, 1}).what == Io::kMoved; ++attempt) {
+  }
+  fd->reset();
+}
+
 void TcpChannel::close() {
   remaker_ = nullptr;
-  for (int i = 0; i < 2; ++i) {
-    if (!fd_[i]) continue;
-    ::shutdown(fd_[i].get(), SHUT_WR);
-    std::byte waste[4096];
-    const iovec part{waste, sizeof(waste)};
-    for (int attempt = 0; attempt < 1024 && receive_parts(fd_[i].get(), {&part, 1}).what == Io::kMoved; ++attempt) {
-    }
-    fd_[i].reset();
-    registered_[i] = 0;
+  for (Fd& fd : fd_) close_one(&fd);
+  if (parallel_) {
+    for (Fd& fd : parallel_->connections()) close_one(&fd);
+    parallel_.reset();
   }
+  registered_[0] = registered_[1] = 0;
   epoll_ = -1;
 }
 
@@ -156,6 +187,7 @@ void TcpChannel::abandon() {
   remaker_ = nullptr;
   epoll_ = -1;
   for (Fd& fd : fd_) fd.reset();
+  parallel_.reset();
 }
 
 }  // namespace hc

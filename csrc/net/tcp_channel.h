@@ -1,5 +1,6 @@
-// A channel over two TCP connections (or other stream sockets): one for control, one for data. It keeps its own
-// registration with the mesh's epoll up to date, so that a sleeper is woken exactly by what this channel waits for.
+// A channel over two TCP connections (or other stream sockets): one for control, one for data, which on a long way is
+// replaced by several. It keeps its own registration with the mesh's epoll up to date, so that a sleeper is woken
+// exactly by what this channel waits for.
 //
 // With a Remaker a connection that is lost is no failure: its line is down until resume() brings another one. What the
 // old one had received is taken over by drain(); both sides stop writing before either drains (links.h).
@@ -7,7 +8,11 @@
 // Thread: the thread that makes progress. Owner: the mesh.
 #pragma once
 
+#include <memory>
+#include <vector>
+
 #include "net/framed_channel.h"
+#include "net/parallel_stream.h"
 
 namespace hc {
 
@@ -24,6 +29,8 @@ class Remaker {
 
 class TcpChannel final : public FramedChannel {
  public:
+  static constexpr double kLongS = 0.005;  // a round trip from which on a way is long
+
   struct Sockets {
     Fd control, data;
     int epoll = -1;      // -1: not registered anywhere
@@ -47,8 +54,8 @@ class TcpChannel final : public FramedChannel {
   void start(Line line) { take_up(line); }
   // Takes over what the stopped connection has received, and closes it. Returns how many bytes of the line that makes.
   uint64_t drain(Line line);
-  // Goes on over another connection, whose other side has `received` bytes of this line.
-  Status resume(Line line, Fd connection, uint64_t received);
+  // Goes on over another connection, or several for data, whose other side has `received` bytes of this line.
+  Status resume(Line line, std::vector<Fd> connections, uint64_t received, bool was_lost = true);
   // Bytes wait here that no connection will announce.
   bool has_drained() const { return !drained_[0].empty() || !drained_[1].empty(); }
   // Whether something is written and not acknowledged, on a line that is up; and whether the kernel sends it again and
@@ -56,6 +63,13 @@ class TcpChannel final : public FramedChannel {
   bool waits_for_acknowledgement(Line line) { return !is_down(line) && refresh(line) > 0; }
   bool is_stuck(Line line) const;
   Address own_address(Line line) const;
+  bool has_one_for_data() const { return static_cast<bool>(fd_[1]); }
+  uint64_t data_written() const { return written(Line::kData); }
+  int descriptor(Line line) const;  // of its first connection
+  // When the channel was made; 0 before remake_with().
+  double round_trip_s() const { return round_trip_s_; }
+  bool is_long() const { return round_trip_s_ >= kLongS; }
+  size_t sends_in_flight() const override { return is_long() ? kInFlightOnLongWays : kInFlight; }
 
  private:
   IoResult write(Line line, std::span<const iovec> parts) override;
@@ -63,12 +77,16 @@ class TcpChannel final : public FramedChannel {
   void settle() override;
   bool will_remake(Line line, const IoResult& how) override;
   uint64_t unacknowledged(Line line) override;
+  bool has_copied() const override { return parallel_ && parallel_->has_copied(); }
+  void close_one(Fd* fd);
 
-  Fd fd_[2];
+  Fd fd_[2];                                  // of data empty beside
+  std::unique_ptr<ParallelStream> parallel_;  // of several connections
   int epoll_;
   uint64_t token_;
   uint32_t registered_[2] = {0, 0};  // epoll events; 0: not in the set
   Remaker* remaker_ = nullptr;
+  double round_trip_s_ = 0;
   std::vector<std::byte> drained_[2];  // from drained_at_ on
   size_t drained_at_[2] = {0, 0};
 };

@@ -24,7 +24,7 @@ std::unique_ptr<std::byte[]> uninitialised(size_t bytes) {
 
 bool ScheduleRunner::Flow::needs_channel() const {
   if (next < steps.size()) return true;
-  return in_flight() && !transfers[(posted - 1) % kInFlight].done;  // they complete in order
+  return in_flight() && !transfers[place_of(posted - 1)].done;  // they complete in order
 }
 
 ScheduleRunner::ScheduleRunner(Task task, const Group& group, Schedule schedule)
@@ -51,8 +51,10 @@ ScheduleRunner::ScheduleRunner(Task task, const Group& group, Schedule schedule)
       add_to_flow(i, group, &flow_of);
     }
   }
-  for (Flow& flow : flows_)
-    if (flow.staging_bytes) flow.staging = memory(kInFlight * flow.staging_bytes);
+  for (Flow& flow : flows_) {
+    flow.transfers.resize(flow.sends ? flow.channel->sends_in_flight() : Channel::kInFlight);
+    if (flow.staging_bytes) flow.staging = memory(flow.transfers.size() * flow.staging_bytes);
+  }
   std::stable_sort(flows_.begin(), flows_.end(),
                    [](const Flow& a, const Flow& b) { return a.world_rank < b.world_rank; });
 }
@@ -77,7 +79,7 @@ void ScheduleRunner::add_to_flow(int step, const Group& group, std::vector<int>*
 ScheduleRunner::~ScheduleRunner() {
   for (Flow& flow : flows_)
     for (uint64_t n = flow.harvested; n < flow.posted; ++n)
-      if (Transfer& t = flow.transfers[n % kInFlight]; !t.done) flow.channel->forget(&t);
+      if (Transfer& t = flow.transfers[flow.place_of(n)]; !t.done) flow.channel->forget(&t);
 }
 
 Progress ScheduleRunner::start() {
@@ -133,13 +135,13 @@ std::byte* ScheduleRunner::address(const Spot& spot, size_t element) const {
 
 bool ScheduleRunner::post(Flow& flow) {
   bool any = false;
-  while (flow.next < flow.steps.size() && flow.posted - flow.harvested < kInFlight) {
+  while (flow.next < flow.steps.size() && flow.posted - flow.harvested < flow.transfers.size()) {
     const int index = flow.steps[flow.next];
     const Step& step = schedule_.steps[index];
     const bool stages = step.action == Action::kReduce;
     if (!stages && !may_begin(index, flow.next_segment)) break;
     const Segment part = segment(index, flow.next_segment);
-    const uint64_t area = flow.posted % kInFlight;
+    const size_t area = flow.place_of(flow.posted);
     Transfer& t = flow.transfers[area];
     t = Transfer{};
     t.tag = task_.tag;
@@ -183,7 +185,7 @@ Status ScheduleRunner::blame(const Flow& flow, const Status& status) const {
 bool ScheduleRunner::harvest(Flow& flow) {
   bool any = false;
   while (flow.in_flight()) {
-    const uint64_t area = flow.harvested % kInFlight;
+    const size_t area = flow.place_of(flow.harvested);
     if (!flow.transfers[area].done) break;
     const int index = flow.steps[flow.oldest];
     const Step& step = schedule_.steps[index];

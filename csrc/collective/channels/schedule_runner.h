@@ -1,5 +1,5 @@
 // Executes any schedule over a group's channels: posts segments, reduces what has arrived, forwards what is reduced.
-// A segment is what one transfer carries; up to kInFlight of them are posted per peer and direction, so that reducing
+// A segment is what one transfer carries; several of them are posted per peer and direction, so that reducing
 // one hides receiving the next. Thread: the one that makes progress. Owner: whoever runs the collective.
 #pragma once
 
@@ -32,9 +32,6 @@ class ScheduleRunner final : public Collective {
   const Schedule& schedule() const { return schedule_; }
 
  private:
-  // With 4 of 128 KiB a link of 10 Gbit/s ran dry while a rank summed (docs/performance.md, between two hosts).
-  static constexpr uint64_t kInFlight = 16;
-
   struct StepState {
     size_t segments = 0;
     size_t done = 0;
@@ -50,12 +47,13 @@ class ScheduleRunner final : public Collective {
     size_t oldest = 0;    // the step of the oldest transfer in flight
     uint64_t posted = 0;  // running numbers of transfers; the same on both sides
     uint64_t harvested = 0;
-    std::array<Transfer, kInFlight> transfers;  // of transfer number n: n % kInFlight
-    std::unique_ptr<std::byte[]> staging;       // kInFlight areas of staging_bytes, where something is reduced
-    size_t staging_bytes = 0;                   // the longest segment that is reduced
+    std::vector<Transfer> transfers;       // as many as may be in flight; of transfer number n: n % its size
+    std::unique_ptr<std::byte[]> staging;  // an area of staging_bytes for each, where something is reduced
+    size_t staging_bytes = 0;              // the longest segment that is reduced
 
     bool in_flight() const { return posted > harvested; }
     bool needs_channel() const;
+    size_t place_of(uint64_t number) const { return number % transfers.size(); }
   };
   struct Segment {
     size_t first = 0;  // element within the step

@@ -31,14 +31,21 @@ std::vector<int> tcp_ends() {
 
 // Two ranks that talk TCP, both moved on by the test's own thread.
 struct LinkedPair {
-  LinkedPair() : world(2, false) {
+  explicit LinkedPair(int streams = 1) : world(std::vector(2, options_with(streams))) {
     world.must_connect();
     for (auto& mesh : world.meshes) mesh->set_asleep(Sleep::kAwake);
   }
   void step() {
     bool moved = false;
     for (auto& mesh : world.meshes) REQUIRE(mesh->poll(0, &moved, &losses).is_ok());
-    if (!moved) usleep(200);
+    if (moved) return;
+    for (auto& mesh : world.meshes) static_cast<void>(mesh->silent_look_us());
+    usleep(200);
+  }
+  static MeshOptions options_with(int streams) {
+    MeshOptions options = small_options(false);
+    options.tcp_streams = streams;
+    return options;
   }
   MeshWorld world;
   std::vector<Loss> losses;
@@ -102,7 +109,10 @@ struct Travelling {
 }  // namespace
 
 TEST_CASE("links: connections that end in the middle of everything are made again, and no byte is lost or doubled") {
-  LinkedPair pair;
+  int streams = 0;
+  SUBCASE("one for data") { streams = 1; }
+  SUBCASE("several for data") { streams = 5; }
+  LinkedPair pair(streams);
   Travelling a(*pair.world.meshes[0], 1), b(*pair.world.meshes[1], 0);
   std::mt19937 random(5);
   const Deadline deadline = Deadline::in(60);
@@ -122,6 +132,24 @@ TEST_CASE("links: connections that end in the middle of everything are made agai
   CHECK(pair.losses.empty());
   CHECK(times_remade(a.mesh) > 0);
   CHECK(times_remade(b.mesh) > 0);
+}
+
+TEST_CASE("links: several connections for data take the place of the first one, which is no loss") {
+  LinkedPair pair(4);
+  const size_t before = tcp_ends().size();
+  Travelling a(*pair.world.meshes[0], 1), b(*pair.world.meshes[1], 0);
+  for (unsigned n = 0; n < 30; ++n) {
+    a.post(n);
+    b.post(n);
+  }
+  for (Deadline deadline = Deadline::in(60); !a.is_done() || !b.is_done() || tcp_ends().size() < before + 6;) {
+    REQUIRE_FALSE(deadline.passed());
+    pair.step();
+    a.take();
+    b.take();
+  }
+  CHECK(pair.losses.empty());
+  CHECK(times_remade(a.mesh) + times_remade(b.mesh) == 0);
 }
 
 TEST_CASE("links: both lines of an idle pair end at once, and whoever speaks first is heard") {
