@@ -23,8 +23,13 @@ constexpr uint64_t hash_of_text(std::string_view text) {
   return hash;
 }
 
-// A hash of 64 bits in 32.
-constexpr uint32_t halved(uint64_t hash) { return static_cast<uint32_t>(hash ^ hash >> 32); }
+// A hash of 64 bits in 32, to which each of its bits counts: with MurmurHash3's last steps (Appleby). Folding the
+// halves of what mix() has left would undo its own last step, and lose the upper half of what was mixed in last.
+constexpr uint32_t halved(uint64_t hash) {
+  hash = (hash ^ hash >> 33) * 0xff51afd7ed558ccdu;
+  hash = (hash ^ hash >> 33) * 0xc4ceb9fe1a85ec53u;
+  return static_cast<uint32_t>(hash >> 32);
+}
 
 // Of memory, as fast as it is read. Eight lanes of 64 bits take one block of 64 bytes together, so that a vector unit
 // does them at once: a lane adds the product of its word's halves, masked by a key that differs for each block, as NH
