@@ -224,7 +224,8 @@ def _opened(context: Any, spec: _JobSpec) -> Iterator[tuple[TaskServer, Stage, l
         stage = Stage(context, spec.tasks, task, spec.barrier, text)
         yield server, stage, _tasks(context, spec, server, stage)
         server.close()
-        stage.join(10.0)
+        if server.have_come(spec.tasks):  # else Spark has no room for the last, and the stage goes on
+            stage.join(10.0)
     finally:
         server.close()
         if stage is not None:

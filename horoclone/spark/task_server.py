@@ -98,6 +98,7 @@ class TaskServer:
         self._news = threading.Condition()  # guards what follows
         self._waiting: dict[str, tuple[Task, socket.socket]] = {}
         self._busy: dict[str, Task] = {}
+        self._came: set[int] = set()  # partitions of which a task was there, or still is
         self._trouble = ""  # why a task was refused
         self._unauthenticated = UnauthenticatedConnections(
             MAX_UNAUTHENTICATED, HELLO_S, shut_down, has_unread
@@ -126,6 +127,11 @@ class TaskServer:
                     raise LaunchError(self._trouble, 1)
                 look()
         return found
+
+    def have_come(self, count: int) -> bool:
+        """Whether Spark has started a task of each of so many partitions."""
+        with self._news:
+            return len(self._came) >= count
 
     def _first_of_each(self) -> list[Task]:
         by_partition: dict[int, Task] = {}
@@ -253,6 +259,7 @@ class TaskServer:
                 self._unwatch(old[1])
                 old[1].close()
             self._waiting[task.name] = task, peer
+            self._came.add(partition)
             self._selector.register(peer, selectors.EVENT_READ, task.name)
             self._changed()
         self._wake()

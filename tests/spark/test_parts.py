@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import secrets
 import socket
+import types
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from world import run_python, until
 from horoclone.bootstrap import wire
 from horoclone.errors import HorovodInternalError, Unsupported
 from horoclone.launch.output import STDERR, STDOUT, Style
-from horoclone.spark import conf, executor
+from horoclone.spark import conf, executor, runner
 from horoclone.spark.common.store import FilesystemStore, LocalStore, Store
 from horoclone.spark.data.columns import SCALAR, VECTOR, Column, check_present, check_shapes
 from horoclone.spark.data.preparing import check_validation
@@ -279,6 +280,27 @@ def test_another_version_on_a_node_is_refused_with_both(server: TaskServer, name
         ) as caught:
             server.wait(1, 10, nothing)
     assert "PYSPARK_PYTHON" in str(caught.value)
+
+
+@pytest.mark.parametrize("tasks", [1, 2])
+def test_the_end_of_a_job_does_not_wait_for_tasks_that_spark_has_no_room_for(
+    tasks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = types.SimpleNamespace(joined=False, cancel=lambda: None)
+    stage.join = lambda limit_s: setattr(stage, "joined", True)
+    monkeypatch.setattr(runner, "Stage", lambda *_: stage)
+    monkeypatch.setattr(secrets, "token_hex", lambda _: "job")
+    monkeypatch.setattr(runner, "_tasks", lambda _context, _spec, server, _stage: knock(server, 0))
+    broadcast = types.SimpleNamespace(destroy=lambda: None)
+    context: Any = types.SimpleNamespace(master="local[2]", broadcast=lambda _: broadcast)
+    spec: Any = types.SimpleNamespace(
+        what="run", nics=None, python=None, call=b"", wanted=1, tasks=tasks, barrier=False
+    )
+    connection: Any
+    with runner._opened(context, spec) as (server, _, connection):
+        server.wait(1, 10, nothing)
+    connection.close()
+    assert stage.joined == (tasks == 1)
 
 
 def test_executors_of_this_host_only_are_reached_over_loopback() -> None:
