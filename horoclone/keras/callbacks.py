@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from horoclone import runtime
+from horoclone.elastic.member import is_elastic
 from horoclone.errors import Unsupported
 from horoclone.keras import learning_rate as rates
 from horoclone.keras.compared import native_of, slots_of
@@ -58,7 +59,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def set_model(self, model: Any) -> None:
         """Called by Keras before it makes the training step: the last moment to switch XLA off."""
         super().set_model(model)
-        if backend() == "tensorflow" and runtime.size() > 1:
+        if backend() == "tensorflow" and (runtime.size() > 1 or is_elastic()):
             _without_xla(model)
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -196,7 +197,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Averages; logs is changed in place, for the callbacks that come after this one."""
         values = {key: np.asarray(to_numpy(value)) for key, value in (logs or {}).items()}
-        mine = {key: value.astype(np.float64) for key, value in values.items() if value.dtype.kind in "biuf"}
+        mine = {key: value.astype(np.float64) for key, value in values.items() if value.dtype.kind in "biufV"}
         everybody = allgather_object(mine)
         forms = [{key: metrics[key].shape for key in sorted(metrics)} for metrics in everybody]
         if any(form != forms[0] for form in forms):

@@ -48,9 +48,17 @@ def run(func: Callable[_P, _T]) -> Callable[_P, _T]:
     """Decorates func(state, ...) so that it carries on when ranks are lost or added. See horoclone.elastic.run.run_fn.
 
     A lost collective in a compiled step, which the backend raises as an error of its own, counts as
-    HorovodInternalError.
+    HorovodInternalError. JAX compiles steps for one size: they are dropped when another generation begins.
     """
-    return functools.wraps(func)(run_fn(converting(func, _horovod_error_of), reset_world))
+
+    def reset() -> None:
+        if backend() == "jax":
+            import jax
+
+            jax.clear_caches()
+        reset_world()
+
+    return functools.wraps(func)(run_fn(converting(func, _horovod_error_of), reset))
 
 
 def _has_variables(value: Any) -> bool:

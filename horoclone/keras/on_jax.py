@@ -21,6 +21,7 @@ from horoclone.keras.compared import names_of
 if TYPE_CHECKING:
     from horoclone.keras.compared import Watched
     from horoclone.keras.reduction import Part, Reduction
+    from horoclone.process_sets import ProcessSet
 
 
 def traced(value: Any) -> bool:
@@ -28,9 +29,9 @@ def traced(value: Any) -> bool:
     return isinstance(value, jax.core.Tracer)
 
 
-def scaled(gradient: Any, factor: float) -> Any:
-    """The gradient times a factor."""
-    return gradient * factor
+def divided(gradient: Any, process_set: ProcessSet) -> Any:
+    """The gradient divided by the size."""
+    return gradient / (process_set.size() or 1)
 
 
 def reduce(

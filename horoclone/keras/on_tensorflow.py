@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from horoclone.keras.compared import names_of
+from horoclone.process_sets import ProcessSet, id_of
 from horoclone.tensorflow import reduced_gradients
 from horoclone.tensorflow.compared import Watch, takes_tail
 from horoclone.tensorflow.gradient_reduction import cut_by_bytes
-from horoclone.tensorflow.mpi_ops import naming
+from horoclone.tensorflow.mpi_ops import naming, size_op
 from horoclone.tensorflow.reductions import allreduce, grouped_allreduce
 
 if TYPE_CHECKING:
@@ -23,11 +24,12 @@ if TYPE_CHECKING:
     from horoclone.keras.reduction import Part, Reduction
 
 
-def scaled(gradient: Any, factor: float) -> Any:
-    """The gradient times a factor."""
+def divided(gradient: Any, process_set: ProcessSet) -> Any:
+    """The gradient divided by the size, which a function reads each time it runs."""
+    size = tf.cast(size_op(id_of(process_set)), gradient.dtype)
     if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
-    return gradient * factor
+        return tf.IndexedSlices(gradient.values / size, gradient.indices, gradient.dense_shape)
+    return gradient / size
 
 
 def reduced_before(grads: Sequence[Any], variables: Sequence[Any], by_variable: bool) -> list[bool]:

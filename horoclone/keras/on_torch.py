@@ -22,11 +22,12 @@ from horoclone.torch import operations
 if TYPE_CHECKING:
     from horoclone.keras.compared import Watched
     from horoclone.keras.reduction import Part, Reduction
+    from horoclone.process_sets import ProcessSet
 
 
-def scaled(gradient: torch.Tensor, factor: float) -> torch.Tensor:
-    """The gradient times a factor, as a new tensor."""
-    return gradient * factor
+def divided(gradient: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:
+    """The gradient divided by the size, as a new tensor."""
+    return gradient / (process_set.size() or 1)
 
 
 def dense(gradient: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
+from horoclone.elastic.member import is_elastic
 from horoclone.errors import Unsupported
 from horoclone.gradient_names import Turn, named_by
 from horoclone.keras.compared import Watch
@@ -91,7 +92,10 @@ class Reduction:
     def active(self) -> bool:
         """Whether there is anybody to reduce with. NotInitialized before init(), Unsupported for a copy of which
         options are missing."""
-        if not self.process_set.included() or (self.process_set.size() or 1) <= 1:
+        if not self.process_set.included():
+            return False
+        # What one rank of an elastic job traces is run when others have come, too.
+        if (self.process_set.size() or 1) <= 1 and not is_elastic():
             return False
         if self.refusal:
             raise Unsupported(self.refusal)
@@ -135,10 +139,9 @@ class Reduction:
             raise ValueError("set_weight() does not work together with local variables")
         shared = [i for i in todo if key_of(variables[i]) not in local]
         result = list(grads)
-        divisor = self.process_set.size() or 1
         for i in sorted(set(todo) - set(shared)):
             if self.scale_local_gradients and grads[i] is not None:
-                result[i] = mover.scaled(grads[i], 1.0 / divisor)
+                result[i] = mover.divided(grads[i], self.process_set)
         sent = shared if backend() == "torch" else [i for i in shared if grads[i] is not None]
         parts = self._parts(shared, variables, key_of, named_by([known[i] for i in sent], len(numbers)))
         for part in parts:

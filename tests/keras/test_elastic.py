@@ -231,6 +231,36 @@ def commits_seldom() -> None:
     assert state._commits_made == 2  # after batch 2, and at the end
 
 
+def reduces_what_one_rank_has_traced() -> None:
+    """A job that began with one rank: its step goes on when others have come."""
+    from unittest import mock
+
+    import tensorflow as tf
+
+    import horoclone.keras as hvd
+    from horoclone.keras import reduction
+    from horoclone.keras.flavor import keras
+
+    ours, mine = tf.Variable([0.0]), tf.Variable([0.0])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    optimizer.register_local_var(mine)
+    optimizer.build([ours, mine])
+    step = tf.function(lambda g: optimizer.apply_gradients([(g, ours), (g, mine)]))
+    own = tf.constant([2.0 + 2 * hvd.rank()])
+    with (
+        mock.patch.object(reduction, "is_elastic", lambda: True),
+        mock.patch.object(type(hvd.global_process_set), "size", lambda _: 1),
+    ):
+        step.get_concrete_function(own)
+    step(own)
+    assert ours.numpy().tolist() == [-3.0] and mine.numpy().tolist() == [-1.0 - hvd.rank()]
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "legacy"])
+def test_a_step_that_one_rank_has_traced(on: On, backend: str) -> None:
+    on(backend, reduces_what_one_rank_has_traced)
+
+
 @pytest.mark.in_turn
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_state_of_a_model(on: On, backend: str) -> None:
