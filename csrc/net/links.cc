@@ -206,7 +206,7 @@ void Links::dial(int rank, Line line, TimePoint now) {
         std::make_unique<Dialer>(&setup_.credentials, claim, Dialer::Target{"", peer.addresses, setup_.tuning}, kPace);
   }
   if (Status status = side.dialer->step(now); !status.is_ok()) {
-    give_up(rank, text_of(side.reason, "; it takes no other connection: ", status.text()));
+    if (!can_stay(rank, line)) give_up(rank, text_of(side.reason, "; it takes no other connection: ", status.text()));
     return;
   }
   if (side.dialer->done()) {
@@ -234,7 +234,7 @@ void Links::dial(int rank, Line line, TimePoint now) {
     if (place == 0 && peer.first_is_good && gone) break;
   }
   // Somebody else may answer for it meanwhile, where packets take another way.
-  if (gone && !is_unplugged(peer, line)) give_up(rank, std::string(side.reason));
+  if (gone && !is_unplugged(peer, line) && !can_stay(rank, line)) give_up(rank, std::string(side.reason));
 }
 
 // False: one of them is lost, or none came about.
@@ -285,12 +285,12 @@ bool Links::swap_counts(int rank, Line line, TimePoint now, bool* moved) {
     swap.connections = static_cast<int>(connections);
     side.is_planned |= is_planned;
   }
-  const size_t there = static_cast<size_t>(
-      std::count_if(swap.others.begin(), swap.others.end(), [](const Fd& fd) { return static_cast<bool>(fd); }));
-  if (there + 1 < static_cast<size_t>(swap.connections)) return true;
+  auto& others = swap.others;
+  others.resize(static_cast<size_t>(swap.connections) - 1);
+  if (!std::all_of(others.begin(), others.end(), [](const Fd& fd) { return static_cast<bool>(fd); })) return true;
   std::vector<Fd> fds;
   fds.push_back(std::move(swap.fd));
-  for (Fd& fd : swap.others) fds.push_back(std::move(fd));
+  for (Fd& fd : others) fds.push_back(std::move(fd));
   if (peer.channel->is_long())
     for (const Fd& fd : fds) send_at_measured_rate(fd.get());
   const int number = fds.front().get();
@@ -314,10 +314,12 @@ void Links::step_side(int rank, Line line, TimePoint now, bool* moved) {
                     (side.swap && seconds_between(side.swap->since, now) >
                                       kSwapS + kSwapRoundTrips * peer.channel->round_trip_s()))) {
     if (side.swap->is_dialed) peer.connections = 1;  // whatever keeps the others away
+    side.is_planned = false;
     side.swap.reset();
   }
   if (!side.down) return;
   const double down_s = seconds_between(side.down_at, now);
+  if (down_s > kSwapS + kSwapRoundTrips * peer.channel->round_trip_s() && can_stay(rank, line)) return;
   if (side.closed && down_s > kClosedS) return give_up(rank, std::string(side.reason));
   if (down_s > setup_.limit_s)
     return give_up(rank, text_of(side.reason, ", and no other connection came about within ", setup_.limit_s, " s"));
@@ -347,12 +349,22 @@ bool Links::is_unplugged(const Peer& peer, Line line) const {
                      [&](const Address& other) { return interfaces_.lead_to(other); });
 }
 
-// The first of two ranks that has reason to asks for them: at the start if there are few ranks.
+// The higher rank asks for them, as it has reached the lower one before: at the start if there are few ranks.
 bool Links::wants_others(int rank) const {
   const Peer& peer = peers_[static_cast<size_t>(rank)];
-  if (peer.connections == 1 || !peer.channel->has_one_for_data() || peer.channel->is_down()) return false;
-  const bool are_few = setup_.size <= kFewRanks;
-  return are_few ? setup_.rank > rank : peer.channel->data_written() >= kSomeBytes;
+  return peer.connections > 1 && setup_.rank > rank && peer.channel->has_one_for_data() && !peer.channel->is_down() &&
+         (setup_.size <= kFewRanks || peer.channel->data_moved() >= kSomeBytes);
+}
+
+// The peer has heard nothing of other connections: it goes on with the one that it has, and no others are asked for.
+bool Links::can_stay(int rank, Line line) {
+  Peer& peer = peers_[static_cast<size_t>(rank)];
+  Side& side = peer.sides[static_cast<int>(line)];
+  if (!side.is_planned || side.swap || (side.dialer && side.dialer->has_proved())) return false;
+  side = Side{};
+  peer.connections = 1;
+  peer.channel->start(line);
+  return true;
 }
 
 void Links::look_at(int rank) {

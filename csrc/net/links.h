@@ -138,6 +138,7 @@ class Links final : public Remaker {
   void look_at(int rank);
   bool can_go_back(int rank) const;
   bool wants_others(int rank) const;
+  bool can_stay(int rank, Line line);
   bool is_unplugged(const Peer& peer, Line line) const;
   void set_timer(double s);
 

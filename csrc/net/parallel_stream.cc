@@ -223,6 +223,7 @@ IoResult ParallelStream::read(std::span<const iovec> parts) {
     }
   }
   if (moved > 0) return {Io::kMoved, moved, 0};
+  if (failed_ != 0) return {Io::kFailed, 0, failed_};  // a socket tells its error once
   return failure.what == Io::kWouldBlock && ended == all_.size() ? IoResult{Io::kEnded, 0, 0} : failure;
 }
 

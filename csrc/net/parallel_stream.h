@@ -87,7 +87,7 @@ class ParallelStream {
   size_t early_at_ = 0, early_bytes_ = 0;             // of all in early_, and of those that come in
   size_t write_at_ = 0;                               // the connection that is tried first
   uint64_t position_out_ = 0, position_in_ = 0;       // since the stream has these connections
-  int failed_ = 0;                                    // errno of what failed while something had moved
+  int failed_ = 0;                                    // errno of a write that failed
 };
 
 }  // namespace hc

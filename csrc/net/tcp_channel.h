@@ -64,7 +64,7 @@ class TcpChannel final : public FramedChannel {
   bool is_stuck(Line line) const;
   Address own_address(Line line) const;
   bool has_one_for_data() const { return static_cast<bool>(fd_[1]); }
-  uint64_t data_written() const { return written(Line::kData); }
+  uint64_t data_moved() const { return written(Line::kData) + taken(Line::kData); }
   int descriptor(Line line) const;  // of its first connection
   // When the channel was made; 0 before remake_with().
   double round_trip_s() const { return round_trip_s_; }

@@ -152,6 +152,30 @@ TEST_CASE("links: several connections for data take the place of the first one, 
   CHECK(times_remade(a.mesh) + times_remade(b.mesh) == 0);
 }
 
+TEST_CASE("links: where no other connection can be made, the first one goes on") {
+  LinkedPair pair(4);
+  for (int fd = 0; fd < 1024; ++fd) {
+    int listens = 0;
+    socklen_t bytes = sizeof(listens);
+    if (::getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &bytes) == 0 && listens) ::shutdown(fd, SHUT_RDWR);
+  }
+  const size_t before = tcp_ends().size();
+  Travelling a(*pair.world.meshes[0], 1), b(*pair.world.meshes[1], 0);
+  for (unsigned n = 0; n < 30; ++n) {
+    a.post(n);
+    b.post(n);
+  }
+  for (Deadline deadline = Deadline::in(60); !a.is_done() || !b.is_done();) {
+    REQUIRE_FALSE(deadline.passed());
+    pair.step();
+    a.take();
+    b.take();
+  }
+  CHECK(pair.losses.empty());
+  CHECK(tcp_ends().size() == before);
+  CHECK(times_remade(a.mesh) + times_remade(b.mesh) == 0);
+}
+
 TEST_CASE("links: both lines of an idle pair end at once, and whoever speaks first is heard") {
   LinkedPair pair;
   for (int turn = 0; turn < 6; ++turn) {
