@@ -106,20 +106,21 @@ except ValueError:
 
 def test_a_traceback_of_all_ranks_is_shown_once(launch, tmp_path):
     env = {"FIRST": str(tmp_path / "rank.0" / "stderr")}
-    program = [PYTHON, "-c", RANK + FAIL]
-    done = launch([*RUN, "-np", "4", "--output-filename", tmp_path, *program], env=env, check=False)
+    # Every job has the files anew: rank 2 of one that finds those of the job before would not wait.
+    command, program = [*RUN, "-np", "4", "--output-filename", tmp_path], [PYTHON, "-c", RANK + FAIL]
+    done = launch([*command, *program], env=env, check=False)
     live = done.stderr[: done.stderr.index("horoclonerun: ")]
     assert live.count("in deep") == 1, live
     shown = re.findall(r"\[(\d)\] ValueError: bad learning rate  \(the traceback is rank (\d)'s\)", live)
     assert len(shown) == 4 and len({first for _, first in shown}) == 1, live
     for rank in range(4):
         assert "in deep" in (tmp_path / f"rank.{rank}" / "stderr").read_text(), "the files have all"
-    done = launch([*RUN, "-np", "4", "--horovod-format", *program], env=env, check=False)
+    done = launch([*command, "--horovod-format", *program], env=env, check=False)
     live = done.stderr[: done.stderr.index("horoclonerun: ")]
     assert live.count("in deep") == 1 and live.count("<stderr>:ValueError: bad learning rate  (the") == 4, (
         live
     )
-    whole = launch([*RUN, "-np", "4", "--verbose", *program], env=env, check=False)
+    whole = launch([*command, "--verbose", *program], env=env, check=False)
     assert whole.stderr.count("in deep") >= 5
 
 
