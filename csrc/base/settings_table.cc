@@ -106,8 +106,8 @@ constexpr SettingRow kRows[] = {
      "Ranks with different labels count as ranks of different machines: no shared memory between them."},
     {&Config::socket_buffer_bytes, "SOCKET_BUFFER_BYTES", "", bytes(0, 1073741824.0),
      "Send and receive buffer of each socket; 0 leaves it to the kernel."},
-    {&Config::tcp_streams, "TCP_STREAMS", "", count(0, 64),
-     "Connections for the data of two ranks on different machines; 0: 16 where a round trip takes 5 ms, else one."},
+    {&Config::tcp_streams, "TCP_STREAMS", "", count(1, 63),
+     "Connections for the data of two ranks on different machines; 16 help on a long way that loses packets."},
     {&Config::control_fanout, "CONTROL_FANOUT", "", count(0, 1024),
      "Agreement over several machines goes through a tree of their first ranks, of which each has at most this many "
      "others below it; 0: every rank talks to rank 0 itself."},

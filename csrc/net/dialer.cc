@@ -108,6 +108,7 @@ bool Dialer::step_attempt(Attempt& attempt, TimePoint now) {
       note(attempt.place, error(Code::kTimeout, "no answer to the handshake"), false);
       return false;
     case Handshake::State::kFailed:
+      if (attempt.handshake->turned_away()) --proofs_;
       note(attempt.place, attempt.handshake->status(), attempt.handshake->refused());
       return false;
     case Handshake::State::kDone:
@@ -126,7 +127,7 @@ void Dialer::choose_prover(TimePoint now) {
     if (!a.handshake || !a.handshake->ready_to_prove()) continue;
     a.handshake->allow_proof();
     a.proved = now;
-    has_proved_ = true;
+    ++proofs_;
     a.handshake->step(a.fd.get());
     return;
   }

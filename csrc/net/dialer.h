@@ -44,8 +44,8 @@ class Dialer {
   bool is_talking() const;
   // One of them has sent its proof within the last `s`: the other side may have chosen it.
   bool proved_within(double s, TimePoint now) const;
-  // Some proof was sent, of whatever attempt.
-  bool has_proved() const { return has_proved_; }
+  // Some proof was sent, of whatever attempt, to which the other side has not said no.
+  bool has_proved() const { return proofs_ > 0; }
   // Nobody listens at this address any more.
   bool is_refused(size_t place) const { return refused_[place]; }
   // "10.0.0.2:4123: Connection refused, 192.168.0.2:4123: no answer yet"
@@ -80,7 +80,7 @@ class Dialer {
   size_t next_place_ = 0;
   int rounds_ = 0;
   TimePoint next_start_{};
-  bool has_proved_ = false;
+  int proofs_ = 0;
   Fd connected_;
   std::string address_;
 };

@@ -182,7 +182,7 @@ void Handshake::take_proof() {
 }
 
 void Handshake::take_verdict() {
-  const auto verdict = static_cast<Verdict>(in_[0]);
+  const auto verdict = verdict_ = static_cast<Verdict>(in_[0]);
   const bool proven = equal_in_constant_time({in_.data() + kVerdictBytes - 32, 32}, code(false));
   stage_ = Stage::kDone;
   if (verdict == Verdict::kWelcome && proven) {

@@ -65,6 +65,8 @@ class Handshake {
   short events() const;
   bool ready_to_prove() const { return stage_ == Stage::kHeld; }
   void allow_proof();
+  // The other side has said no, so that it took no notice of this connection.
+  bool turned_away() const { return connecting_ && verdict_ != Verdict::kWelcome; }
   bool proof_sent() const { return connecting_ && stage_ >= Stage::kProof; }
 
   bool said_hello() const { return stage_ != Stage::kHello; }

@@ -1,6 +1,7 @@
 #include "net/links.h"
 
 #include <sys/epoll.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/timerfd.h>
 
@@ -18,13 +19,27 @@ namespace {
 
 constexpr uint64_t kCountMagic = 0x544e554f434b4e4cull;  // "LNKCOUNT"
 constexpr int kAcceptBatch = 16;
-constexpr int kConnections = 16;             // that carry the data of two ranks a long way apart,
-constexpr int kFewRanks = 8;                 // from the start on; else
-constexpr uint64_t kSomeBytes = 256u << 10;  // once it is so much
-constexpr Dialer::Pace kPace{
-    .stagger_s = 0.01, .round_s = 0.1, .max_round_s = 0.1, .connect_s = 1.0, .retry_s = 0.2, .handshake_s = 1.5};
+constexpr int kFewRanks = 8;                 // which open several connections at the start; else
+constexpr uint64_t kSomeBytes = 256u << 10;  // once so much has moved
+constexpr int kAsks = 5;                     // for several connections, until one stays
+// A connection takes one round trip, its handshake two more.
+Dialer::Pace pace_of(double round_trip_s) {
+  return {.stagger_s = 0.01,
+          .round_s = 0.1 + round_trip_s,
+          .max_round_s = 0.1 + round_trip_s,
+          .connect_s = 1.0 + 2 * round_trip_s,
+          .retry_s = 0.2 + 2 * round_trip_s,
+          .handshake_s = 1.5 + 6 * round_trip_s};
+}
 
 Purpose purpose_of(Line line) { return line == Line::kControl ? Purpose::kControl : Purpose::kData; }
+
+// A quarter of the descriptors that this process may have.
+int most_connections(int ranks) {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0) return 1;
+  return static_cast<int>(std::clamp<rlim_t>(limit.rlim_cur / 4 / static_cast<rlim_t>(ranks), 1, 64));
+}
 
 std::string host_of(const std::string& address) { return address.substr(0, address.rfind(':')); }
 
@@ -61,7 +76,7 @@ void Links::add(int rank, TcpChannel* channel, const std::string& reached_at, st
   if (peer.first_is_good) std::rotate(addresses.begin(), good, good + 1);
   peer.addresses = std::move(addresses);
   channel->remake_with(this);
-  peer.connections = setup_.connections > 0 ? setup_.connections : channel->is_long() ? kConnections : 1;
+  peer.connections = std::min(setup_.connections, most_connections(setup_.size));
   if (channel->is_long()) send_at_measured_rate(channel->descriptor(Line::kData));
   if (peer.connections > 1) watch();
 }
@@ -95,6 +110,13 @@ void Links::take_down(int rank, Line line, const std::string& why) {
 
 void Links::forget(int rank) {
   for (Side& side : peers_[static_cast<size_t>(rank)].sides) side = Side{};
+}
+
+void Links::expect_close(int rank) {
+  Peer& peer = peers_[static_cast<size_t>(rank)];
+  const Side& data = peer.sides[static_cast<int>(Line::kData)];
+  if (peer.channel && data.is_planned && !(data.swap && data.swap->sent)) peer.channel->start(Line::kData);
+  forget(rank);
 }
 
 void Links::give_up(int rank, const std::string& reason) {
@@ -140,8 +162,9 @@ Verdict Links::judge(const Claim& claim, Stranger* one) {
     one->number = claim.number;
     return Verdict::kWelcome;
   }
-  if (setup_.rank > claim.from && ((side.dialer && side.dialer->proved_within(kPatienceS, now)) ||
-                                   seconds_between(side.dialed_at, now) < kPatienceS))
+  const double own_s = kPatienceS + 2 * peer.channel->round_trip_s();
+  if (setup_.rank > claim.from &&
+      ((side.dialer && side.dialer->proved_within(own_s, now)) || seconds_between(side.dialed_at, now) < own_s))
     return Verdict::kBusy;
   side.dialer.reset();
   side.swap.reset();
@@ -203,7 +226,8 @@ void Links::dial(int rank, Line line, TimePoint now) {
   if (!side.dialer) {
     const Claim claim{setup_.rank, rank, setup_.generation, purpose_of(line)};
     side.dialer =
-        std::make_unique<Dialer>(&setup_.credentials, claim, Dialer::Target{"", peer.addresses, setup_.tuning}, kPace);
+        std::make_unique<Dialer>(&setup_.credentials, claim, Dialer::Target{"", peer.addresses, setup_.tuning},
+                                 pace_of(peer.channel->round_trip_s()));
   }
   if (Status status = side.dialer->step(now); !status.is_ok()) {
     if (!can_stay(rank, line)) give_up(rank, text_of(side.reason, "; it takes no other connection: ", status.text()));
@@ -220,8 +244,8 @@ void Links::dial(int rank, Line line, TimePoint now) {
       if (address.text() == side.dialer->address()) same.push_back(address);
     for (uint8_t number = 1; number < swap.connections; ++number) {
       const Claim claim{setup_.rank, rank, setup_.generation, Purpose::kParallel, number};
-      swap.dialers.push_back(
-          std::make_unique<Dialer>(&setup_.credentials, claim, Dialer::Target{"", same, setup_.tuning}, kPace));
+      swap.dialers.push_back(std::make_unique<Dialer>(
+          &setup_.credentials, claim, Dialer::Target{"", same, setup_.tuning}, pace_of(peer.channel->round_trip_s())));
     }
     swap.others.resize(swap.dialers.size());
     side.dialer.reset();
@@ -320,7 +344,7 @@ void Links::step_side(int rank, Line line, TimePoint now, bool* moved) {
   if (!side.down) return;
   const double down_s = seconds_between(side.down_at, now);
   if (down_s > kSwapS + kSwapRoundTrips * peer.channel->round_trip_s() && can_stay(rank, line)) return;
-  if (side.closed && down_s > kClosedS) return give_up(rank, std::string(side.reason));
+  if (side.closed && down_s > kClosedS + kSwapRoundTrips * peer.channel->round_trip_s()) return give_up(rank, std::string(side.reason));
   if (down_s > setup_.limit_s)
     return give_up(rank, text_of(side.reason, ", and no other connection came about within ", setup_.limit_s, " s"));
   if (!side.swap && !std::any_of(strangers_.begin(), strangers_.end(),
@@ -352,7 +376,8 @@ bool Links::is_unplugged(const Peer& peer, Line line) const {
 // The higher rank asks for them, as it has reached the lower one before: at the start if there are few ranks.
 bool Links::wants_others(int rank) const {
   const Peer& peer = peers_[static_cast<size_t>(rank)];
-  return peer.connections > 1 && setup_.rank > rank && peer.channel->has_one_for_data() && !peer.channel->is_down() &&
+  return peer.connections > 1 && setup_.rank > rank && Clock::now() >= peer.ask_at &&
+         peer.channel->has_one_for_data() && !peer.channel->is_down() &&
          (setup_.size <= kFewRanks || peer.channel->data_moved() >= kSomeBytes);
 }
 
@@ -362,7 +387,8 @@ bool Links::can_stay(int rank, Line line) {
   Side& side = peer.sides[static_cast<int>(line)];
   if (!side.is_planned || side.swap || (side.dialer && side.dialer->has_proved())) return false;
   side = Side{};
-  peer.connections = 1;
+  if (++peer.asked == kAsks) peer.connections = 1;
+  peer.ask_at = Clock::now() + std::chrono::seconds(1);
   peer.channel->start(line);
   return true;
 }

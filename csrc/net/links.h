@@ -12,7 +12,7 @@
 // reached refuses (its process is gone), when a connection that it closed is not replaced within kClosedS, or when
 // nothing comes of it for `limit_s`. (A rank that is waited for is given up earlier by engine/watch.)
 //
-// On a long way the data of two ranks goes over several connections (parallel_stream.h). The first one is replaced by
+// HOROCLONE_TCP_STREAMS connections may carry the data of two ranks (parallel_stream.h). The first one is replaced by
 // them, in the same steps as a lost one, at the start or once it has carried some data: whoever dials opens the others
 // after the first, and both go on when all are there. If they do not come about, or a connection is lost, it goes on as
 // with one.
@@ -49,7 +49,7 @@ class Links final : public Remaker {
     Credentials credentials;
     TcpTuning tuning;
     double limit_s = 0;
-    int connections = 0;  // for data, of each pair; 0: as many as its way asks for
+    int connections = 1;  // for data, of each pair
     int epoll = -1;
     uint64_t token = 0;                           // epoll_event::data of everything here
     std::function<void(const std::string&)> say;  // what was made again; may be empty
@@ -63,8 +63,8 @@ class Links final : public Remaker {
   void add(int rank, TcpChannel* channel, const std::string& reached_at, std::vector<Address> addresses);
   // One of the descriptors is ready.
   void step(bool* moved);
-  // The peer has said goodbye.
-  void forget(int rank);
+  // The peer has said goodbye. Before the channel hears of it, which then reads on where it can.
+  void expect_close(int rank);
 
   void lost(int rank, Line line, const IoResult& how) override;
   void watch() override {
@@ -107,6 +107,8 @@ class Links final : public Remaker {
     std::vector<Address> addresses;
     bool first_is_good = false;  // it was reached at the first one
     int connections = 1;         // for data, that this rank asks for
+    int asked = 0;               // so often, in vain
+    TimePoint ask_at{};          // again
     Side sides[2];
     TimePoint made_at[2]{};  // the connections; of those of the start not known
     TimePoint said_at{};
@@ -139,6 +141,7 @@ class Links final : public Remaker {
   bool can_go_back(int rank) const;
   bool wants_others(int rank) const;
   bool can_stay(int rank, Line line);
+  void forget(int rank);
   bool is_unplugged(const Peer& peer, Line line) const;
   void set_timer(double s);
 

@@ -117,8 +117,8 @@ int ConnectedMesh::silent_look_us() {
 void ConnectedMesh::expect_close(int rank) {
   if (rank == rank_) return;
   Peer& peer = peers_[rank];
+  if (peer.tcp) links_->expect_close(rank);
   peer.channel->expect_close();
-  if (peer.tcp) links_->forget(rank);
   unwatch(&peer.liveness);
   unwatch(&peer.process);
 }

@@ -35,7 +35,8 @@ ParallelStream::ParallelStream(std::vector<Fd> connections, Traffic* traffic)
       always_readable_(::eventfd(1, EFD_NONBLOCK | EFD_CLOEXEC)) {}
 
 bool ParallelStream::has_copied() const {
-  return std::any_of(all_.begin(), all_.end(), [](const Connection& one) { return !one.copied.empty(); });
+  return failed_ == 0 &&
+         std::any_of(all_.begin(), all_.end(), [](const Connection& one) { return !one.copied.empty(); });
 }
 
 // True: nothing is copied there any more.
@@ -111,17 +112,22 @@ IoResult ParallelStream::write(std::span<const iovec> parts) {
 IoResult ParallelStream::read_ahead(size_t index) {
   Connection& one = all_[index];
   for (;;) {
-    if (one.has_ended) return {Io::kEnded, 0, 0};
+    if (one.has_ended) return one.head_bytes > 0 ? IoResult{Io::kFailed, 0, ECONNRESET} : IoResult{Io::kEnded, 0, 0};
     if (!one.has_head()) {
       const iovec part{reinterpret_cast<std::byte*>(&one.head) + one.head_bytes, sizeof(Head) - one.head_bytes};
       traffic_->syscalls.add(1);
       const IoResult result = receive_parts(fds_[index].get(), {&part, 1});
       one.has_ended = result.what == Io::kEnded;
-      if (one.has_ended && one.head_bytes > 0) return {Io::kFailed, 0, ECONNRESET};
+      if (one.has_ended) continue;
       if (result.what != Io::kMoved) return result;
       one.head_bytes += result.bytes;
       if (!one.has_head()) return {};
-      if (one.head.guard != one.head.guard_of() || one.head.position < position_in_) return {Io::kFailed, 0, EBADMSG};
+      if (one.head.guard != one.head.guard_of() || one.head.position < position_in_ || one.head.bytes == 0 ||
+          one.head.bytes > kPieceBytes || early_.contains(one.head.position)) {
+        one.has_ended = true;  // nothing behind it can be placed
+        one.head_bytes = 1;
+        return {Io::kFailed, 0, EBADMSG};
+      }
     }
     if (one.next() == position_in_ || early_bytes_ >= kMaxEarlyBytes) return {};
     const size_t before = one.early.size();
@@ -131,7 +137,7 @@ IoResult ParallelStream::read_ahead(size_t index) {
     const IoResult result = receive_parts(fds_[index].get(), {&part, 1});
     one.early.resize(before + result.bytes);
     one.has_ended = result.what == Io::kEnded;
-    if (one.has_ended) return {Io::kFailed, 0, ECONNRESET};
+    if (one.has_ended) continue;
     if (result.what != Io::kMoved) return result;
     one.taken += result.bytes;
     early_bytes_ += result.bytes;
@@ -201,18 +207,17 @@ IoResult ParallelStream::read_next(std::span<const iovec> parts) {
 }
 
 IoResult ParallelStream::read(std::span<const iovec> parts) {
-  IoResult failure;
-  size_t ended = 0;
+  ended_ = 0;
   for (size_t i = 0; i < all_.size(); ++i) {
     const IoResult result = read_ahead(i);
-    ended += result.what == Io::kEnded;
-    if (result.what == Io::kFailed) failure = result;
+    ended_ += result.what == Io::kEnded;
+    if (result.what == Io::kFailed) failed_ = result.error_number;
   }
   std::vector<iovec> rest(parts.begin(), parts.end());
   size_t at = 0, moved = 0;
   while (at < rest.size()) {
     const IoResult result = read_next(std::span(rest).subspan(at));
-    if (result.what == Io::kFailed) failure = result;
+    if (result.what == Io::kFailed) failed_ = result.error_number;
     if (result.bytes == 0) break;
     moved += result.bytes;
     for (size_t skip = result.bytes; skip > 0;) {
@@ -224,7 +229,7 @@ IoResult ParallelStream::read(std::span<const iovec> parts) {
   }
   if (moved > 0) return {Io::kMoved, moved, 0};
   if (failed_ != 0) return {Io::kFailed, 0, failed_};  // a socket tells its error once
-  return failure.what == Io::kWouldBlock && ended == all_.size() ? IoResult{Io::kEnded, 0, 0} : failure;
+  return ended_ == all_.size() ? IoResult{Io::kEnded, 0, 0} : IoResult{};
 }
 
 // What read() could give although nothing comes in.
@@ -273,7 +278,7 @@ void ParallelStream::drain(std::vector<std::byte>* bytes) {
 }
 
 // Level-triggered: one that is ended leaves the set, and one from which nothing would be read.
-void ParallelStream::settle(int epoll, uint64_t token, bool wants_read, bool wants_write) {
+void ParallelStream::settle(int epoll, uint64_t token, bool wants_read, bool wants_write, bool flushes) {
   const auto set = [&](int fd, uint32_t wanted, uint32_t* registered) {
     if (fd < 0 || wanted == *registered) return;
     epoll_event event{};
@@ -288,8 +293,8 @@ void ParallelStream::settle(int epoll, uint64_t token, bool wants_read, bool wan
     Connection& one = all_[i];
     const bool reads = wants_read && !one.has_ended &&
                        (early_bytes_ < kMaxEarlyBytes || !one.has_head() || one.next() == position_in_);
-    const uint32_t wanted =
-        (reads ? uint32_t{EPOLLIN} : 0) | (wants_write || !one.copied.empty() ? uint32_t{EPOLLOUT} : 0);
+    const uint32_t wanted = (reads ? uint32_t{EPOLLIN} : 0) |
+                            (wants_write || (flushes && !one.copied.empty() && failed_ == 0) ? uint32_t{EPOLLOUT} : 0);
     set(fds_[i].get(), wanted, &one.registered);
   }
 }

@@ -37,8 +37,10 @@ class ParallelStream {
   uint64_t unacknowledged();
   // Appends what has come in as far as it follows what read() gave, and closes everything.
   void drain(std::vector<std::byte>* bytes);
-  // Registers with an epoll set what may move something.
-  void settle(int epoll, uint64_t token, bool wants_read, bool wants_write);
+  // Registers with an epoll set what may move something; flushes: what was copied is to be written.
+  void settle(int epoll, uint64_t token, bool wants_read, bool wants_write, bool flushes = true);
+  // After a read that moved nothing: some have ended, and others have not.
+  bool has_lost_some() const { return ended_ > 0 && ended_ < all_.size(); }
   // How long the kernel has heard nothing on any connection that waits for an acknowledgement.
   double unheard_s() const;
   std::vector<Fd>& connections() { return fds_; }
@@ -87,7 +89,8 @@ class ParallelStream {
   size_t early_at_ = 0, early_bytes_ = 0;             // of all in early_, and of those that come in
   size_t write_at_ = 0;                               // the connection that is tried first
   uint64_t position_out_ = 0, position_in_ = 0;       // since the stream has these connections
-  int failed_ = 0;                                    // errno of a write that failed
+  size_t ended_ = 0;                                  // connections, at the last read
+  int failed_ = 0;                                    // errno of what failed first
 };
 
 }  // namespace hc

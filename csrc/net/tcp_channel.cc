@@ -53,7 +53,12 @@ IoResult TcpChannel::read(Line line, std::span<const iovec> parts) {
     if (drained_at_[at] == drained.size()) drained = {}, drained_at_[at] = 0;
     return {Io::kMoved, moved, 0};
   }
-  if (line == Line::kData && parallel_) return parallel_->read(parts);
+  if (line == Line::kData && parallel_) {
+    const IoResult result = parallel_->read(parts);
+    // Who leaves closes all of them, after a goodbye.
+    const bool is_cut = result.what == Io::kWouldBlock && parallel_->has_lost_some() && !close_expected();
+    return is_cut ? IoResult{Io::kEnded, 0, 0} : result;
+  }
   const Fd& fd = fd_[at];
   if (!fd) return remaker_ ? IoResult{} : IoResult{Io::kFailed, 0, EBADF};
   traffic()->syscalls.add(1);
@@ -62,9 +67,10 @@ IoResult TcpChannel::read(Line line, std::span<const iovec> parts) {
 
 // Level-triggered: a line that is ended, full or failed leaves the set, or it would wake its sleeper for ever.
 void TcpChannel::settle() {
-  if (parallel_ && !is_down(Line::kData)) parallel_->flush();
+  const bool is_good = failure().is_ok() && !is_down(Line::kData);
+  if (parallel_ && is_good) parallel_->flush();
   if (epoll_ < 0) return;
-  if (parallel_) parallel_->settle(epoll_, token_, wants_read(Line::kData), wants_write(Line::kData));
+  if (parallel_) parallel_->settle(epoll_, token_, wants_read(Line::kData), wants_write(Line::kData), is_good);
   for (int i = 0; i < 2; ++i) {
     if (!fd_[i]) continue;
     const Line line = static_cast<Line>(i);

@@ -77,7 +77,7 @@ class TcpChannel final : public FramedChannel {
   void settle() override;
   bool will_remake(Line line, const IoResult& how) override;
   uint64_t unacknowledged(Line line) override;
-  bool has_copied() const override { return parallel_ && parallel_->has_copied(); }
+  bool has_copied() const override { return parallel_ && failure().is_ok() && parallel_->has_copied(); }
   void close_one(Fd* fd);
 
   Fd fd_[2];                                  // of data empty beside

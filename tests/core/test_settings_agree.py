@@ -36,7 +36,7 @@ MAY_DIFFER = {
     "ADASUM": ("ranks", "nodes"),
     "SIMD": ("auto", "scalar"),
     "SOCKET_BUFFER_BYTES": ("0", "65536"),
-    "TCP_STREAMS": ("0", "3"),
+    "TCP_STREAMS": ("1", "3"),
     "PERSISTENT_BUCKETS": ("1", "0"),
     "AUTOTUNE": ("0", "1"),
 }

@@ -152,6 +152,26 @@ TEST_CASE("links: several connections for data take the place of the first one, 
   CHECK(times_remade(a.mesh) + times_remade(b.mesh) == 0);
 }
 
+TEST_CASE("links: one of several connections may end when nobody has more to write to it") {
+  LinkedPair pair(4);
+  Travelling a(*pair.world.meshes[0], 1), b(*pair.world.meshes[1], 0);
+  std::mt19937 random(9);
+  for (unsigned n = 0; n < 60; ++n) {
+    a.post(n);
+    b.post(n);
+    for (unsigned steps = random() % 40; steps > 0; --steps) pair.step();
+    if (const std::vector<int> all = tcp_ends(); !all.empty())
+      ::shutdown(all[random() % all.size()], random() % 2 ? SHUT_RDWR : SHUT_WR);
+    for (const Deadline deadline = Deadline::in(20); !a.is_done() || !b.is_done();) {
+      REQUIRE_FALSE(deadline.passed());
+      pair.step();
+      a.take();
+      b.take();
+    }
+  }
+  CHECK(pair.losses.empty());
+}
+
 TEST_CASE("links: where no other connection can be made, the first one goes on") {
   LinkedPair pair(4);
   for (int fd = 0; fd < 1024; ++fd) {
