@@ -344,7 +344,8 @@ void Links::step_side(int rank, Line line, TimePoint now, bool* moved) {
   if (!side.down) return;
   const double down_s = seconds_between(side.down_at, now);
   if (down_s > kSwapS + kSwapRoundTrips * peer.channel->round_trip_s() && can_stay(rank, line)) return;
-  if (side.closed && down_s > kClosedS + kSwapRoundTrips * peer.channel->round_trip_s()) return give_up(rank, std::string(side.reason));
+  if (side.closed && down_s > kClosedS + kSwapRoundTrips * peer.channel->round_trip_s())
+    return give_up(rank, std::string(side.reason));
   if (down_s > setup_.limit_s)
     return give_up(rank, text_of(side.reason, ", and no other connection came about within ", setup_.limit_s, " s"));
   if (!side.swap && !std::any_of(strangers_.begin(), strangers_.end(),
