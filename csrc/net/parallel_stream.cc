@@ -1,7 +1,6 @@
 #include "net/parallel_stream.h"
 
 #include <linux/sockios.h>
-#include <netinet/tcp.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/ioctl.h>
@@ -279,23 +278,17 @@ void ParallelStream::drain(std::vector<std::byte>* bytes) {
 
 // Level-triggered: one that is ended leaves the set, and one from which nothing would be read.
 void ParallelStream::settle(int epoll, uint64_t token, bool wants_read, bool wants_write, bool flushes) {
-  const auto set = [&](int fd, uint32_t wanted, uint32_t* registered) {
-    if (fd < 0 || wanted == *registered) return;
-    epoll_event event{};
-    event.events = wanted;
-    event.data.u64 = token;
-    const int how = wanted == 0 ? EPOLL_CTL_DEL : *registered == 0 ? EPOLL_CTL_ADD : EPOLL_CTL_MOD;
-    if (::epoll_ctl(epoll, how, fd, &event) == 0) *registered = wanted;
-    traffic_->syscalls.add(1);
+  const auto set = [&](const Fd& fd, uint32_t wanted, uint32_t* registered) {
+    traffic_->syscalls.add(register_events(epoll, fd, token, wanted, registered));
   };
-  set(always_readable_.get(), wants_read && has_next() ? uint32_t{EPOLLIN} : 0, &always_registered_);
+  set(always_readable_, wants_read && has_next() ? uint32_t{EPOLLIN} : 0, &always_registered_);
   for (size_t i = 0; i < all_.size(); ++i) {
     Connection& one = all_[i];
     const bool reads = wants_read && !one.has_ended &&
                        (early_bytes_ < kMaxEarlyBytes || !one.has_head() || one.next() == position_in_);
     const uint32_t wanted = (reads ? uint32_t{EPOLLIN} : 0) |
                             (wants_write || (flushes && !one.copied.empty() && failed_ == 0) ? uint32_t{EPOLLOUT} : 0);
-    set(fds_[i].get(), wanted, &one.registered);
+    set(fds_[i], wanted, &one.registered);
   }
 }
 

@@ -4,6 +4,7 @@
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <netinet/tcp.h>
+#include <sys/epoll.h>
 #include <sys/syscall.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -318,6 +319,16 @@ ssize_t uninterrupted(Call call) {
 }
 
 }  // namespace
+
+int register_events(int epoll, const Fd& fd, uint64_t token, uint32_t wanted, uint32_t* registered) {
+  if (!fd || wanted == *registered) return 0;
+  epoll_event event{};
+  event.events = wanted;
+  event.data.u64 = token;
+  const int how = wanted == 0 ? EPOLL_CTL_DEL : *registered == 0 ? EPOLL_CTL_ADD : EPOLL_CTL_MOD;
+  if (::epoll_ctl(epoll, how, fd.get(), &event) == 0) *registered = wanted;
+  return 1;
+}
 
 IoResult send_parts(int fd, std::span<const iovec> parts) {
   msghdr message{};

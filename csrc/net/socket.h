@@ -101,6 +101,10 @@ Result<PeerCredentials> peer_credentials(int unix_socket);
 // A descriptor that becomes readable when the process at the other end has ended; empty where the kernel has none.
 Fd open_peer_pidfd(int unix_socket, pid_t pid);
 
+// Has a level-triggered epoll set report these events with the token; 0: none, not even errors. *registered: what it
+// reports now. Returns the number of system calls.
+int register_events(int epoll, const Fd& fd, uint64_t token, uint32_t wanted, uint32_t* registered);
+
 enum class Io : uint8_t { kMoved, kWouldBlock, kEnded, kFailed };
 struct IoResult {
   Io what = Io::kWouldBlock;

@@ -75,13 +75,7 @@ void TcpChannel::settle() {
     if (!fd_[i]) continue;
     const Line line = static_cast<Line>(i);
     const uint32_t wanted = (wants_read(line) ? uint32_t{EPOLLIN} : 0) | (wants_write(line) ? uint32_t{EPOLLOUT} : 0);
-    if (wanted == registered_[i]) continue;
-    epoll_event event{};
-    event.events = wanted;
-    event.data.u64 = token_;
-    const int how = wanted == 0 ? EPOLL_CTL_DEL : registered_[i] == 0 ? EPOLL_CTL_ADD : EPOLL_CTL_MOD;
-    if (::epoll_ctl(epoll_, how, fd_[i].get(), &event) == 0) registered_[i] = wanted;
-    traffic()->syscalls.add(1);
+    traffic()->syscalls.add(register_events(epoll_, fd_[i], token_, wanted, &registered_[i]));
   }
 }
 
@@ -149,12 +143,9 @@ uint64_t TcpChannel::unacknowledged(Line line) {
 
 // Of several connections one is held up by a lost packet now and then; all are by a cut.
 bool TcpChannel::is_stuck(Line line) const {
-  if (line == Line::kControl || !parallel_) {
-    const int fd = fd_[static_cast<int>(line)].get();
-    const double s = unheard_s(fd);
-    return s > 0 && s >= std::max(kStuckS, kStuckRoundTrips * hc::round_trip_s(fd));
-  }
-  return parallel_->unheard_s() >= std::max(kStuckS, kStuckRoundTrips * hc::round_trip_s(descriptor(line)));
+  const bool is_parallel = line == Line::kData && parallel_;
+  const double s = is_parallel ? parallel_->unheard_s() : hc::unheard_s(descriptor(line));
+  return s > 0 && s >= std::max(kStuckS, kStuckRoundTrips * hc::round_trip_s(descriptor(line)));
 }
 
 int TcpChannel::descriptor(Line line) const {
