@@ -88,9 +88,8 @@ class Repeats:
     def __init__(self, wanted: bool) -> None:
         self.wanted = wanted
         self._first: dict[tuple[bytes, ...], tuple[int, int]] = {}  # of which rank, and where it ends
-        self.brief: set[int] = (
-            set()
-        )  # ranks of whose last traceback one line was left, and the rest is shown nowhere
+        # ranks of whose last traceback one line was left, and the rest is shown nowhere
+        self.brief: set[int] = set()
 
     def shortened(self, rank: int, named: int, traceback: list[bytes], end: int) -> tuple[list[bytes], int]:
         """The traceback, which would end at this line of the screen, or one line where it says that another rank is the

@@ -30,11 +30,10 @@ _NAMED = re.compile(
 )
 _IN_JOB = re.compile(r"\brank (\d+) of the process group is rank (\d+) of the job")  # torch/c10d/lost.py
 _EVEN = re.compile(r"\brank \d+ announced .* and rank \d+ announced ")  # as many ranks the one as the other
-_LOST_PEER = (
-    re.compile(  # as it is, or in the text of a framework's error; a user's may have these words, too
-        r"\bhoroclone\.errors\.(?:PeerLost|Aborted)(?::|\Z)|(?:\A|[\s.])(?:PeerLost|Aborted): .*"
-        rf"(?:{_NAMED.pattern}|stalled longer than HOROVOD_|has (?:been )?shut down)"
-    )
+# As it is, or in the text of a framework's error; a user's may have these words, too.
+_LOST_PEER = re.compile(
+    r"\bhoroclone\.errors\.(?:PeerLost|Aborted)(?::|\Z)|(?:\A|[\s.])(?:PeerLost|Aborted): .*"
+    rf"(?:{_NAMED.pattern}|stalled longer than HOROVOD_|has (?:been )?shut down)"
 )
 _FRAME = re.compile(r'  File "([^"]+)", line (\d+), in (.+)')
 _LIBRARY = re.compile(  # whose frames are not the user's
