@@ -323,15 +323,20 @@ class Started:
     def stderr(self) -> str:
         return self._text(1)
 
-    def wait_for(self, text: str, timeout_s: float = 30) -> None:
-        """Returns when `text` is in stdout or stderr; fails when the command ends or the time is over before."""
+    def until(self, what: Callable[[], Any], timeout_s: float = 60, said: str = "what is waited for") -> Any:
+        """what() once it is true; fails when the command ends or the time is over before."""
         deadline = time.monotonic() + timeout_s
-        while text not in self.stdout + self.stderr:
+        while not (found := what()):
             ended = self.process.poll() is not None
-            if (ended or time.monotonic() > deadline) and text not in self.stdout + self.stderr:
+            if (ended or time.monotonic() > deadline) and not what():
                 why = f"ended with {self.process.returncode}" if ended else f"ran for {timeout_s:g} s"
-                pytest.fail(f"{text!r} was never printed: the command {why}\n{self.stdout}\n{self.stderr}")
-            time.sleep(0.02)
+                pytest.fail(f"{said} was never seen: the command {why}\n{self.stdout}\n{self.stderr}")
+            time.sleep(0.01)
+        return found
+
+    def wait_for(self, text: str, timeout_s: float = 30, count: int = 1) -> None:
+        """Returns when `text` is so often in stdout and stderr."""
+        self.until(lambda: (self.stdout + self.stderr).count(text) >= count, timeout_s, repr(text))
 
     def processes(self) -> list[int]:
         """Pids of every live process that descends from this command, in whatever session it is."""

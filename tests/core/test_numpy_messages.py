@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 import ml_dtypes
 import numpy as np
 import pytest
-from world import ranks
+from world import ranks, until
 
 import horoclone as hvd
 from horoclone import ops
@@ -63,9 +61,7 @@ def test_handles_are_polled_and_collectives_are_not_held_up():
         assert hvd.allreduce(np.ones(2), op=hvd.Sum).tolist() == [2, 2]
         assert not hvd.poll(handle), "nothing was sent yet"
         hvd.barrier()
-        deadline = time.monotonic() + 30
-        while not hvd.poll(handle) and time.monotonic() < deadline:
-            time.sleep(0.001)
+        until(lambda: hvd.poll(handle))
         assert hvd.synchronize(handle).tolist() == [4]
     else:
         assert hvd.allreduce(np.ones(2), op=hvd.Sum).tolist() == [2, 2]

@@ -7,7 +7,6 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,20 +38,12 @@ class Growing:
         ]
         command = [*RUN, *map(str, flags), sys.executable, str(WORKER), "1000000", "0.05", *map(str, words)]
         self.started = launch.start(command, env={"PROMOTED_END": str(self.end), **environment})
-        self.until(lambda: len(self.of_generation(1)) == size)
+        self.started.until(lambda: len(self.of_generation(1)) == size)
 
     def to(self, size: int) -> None:
         new = self.hosts.with_suffix(".new")
         new.write_text(f"localhost:{size}")
         new.rename(self.hosts)
-
-    def until(self, what: Callable[[], Any]) -> Any:
-        deadline = time.monotonic() + 60
-        while not (found := what()):
-            assert time.monotonic() < deadline, self.started.stdout + self.started.stderr
-            assert self.started.process.poll() is None, self.started.stdout + self.started.stderr
-            time.sleep(0.005)
-        return found
 
     def of_generation(self, number: int) -> list[tuple[str, ...]]:
         return [one for one in IN.findall(self.started.stdout) if int(one[0]) == number]
@@ -60,11 +51,13 @@ class Growing:
     def steps_on(self, count: int = 6) -> None:
         """Waits for so many steps more, of any rank."""
         wanted = self.started.stdout.count("step ") + count
-        self.until(lambda: self.started.stdout.count("step ") >= wanted)
+        self.started.until(lambda: self.started.stdout.count("step ") >= wanted)
 
     def newcomer(self) -> int:
         """Its pid, as soon as it is started."""
-        return int(self.until(lambda: re.search(r"rank 2 started on \S+, pid (\d+)", self.started.stderr))[1])
+        return int(
+            self.started.until(lambda: re.search(r"rank 2 started on \S+, pid (\d+)", self.started.stderr))[1]
+        )
 
     def finish(self) -> list[tuple[str, ...]]:
         """Everybody has done the same, and no step was lost or done by some ranks only."""
@@ -89,7 +82,7 @@ def test_newcomers_go_on_from_what_they_were_given(
     """The model changes with each step: all of it is sent again when they are let in, and by nobody but rank 0."""
     job = Growing(launch, tmp_path, size, 1_000_000, "plain")
     job.to(largest)
-    job.until(lambda: job.of_generation(2))
+    job.started.until(lambda: job.of_generation(2))
     second = [one for one in job.finish() if one[0] == "2"]
     assert len(second) == largest, "they come in one generation"
     assert {one[5] for one in second} == {"replica"} and len({one[4] for one in second}) == 1
@@ -98,7 +91,7 @@ def test_newcomers_go_on_from_what_they_were_given(
 def test_where_a_callback_may_change_the_state_everything_is_sent(launch: Any, tmp_path: Path) -> None:
     job = Growing(launch, tmp_path, 2)
     job.to(3)
-    job.until(lambda: job.of_generation(2))
+    job.started.until(lambda: job.of_generation(2))
     assert {one[5] for one in job.finish() if one[0] == "2"} == {"sync"}
 
 
@@ -112,7 +105,7 @@ def test_a_newcomer_that_is_killed_while_it_waits_costs_nobody_anything(
     pid = job.newcomer()
     time.sleep(delay_s)
     os.kill(pid, signal.SIGKILL)
-    job.until(lambda: KILLED in job.started.stderr)
+    job.started.until(lambda: KILLED in job.started.stderr)
     job.steps_on()
     job.finish()
 
@@ -122,7 +115,7 @@ def test_where_the_commit_does_not_arrive_another_generation_begins(launch: Any,
     fault = "elastic.replica.wait=raise:PeerLost@1#2"
     job = Growing(launch, tmp_path, 2, 1_000_000, "plain", HOROCLONE_FAILPOINTS=fault)
     job.to(3)
-    job.until(lambda: len(job.of_generation(3)) == 3)
+    job.started.until(lambda: len(job.of_generation(3)) == 3)
     assert len(job.of_generation(2)) == 2, "the newcomer did not train"
     assert {one[5] for one in job.finish() if one[0] == "3"} == {"sync"}
 
@@ -147,6 +140,6 @@ def test_who_is_killed_when_a_newcomer_is_let_in_takes_no_step_along(
 ) -> None:
     job = Growing(launch, tmp_path, 2, 1_000_000, "plain", HOROCLONE_FAILPOINTS=fault)
     job.to(3)
-    job.until(lambda: KILLED in job.started.stderr)
+    job.started.until(lambda: KILLED in job.started.stderr)
     job.steps_on()
     job.finish()

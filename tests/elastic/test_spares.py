@@ -6,8 +6,7 @@ import os
 import re
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +27,6 @@ FLAGS = ["-np", "2", "--min-np", "2", "--max-np", "2", "--spares", "1"]
 IN = re.compile(r"in (\d+) rank (\d+) of (\d+) pid (\d+) step (\d+) how (\w+)")
 
 
-def wait(started: Any, what: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 60
-    while not (found := what()):
-        assert time.monotonic() < deadline and started.process.poll() is None, started.stdout + started.stderr
-        time.sleep(0.01)
-    return found
-
-
 @pytest.mark.in_turn
 @pytest.mark.parametrize("interval", ["0", "1000"])
 @pytest.mark.parametrize("victim", [0, 1])  # rank 0 is the one that feeds
@@ -45,8 +36,8 @@ def test_a_promoted_spare_goes_on_from_what_it_was_given(
     """Commit 3 is that of step 2, 1 that of the first sync."""
     environment = {"HOROCLONE_REPLICA_INTERVAL": interval, "PROMOTED_HOLD": str(tmp_path / "go")}
     started = launch.start([*RUN, *FLAGS, "--verbose", sys.executable, WORKER, "4", "0"], env=environment)
-    wait(started, lambda: started.stdout.count("committed 2") == 2)
-    wait(started, lambda: ("fed 3" if interval == "0" else "fed ") in started.stdout)
+    started.until(lambda: started.stdout.count("committed 2") == 2)
+    started.until(lambda: ("fed 3" if interval == "0" else "fed ") in started.stdout)
     first = {int(one[1]): int(one[3]) for one in IN.findall(started.stdout)}
     all_pids = {int(pid) for pid in re.findall(r"rank \d started on localhost, pid (\d+)", started.stderr)}
     had_newest = "fed 3" in started.stdout

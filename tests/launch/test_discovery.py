@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from world import until
 
 from horoclone import failpoints
 from horoclone.launch.discovery import FLAP_S, File, Fixed, FlapFilter, HostPoller, Script, parse_lines
@@ -142,10 +143,7 @@ def test_a_look_that_fails_in_an_unforeseen_way_is_told_and_not_the_last() -> No
         poller = HostPoller(Script("echo a:1", None), lambda: None, every_s=0.02)
         poller.start()
         found: list[object] = []
-        deadline = time.monotonic() + 20
-        while not any(isinstance(one, list) for one in found) and time.monotonic() < deadline:
-            found += poller.take()
-            time.sleep(0.01)
+        until(lambda: found.extend(poller.take()) or any(isinstance(one, list) for one in found))
         poller.close()
     assert "the hosts cannot be found: ValueError: failpoint" in str(found[0]) and [Host("a", 1)] in found
 

@@ -19,13 +19,6 @@ IGNORE = "import signal\nfor n in (2, 15): signal.signal(n, signal.SIG_IGN)\n"
 SLEEP = RANK + "print('up', flush=True)\ntime.sleep(60)\n"
 
 
-def _wait_for_ranks(started, count: int) -> None:
-    deadline = time.monotonic() + 30
-    while started.stdout.count("] up") < count:
-        assert time.monotonic() < deadline and started.process.poll() is None, started.stdout + started.stderr
-        time.sleep(0.02)
-
-
 def _ends(started):
     """Waits for the launcher and checks that nothing is left when it has gone."""
     done = started.finish(30)
@@ -43,7 +36,7 @@ def with_limits(**limits):
 def _end_by(launch, body, size, *numbers, program=RUN, flags=()):
     """The ranks are up, the launcher gets these signals one after the other, and nothing is left of the job."""
     started = launch.start([*program, "-np", str(size), *flags, PYTHON, "-c", body])
-    _wait_for_ranks(started, size)
+    started.wait_for("] up", count=size)
     for number in numbers:
         os.kill(started.process.pid, number)
         time.sleep(0.3)
@@ -176,7 +169,7 @@ def test_sigterm_reaches_a_program_behind_a_shell_wrapper(launch, tmp_path):
     script.write_text(f'#!/bin/sh\n"{PYTHON}" -c "$BODY"\necho after\n')
     script.chmod(0o755)
     started = launch.start([*RUN, "-np", "1", str(script)], env={"BODY": body})
-    _wait_for_ranks(started, 1)
+    started.wait_for("] up", count=1)
     os.kill(started.process.pid, signal.SIGTERM)
     done = _ends(started)
     assert done.returncode == 143 and "saved" in done.stdout
@@ -197,7 +190,7 @@ def test_a_killed_launcher_leaves_nothing(launch):
         "print('up', flush=True)\ntime.sleep(60)"
     )
     started = launch.start([*RUN, "-np", "2", "sh", "-c", f'"{PYTHON}" -c "$BODY"; true'], env={"BODY": body})
-    _wait_for_ranks(started, 2)
+    started.wait_for("] up", count=2)
     assert len(started.processes()) >= 7  # launcher, reaper, and per rank sh, python and sleep
     os.kill(started.process.pid, signal.SIGKILL)
     assert not (left := started.left_over(10)), left

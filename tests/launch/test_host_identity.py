@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
+from world import until
 
 from horoclone.launch import host_identity
 from horoclone.launch.host_identity import ADDRESS, MACHINE, HostIdentities, HostIdentity
@@ -94,9 +94,7 @@ def test_the_thread_looks_and_wakes(monkeypatch: pytest.MonkeyPatch) -> None:
     network, woken = Network(), []
     watched = HostIdentities(SshOptions(), lambda: woken.append(1), network.resolve, network.ask)
     watched.watch(["node"], [])
-    deadline = time.monotonic() + 20
-    while not woken and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: woken)
     watched.close()
     assert watched.take() == [HostIdentity("node", ADDRESS, "10.9.9.1 10.9.9.2")]
 
@@ -120,9 +118,7 @@ def test_what_the_machine_says_comes_over_ssh_and_silence_ends_with_the_job(
     monkeypatch.setattr(host_identity, "is_local", lambda name: False)
     watched = HostIdentities(SshOptions(), lambda: None, lambda name: [])
     watched.watch(["fast", "slow"], ["fast", "slow"])
-    deadline = time.monotonic() + 30
-    while (watched._asking is None or "slow" not in watched._asking.args) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: watched._asking is not None and "slow" in watched._asking.args)
     assert watched.take() == [HostIdentity("fast", MACHINE, own_machine())]
     watched.close()
     assert watched._asking is not None and watched._asking.poll() is not None

@@ -60,13 +60,6 @@ def ssh(tmp_path) -> dict[str, str]:
     return {"PATH": f"{folder}:{Path(PYTHON).parent}:{os.environ['PATH']}"}
 
 
-def _wait_for(started, text: str, count: int) -> None:
-    deadline = time.monotonic() + 30
-    while started.stdout.count(text) < count:
-        assert time.monotonic() < deadline and started.process.poll() is None, started.stdout + started.stderr
-        time.sleep(0.02)
-
-
 HOSTS = "host-a.invalid:2,localhost:1,host-b.invalid:2"
 
 
@@ -162,7 +155,7 @@ def test_control_c_while_a_host_does_not_answer(launch, ssh):
     started = launch.start(
         [*RUN, "-np", "2", "-H", "silent-host:1,localhost:1", "sh", "-c", "echo up; exec sleep 60"], env=ssh
     )
-    _wait_for(started, "up", 1)
+    started.wait_for("up", count=1)
     os.kill(started.process.pid, signal.SIGINT)
     done = started.finish(30)
     assert done.returncode == 130 and not started.left_over(5)
@@ -197,7 +190,7 @@ def test_control_c_and_sigterm_reach_remote_ranks(launch, ssh):
         started = launch.start(
             [*RUN, "-np", "3", "-H", "localhost:1,host-a.invalid:2", PYTHON, "-c", body], env=ssh
         )
-        _wait_for(started, "up", 3)
+        started.wait_for("up", count=3)
         os.kill(started.process.pid, number)
         done = started.finish(30)
         assert done.returncode == code, done.output
@@ -270,7 +263,7 @@ def test_when_ssh_dies_the_remote_ranks_die_and_the_job_ends(launch, ssh):
             ],
             env=ssh,
         )
-        _wait_for(started, "up", 2)
+        started.wait_for("up", count=2)
         if victim == "launcher":
             os.kill(started.process.pid, signal.SIGKILL)
         else:
@@ -364,7 +357,7 @@ def test_a_real_sshd_runs_ranks_and_carries_quotes_codes_and_secrets(launch, ssh
 def test_a_real_sshd_leaves_nothing_when_the_launcher_is_killed_or_interrupted(launch, sshd, number, code):
     body = RANK + "print('up', flush=True)\ntime.sleep(60)"
     started = launch.start([*_over_sshd(sshd, 2), body], env={"PATH": sshd["PATH"]})
-    _wait_for(started, "up", 2)
+    started.wait_for("up", count=2)
     os.kill(started.process.pid, number)
     assert started.finish(30).returncode == code
     assert not (left := started.left_over(10)), left

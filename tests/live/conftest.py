@@ -6,7 +6,6 @@ import importlib.util
 import json
 import re
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -74,16 +73,8 @@ class Watched:
     def pid(self) -> int:
         return int(self.started.process.pid)
 
-    def until(self, what: Callable[[], Any], timeout_s: float = 30) -> Any:
-        deadline = time.monotonic() + timeout_s
-        while not (found := what()):
-            assert self.started.process.poll() is None, self.started.stderr
-            assert time.monotonic() < deadline, self.started.stderr
-            time.sleep(0.02)
-        return found
-
     def wait_until_calm(self, timeout_s: float = 60) -> None:
-        self.until(lambda: len(list(self.folder.glob("metrics.*"))) == self.size, timeout_s)
+        self.started.until(lambda: len(list(self.folder.glob("metrics.*"))) == self.size, timeout_s)
 
     def metrics_of(self, rank: int) -> dict[str, Any]:
         """What the rank itself says."""

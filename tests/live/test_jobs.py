@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,18 +58,8 @@ def runtime_dir() -> Iterator[Path]:
     subprocess.run(["rm", "-rf", str(place)], check=True)
 
 
-def until(what: Callable[[], Any], started: Any, timeout_s: float = 30) -> Any:
-    """The first true value of what()."""
-    deadline = time.monotonic() + timeout_s
-    while not (found := what()):
-        if time.monotonic() > deadline:
-            pytest.fail(f"not seen in {timeout_s:g} s\n{started.stdout}\n{started.stderr}")
-        time.sleep(0.02)
-    return found
-
-
 def job_of(started: Any) -> job.Job:
-    return until(lambda: job.of_process(started.process.pid), started)[0]
+    return started.until(lambda: job.of_process(started.process.pid))[0]
 
 
 def all_step(found: job.Job, ranks: int, least: int) -> list[RankMetrics] | None:
@@ -84,9 +74,9 @@ def test_a_job_is_seen_while_it_runs_stalls_and_loses_a_rank(launch: Any, worker
     assert found.launcher == started.process.pid and str(worker) in found.command
     assert job.find(found.id).id == found.id
 
-    pages = until(lambda: all_step(found, 2, 30), started)
+    pages = started.until(lambda: all_step(found, 2, 30))
     began, before = time.perf_counter(), pages[0].step
-    until(lambda: all_step(found, 2, 100), started)
+    started.until(lambda: all_step(found, 2, 100))
     now = found.ranks()[0]
     took = (time.perf_counter() - began) / (now.step - before)
     # Of the last few steps, and each sleeps for 10 ms; test_measurements.py compares the two exactly.
@@ -101,33 +91,33 @@ def test_a_job_is_seen_while_it_runs_stalls_and_loses_a_rank(launch: Any, worker
     )  # fmt: skip
     assert 0 <= now.last_operation.age_seconds < 60 and abs(time.time() - now.heartbeat) < 60
 
-    stalled = until(lambda: [one for one in found.ranks() if one.state == "stalled"], started)
+    stalled = started.until(lambda: [one for one in found.ranks() if one.state == "stalled"])
     assert [(one.rank, one.stalled_on, one.stalled_for) for one in stalled] == [
         (0, "allreduce 'weights'", (1,))
     ]
-    until(lambda: any(event.kind == "resumed" for event in found.events()), started)
+    started.until(lambda: any(event.kind == "resumed" for event in found.events()))
     assert [event.ranks for event in found.events() if event.kind == "stall"] == [(0,)]
 
-    until(lambda: all_step(found, 2, 160), started)
-    until(lambda: [(one.rank, one.seconds > 2) for one in found.ranks()[0].late[:1]] == [(1, True)], started)
+    started.until(lambda: all_step(found, 2, 160))
+    started.until(lambda: [(one.rank, one.seconds > 2) for one in found.ranks()[0].late[:1]] == [(1, True)])
     os.kill(found.ranks()[1].pid, signal.SIGKILL)
-    lost = until(lambda: [one for one in found.ranks() if one.state == "lost"], started)
+    lost = started.until(lambda: [one for one in found.ranks() if one.state == "lost"])
     assert [one.rank for one in lost] == [1]
-    event = until(lambda: [event for event in found.events() if event.kind == "loss"], started)[0]
+    event = started.until(lambda: [event for event in found.events() if event.kind == "loss"])[0]
     assert event.ranks == (1,) and "SIGKILL" in event.text
     started.process.send_signal(signal.SIGKILL)
     started.process.wait(10)
-    until(lambda: not found.ranks() and not job.of_process(started.process.pid), started)
+    started.until(lambda: not found.ranks() and not job.of_process(started.process.pid))
 
 
 def test_a_stopped_rank_is_stalled(launch: Any, worker: Path) -> None:
     started = launch.start([*RUN, "-np", "1", sys.executable, worker, "-1"])
     found = job_of(started)
-    [one] = until(lambda: all_step(found, 1, 5), started)
+    [one] = started.until(lambda: all_step(found, 1, 5))
     os.kill(one.pid, signal.SIGSTOP)
-    until(lambda: found.ranks()[0].stalled_on.startswith("the process is stopped"), started, 5)
+    started.until(lambda: found.ranks()[0].stalled_on.startswith("the process is stopped"), 5)
     os.kill(one.pid, signal.SIGCONT)
-    until(lambda: found.ranks()[0].state == "running", started, 5)
+    started.until(lambda: found.ranks()[0].state == "running", 5)
 
 
 def test_the_launcher_has_the_pages_of_other_hosts(launch: Any, worker: Path, tmp_path: Path) -> None:
@@ -139,15 +129,15 @@ def test_the_launcher_has_the_pages_of_other_hosts(launch: Any, worker: Path, tm
     hosts = "localhost:1,host-b.invalid:1"
     started = launch.start([*RUN, "-np", "2", "-H", hosts, sys.executable, worker, "-1"], env=env)
     found = job_of(started)
-    pages = until(lambda: all_step(found, 2, 20), started)
+    pages = started.until(lambda: all_step(found, 2, 20))
     assert pages[1].operations["allreduce"].bytes >= 20 * 4000
     first = pages[1]
-    later = until(lambda: [one for one in found.ranks() if one.rank == 1 and one.step > first.step], started)[
+    later = started.until(lambda: [one for one in found.ranks() if one.rank == 1 and one.step > first.step])[
         0
     ]
     assert later.pid == first.pid and abs(later.heartbeat - time.time()) < 60
     os.kill(first.pid, signal.SIGKILL)
-    until(lambda: [one.rank for one in found.ranks() if one.state == "lost"] == [1], started, 5)
+    started.until(lambda: [one.rank for one in found.ranks() if one.state == "lost"] == [1], 5)
 
 
 def alone(launch: Any, worker: Path, place: Path | str) -> Any:
@@ -159,8 +149,8 @@ def test_without_a_launcher_pages_lie_in_the_users_folder(
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime_dir))
     first = alone(launch, worker, runtime_dir)
-    found = until(lambda: [one for one in job.jobs() if one.launcher is None], first)[0]
-    [one] = until(lambda: all_step(found, 1, 5), first)
+    found = first.until(lambda: [one for one in job.jobs() if one.launcher is None])[0]
+    [one] = first.until(lambda: all_step(found, 1, 5))
     assert one.pid == first.process.pid and one.program.startswith("train.py") and one.local_rank == 0
     left = runtime_dir / "horoclone" / found.id
     assert [name.split("-")[1] for name in os.listdir(left)] == [f"{first.process.pid}.metrics"]
@@ -169,10 +159,10 @@ def test_without_a_launcher_pages_lie_in_the_users_folder(
     assert os.listdir(left) and found.ranks() == []  # nobody has come to remove it
 
     second = alone(launch, worker, runtime_dir)
-    until(lambda: not left.exists() and len(os.listdir(runtime_dir / "horoclone")) == 1, second)
-    again = until(lambda: [one for one in job.jobs() if one.launcher is None], second)[0]
+    second.until(lambda: not left.exists() and len(os.listdir(runtime_dir / "horoclone")) == 1)
+    again = second.until(lambda: [one for one in job.jobs() if one.launcher is None])[0]
     assert again.id != found.id
-    until(lambda: all_step(again, 1, 1), second)
+    second.until(lambda: all_step(again, 1, 1))
     second.process.send_signal(signal.SIGINT)  # an exception in Python: it ends in order
     second.process.wait(20)
     assert os.listdir(runtime_dir / "horoclone") == []
@@ -195,12 +185,12 @@ def test_ranks_of_mpirun_are_one_job(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime_dir))
     env = {**open_mpi.env, "XDG_RUNTIME_DIR": str(runtime_dir)}
     started = launch.start([*open_mpi.command(2), sys.executable, worker, "-1"], env=env)
-    found = until(lambda: [one for one in job.jobs() if one.launcher is None], started)[0]
-    pages = until(lambda: all_step(found, 2, 10), started)
+    found = started.until(lambda: [one for one in job.jobs() if one.launcher is None])[0]
+    pages = started.until(lambda: all_step(found, 2, 10))
     assert [one.rank for one in pages] == [0, 1] and len({one.pid for one in pages}) == 2
     os.kill(pages[1].pid, signal.SIGKILL)
-    until(lambda: [one.state for one in found.ranks()][1:] in (["lost"], []), started)
+    started.until(lambda: [one.state for one in found.ranks()][1:] in (["lost"], []))
     started.kill()
     # Rank 0 has said that it ends while its process is still there; who looks after that removes what is left.
     folder = runtime_dir / "horoclone" / found.id
-    until(lambda: all(one.id != found.id for one in job.jobs()) and not folder.exists(), started)
+    started.until(lambda: all(one.id != found.id for one in job.jobs()) and not folder.exists())

@@ -292,7 +292,7 @@ def test_a_killed_rank_is_lost_at_once_in_every_view_and_the_job_ends_as_without
     assert next(messages)[0] == "hello"
     job.begin("on")
     steps = job.value("horoclone_steps", "horoclone_steps_total", rank="0")
-    job.until(lambda: job.value("horoclone_steps", "horoclone_steps_total", rank="0") > steps + 20)
+    job.started.until(lambda: job.value("horoclone_steps", "horoclone_steps_total", rank="0") > steps + 20)
     (pid,) = [
         int(one.labels["pid"])
         for one in job.scrape()["horoclone_rank_info"].samples

@@ -6,13 +6,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from ps_cluster import Cluster
 from pusher import WIDTH, ids_of
+from world import until
 
 from horoclone.ps import Servers, Sum, Table
 
@@ -33,11 +33,7 @@ class Pusher:
         return self.log.stat().st_size if self.log.exists() else 0
 
     def wait_for(self, steps: int) -> None:
-        deadline = time.monotonic() + 120
-        while self.acknowledged() < steps:
-            assert self.process.poll() is None, "a worker ended by itself"
-            assert time.monotonic() < deadline, "no push is acknowledged any more"
-            time.sleep(0.02)
+        until(lambda: self.acknowledged() >= steps, 120, "no push is acknowledged any more")
 
     def end(self) -> None:
         Path(f"{self.log}.stop").touch()

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from namespaces import connect, ip, lay_cable, make, make_switch
 from ps_cluster import SILENCE_S, Cluster
-from world import load
+from world import load, until
 
 from horoclone.ps import Servers, Sum, Table
 from horoclone.runtime import native_module
@@ -130,13 +130,11 @@ def pushed_while(servers: Servers, table: Table, steps: int, counted: np.ndarray
 def settled(
     cluster: CutCluster, servers: Servers, wanted: Callable[[list[list[str]]], bool]
 ) -> list[list[str]]:
-    deadline = time.monotonic() + 40
-    while True:
+    def look() -> list[list[str]] | None:
         roles = [cluster.roles(servers, index) for index in (0, 1)]
-        if wanted(roles):
-            return roles
-        assert time.monotonic() < deadline, (roles, cluster.said())
-        time.sleep(0.3)
+        return roles if wanted(roles) else None
+
+    return until(look, 40, cluster.said)
 
 
 def both_copies(roles: list[list[str]]) -> bool:

@@ -401,23 +401,3 @@ def test_a_newcomer_that_has_a_commit_copies_no_model(monkeypatch: pytest.Monkey
     torch.nn.init.zeros_(model.weight)
     handler.restore()
     assert model.weight.any()
-
-
-@ranks(1, 3)
-def test_the_ranks_share_an_epoch_and_every_epoch_has_its_own_order() -> None:
-    """tests/elastic/training/test_sampler.py has the histories of jobs that lose ranks."""
-    data = list(range(20))
-    sampler = hvd.elastic.ElasticSampler(data, shuffle=True, seed=3)
-    orders = []
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        mine = list(sampler)
-        assert len(mine) == len(sampler) == -(-20 // hvd.size())
-        everybody = hvd.allgather(torch.tensor(mine)).tolist()
-        assert set(everybody) == set(data)
-        orders.append(everybody)
-    assert orders[0] != orders[1]
-    plain = hvd.elastic.ElasticSampler(data, shuffle=False)
-    assert next(iter(plain)) == hvd.rank() and isinstance(plain, torch.utils.data.Sampler)
-    loader = torch.utils.data.DataLoader(data, batch_size=2, sampler=plain)
-    assert sum(len(batch) for batch in loader) == len(plain)

@@ -3,14 +3,13 @@ raises and on which ranks, a text with rank, tensor and next move, and that the 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from world import raised, ranks
+from world import raised, ranks, until
 
 import horoclone
 import horoclone.torch
@@ -80,9 +79,7 @@ def test_another_rank_has_shut_down(binding, tmp_path):
         )
         says(raised(hvd.barrier), hvd.HorovodInternalError, *words)
     else:
-        deadline = time.monotonic() + 30
-        while not started.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(started.exists)
     hvd.shutdown()
     hvd.init()
     works(binding)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Any
 
+import pytest
 import torch
-from world import ranks
 
 import horoclone.torch as hvd
 
-OVER_TCP = {"HOROCLONE_SHARED_MEMORY": "0"}
 STEPS = 6
 
 
@@ -44,6 +44,11 @@ def trained(delays: random.Random) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
+@pytest.mark.parametrize("shared", ["1", "0"], ids=["shared", "tcp"])
+def test_the_same_bits(worlds: Any, shared: str) -> None:
+    worlds.run(3, check_runs, env={"HOROCLONE_SHARED_MEMORY": shared})
+
+
 def check_runs() -> None:
     first = trained(random.Random(hvd.rank()))
     for run in range(1, 4):
@@ -54,13 +59,3 @@ def check_runs() -> None:
     assert all(torch.equal(row, everybody[0]) for row in everybody)
     torch.manual_seed(0)
     assert not torch.equal(first[0], torch.nn.Linear(96, 96).weight)  # where it began
-
-
-@ranks(3)
-def test_the_same_bits_in_shared_memory() -> None:
-    check_runs()
-
-
-@ranks(3, env=OVER_TCP)
-def test_the_same_bits_over_tcp() -> None:
-    check_runs()

@@ -442,9 +442,7 @@ def test_losses_change_no_bit(launch: Any, worlds: Worlds, size: int, most: int,
     killed: list[int] = []
     begun = size  # lines of processes that have begun or gone on
     while len(killed) < kills:
-        deadline = time.monotonic() + 60
-        while len(re.findall(r"step \d+: virtual", job.stdout)) < begun and time.monotonic() < deadline:
-            time.sleep(0.05)
+        job.wait_for(": virtual", 60, begun)
         time.sleep(0.5)
         pids = [int(pid) for pid in re.findall(r"pid (\d+)", job.stderr) if int(pid) not in killed]
         os.kill(pids[0], signal.SIGKILL)

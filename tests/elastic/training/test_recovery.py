@@ -36,10 +36,7 @@ def test_a_job_whose_ranks_were_all_killed_goes_on_from_the_disk_unless_a_save_i
 ) -> None:
     checkpoint, saves = pytest.importorskip("horoclone.checkpoint"), tmp_path / "saves"
     started = launch.start([*JOB, tmp_path, "5000", "0"])
-    deadline = time.monotonic() + 60
-    while len(checkpoint.saves(saves)) < 2:
-        assert time.monotonic() < deadline and started.process.poll() is None, started.stdout + started.stderr
-        time.sleep(0.01)
+    started.until(lambda: len(checkpoint.saves(saves)) >= 2)
     told = records(started.stdout)  # before: who is killed last may go on alone for a moment
     started.kill()
     assert {record["source"] for record, _ in told} == {"start"}
