@@ -74,7 +74,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
                 "as much data, or pass the same steps_per_epoch to fit() on all."
             )
         model = self.model
-        if not model.built:
+        if not _is_built(model):
             if self._ready_everywhere(False):
                 self._send(model)
         else:
@@ -148,6 +148,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._sent = True
         if steps.held:
             steps.restart()
+
+
+def _is_built(model: Any) -> bool:
+    """Whether its weights exist. On TensorFlow model.build() may leave layers of a subclass to the first step."""
+    layers = model._flatten_layers() if backend() == "tensorflow" and not LEGACY else ()
+    return bool(model.built) and all(layer.built for layer in layers)
 
 
 def _state_of(model: Any) -> list[Any]:

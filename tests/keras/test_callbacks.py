@@ -94,6 +94,30 @@ def builds_the_optimizer_before_the_first_step() -> None:
     assert all(np.array_equal(a, b) for a, b in zip(states[0], states[1], strict=True))
 
 
+def sends_layers_that_the_first_step_builds() -> None:
+    """Keras says that a model of the user's class is built after model.build(), and has not built its layers."""
+    import horoclone.keras as hvd
+
+    keras = the_keras()
+
+    class Model(keras.Model):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = keras.layers.Dense(4), keras.layers.Dense(1)
+            self.last.build((None, 4))
+
+        def call(self, x: Any) -> Any:
+            return self.last(self.first(x))
+
+    keras.utils.set_random_seed(hvd.rank())
+    model = Model()
+    model.build((None, 3))
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse")
+    model.fit(**data(hvd.rank(), 2), callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    states = hvd.allgather_object(state_of(model))
+    assert len(model.weights) == 4 and all(np.array_equal(a, b) for a, b in zip(*states, strict=True))
+
+
 def keeps_local_variables() -> None:
     import horoclone.keras as hvd
 
@@ -444,6 +468,10 @@ BODIES = [
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_callbacks(on: On, backend: str, body: Any) -> None:
     on(backend, body)
+
+
+def test_layers_that_model_build_leaves_to_the_first_step(on: On) -> None:
+    on("tensorflow", sends_layers_that_the_first_step_builds)
 
 
 @pytest.mark.in_turn("backend")
