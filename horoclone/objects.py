@@ -205,8 +205,8 @@ class _Call(NamedTuple):
             )
         if self.lengths[sender] < 0:
             raise ValueError(
-                f"{self.name}: rank {sender} cannot pickle its object: {content.tobytes().decode(errors='replace')}. "
-                f"See where rank {sender} raised it"
+                f"{self.name}: rank {sender} raised {content.tobytes().decode(errors='replace')}, as its object was "
+                "to be pickled"
             )
         return cloudpickle.loads(content.data)
 

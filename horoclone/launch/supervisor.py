@@ -436,9 +436,9 @@ class Supervisor:
                 return _End("", False, False, table.record is not None, len(table.live()))
             mine = table.members[worker.id]
             why = mine.planned_end() if code == 0 else ""
-            was_last = mine in table.live() and len(table.live()) == 1
-            progressed: bool | None = table.has_progressed(mine.id, worker.began_s, now)
             has_formed = table.record is not None
+            was_last = mine in table.newest() and not set(table.live()) - {mine}
+            progressed: bool | None = table.has_progressed(mine.id, worker.began_s, now)
             if code == 0 and not why and has_formed:
                 table.finish(now)
             table.dead(mine.id, f"it {text}", now, is_certain=is_certain)
@@ -474,7 +474,8 @@ class Supervisor:
         self._retire(worker, *closed, now)
         record = self._coordinator.record
         if self.finishing:
-            self.last.append(worker)
+            if worker in self.ranks():  # else the others have gone on without it
+                self.last.append(worker)
         elif end.was_last:
             self.end(now, [worker] if record is None else self.ranks())
         elif record is None and self.policy.all_have_failed():

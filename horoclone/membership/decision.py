@@ -47,14 +47,18 @@ class JobState:
     # of the survivors, when they formed the newest
     commits_before: dict[bytes, int] = field(default_factory=dict)
 
-    def live(self) -> list[Member]:
-        """Members of the newest generation who are still there, by rank."""
+    def newest(self) -> list[Member]:
+        """Members of the newest generation, by rank."""
         record = self.record
         members = [] if record is None else [self.members[id_] for id_ in record.members]
-        return [one for one in members if one.is_live and record and one.generation == record.number]
+        return [one for one in members if record and one.generation == record.number]
+
+    def live(self) -> list[Member]:
+        """Those of them who are still there."""
+        return [one for one in self.newest() if one.is_live]
 
     def old(self) -> list[Member]:
-        """Those of them who may be in the next, by rank."""
+        """Those of these who may be in the next, by rank."""
         holders = self.last_holders()
         return [one for one in self.live() if one.state is not State.DRAINING or one in holders]
 

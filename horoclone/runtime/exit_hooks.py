@@ -34,8 +34,11 @@ _inherited: list[Any] = []  # a forked child keeps the parent's runtime, so that
 _hooks_installed = False
 
 
-def install_hooks(finish: Callable[[], None], shut_down: Callable[[float], None]) -> None:
-    """Called once in a process. finish: waits for what frameworks have yet to run; shut_down: ends the runtime."""
+def install_hooks(
+    finish: Callable[[], None], shut_down: Callable[[float], None], fails: Callable[[], None]
+) -> None:
+    """Called once in a process. finish: waits for what frameworks have yet to run; shut_down: ends the runtime; fails:
+    says that an exception ends this process."""
     global _hooks_installed
     if _hooks_installed:
         return
@@ -48,6 +51,7 @@ def install_hooks(finish: Callable[[], None], shut_down: Callable[[float], None]
         try:
             tensor_names.complete(error)
             _tell_failure(kind, error, trace)
+            _bounded(fails, TELL_DEADLINE_S)
         finally:
             previous(kind, error, trace)
 

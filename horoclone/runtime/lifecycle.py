@@ -76,7 +76,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         if offspring.recognise():
             return
         failpoints.check()
-        exit_hooks.install_hooks(_finish, _shutdown)
+        exit_hooks.install_hooks(_finish, _shutdown, member.fails)
         wanted = _checked_process_sets(process_sets, comm)
         if member.is_elastic():
             _join_generation(comm, wanted)

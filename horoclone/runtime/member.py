@@ -293,6 +293,13 @@ class ElasticMember:
         """Tells the coordinator that this process has done its work, where nobody sees that it ends."""
         self._tell(MembershipClient.finished)
 
+    def fails(self) -> None:
+        """Tells the coordinator that an exception ends this process: with a large framework its interpreter takes
+        seconds to end, for which the others need not wait."""
+        one = self.assignment
+        if one is not None and current.forked_from is None:
+            self._tell(lambda link: link.suspect(one.number, one.rank, Loss.ENDED))
+
     def _depart(self, reason: str, at_once: bool) -> None:
         current.has_left = current.has_left or at_once
         self._tell(lambda link: link.depart(reason, at_once))

@@ -35,7 +35,7 @@ def test_the_error_that_ends_a_process_names_the_tensors_of_compiled_operations(
     monkeypatch.setattr(atexit, "register", lambda *_: None)
     monkeypatch.setattr(os, "register_at_fork", lambda **_: None)
     monkeypatch.setattr(tensor_names, "_known", {})
-    exit_hooks.install_hooks(lambda: None, lambda _: None)
+    exit_hooks.install_hooks(lambda: None, lambda _: None, lambda: None)
     names = ["w", "b", "out/w", "out/b"]
     for operation, tensors in {"step": names, "tape/op": names, "both": names, "alone": [""]}.items():
         tensor_names.remember(operation, tensors)

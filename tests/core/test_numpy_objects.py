@@ -83,6 +83,6 @@ def test_an_object_of_one_rank_that_cannot_be_pickled_is_everybodys_error():
     for call in (hvd.allgather_object, lambda obj: hvd.broadcast_object(obj, root_rank=1)):
         with pytest.raises(TypeError if hvd.rank() == 1 else ValueError, match="pickle.*generator") as raised:
             call(given)
-        assert hvd.rank() == 1 or "rank 1 cannot pickle its object: TypeError" in str(raised.value)
+        assert hvd.rank() == 1 or "rank 1 raised TypeError: " in str(raised.value)
     assert hvd.allgather_object(hvd.rank()) == [0, 1, 2]
     assert hvd.broadcast_object(given if hvd.rank() != 1 else "again", root_rank=1) == "again"

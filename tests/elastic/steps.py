@@ -2,11 +2,13 @@
 
 It is the loop of hvd.elastic.run in little. Every step adds the average of (rank + 1) over the ranks; the state is
 (step, total). Each line says what was done; `python steps.py STEPS [SECONDS_A_STEP]`. STEPS_END: a file whose appearance
-ends the training, on all ranks after the same step.
+ends the training, on all ranks after the same step. STEPS_RAISES: a rank of the first generation that raises, and whose
+interpreter ends when that file is there.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
@@ -83,7 +85,15 @@ def train() -> None:
         state["step"] += 1
         out("step", state["step"], "of", generation().number, f"at {time.time():.4f}")
         over = commit()
+        if (generation().number, os.environ.get("STEPS_RAISES")) == (1, str(hvd.rank())):
+            atexit.register(end_with_the_others)
+            raise ValueError("a bad batch")
         time.sleep(0.0 if over else PAUSE_S)
+
+
+def end_with_the_others() -> None:
+    while not os.path.exists(END or ""):
+        time.sleep(0.01)
 
 
 def die_in_the_next_init() -> None:

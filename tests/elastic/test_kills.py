@@ -52,6 +52,14 @@ def test_survivors_go_on_and_the_slots_get_new_workers(elastic: Any, rounds: lis
     job.finish()
 
 
+def test_who_raises_is_not_waited_for_until_its_interpreter_has_ended(elastic: Any) -> None:
+    """Which takes seconds with a large framework. Where it ends after the others have finished, the job has not failed."""
+    job = elastic(["-np", 3, "--min-np", 2], STEPS_RAISES="1")
+    assert job.whole(2).keys() == {0, 1}
+    job.steps_in(2)
+    assert "ValueError: a bad batch" in job.finish().output
+
+
 def test_a_worker_that_is_killed_before_it_came_is_replaced(elastic: Any) -> None:
     job = elastic(["-np", 3, "--min-np", 2, "--verbose"])
     pattern = re.compile(r"rank 1 started on localhost, pid (\d+)")

@@ -14,6 +14,7 @@ from horoclone.launch.elastic_options import Elastic
 from horoclone.launch.elastic_policy import LEFT_S, Cooldown, Plan
 from horoclone.launch.hosts import Host
 from horoclone.launch.supervisor import ROOM_IS_KNOWN_S, Supervisor, Worker
+from horoclone.membership.records import Loss
 
 
 class Processes:
@@ -180,6 +181,16 @@ def test_a_failure_that_no_generation_has_made_up_for_is_the_jobs_when_another_f
         one.step()
         assert one.supervisor.last == ([] if goes_on else [second]) and not one.has_failed
         assert one.supervisor.is_over(time.monotonic())
+
+
+def test_all_have_said_that_they_fail_before_the_first_has_ended(make: Any) -> None:
+    """The job ends as where each ends at once."""
+    one = make([Host("a", 2)], 2, Plan(1, 2))
+    first, second = formed(one)
+    for rank in (0, 1):
+        one.supervisor._service.coordinator.suspect(1, rank, time.monotonic(), Loss.ENDED)
+    one.end(first, 1)
+    assert one.has_failed and one.supervisor.last == [first, second]
 
 
 def test_a_process_that_never_calls_init_keeps_nobody_waiting(make: Any) -> None:
