@@ -19,7 +19,7 @@ from horoclone.jax.call import paths_and_leaves
 from horoclone.jax.compared import Values, Watch, takes_tail
 from horoclone.jax.compression import Compression, Compressor
 from horoclone.jax.operations import reduce_gradients
-from horoclone.ops import Average, ReduceOp, Sum, resolve_reduce
+from horoclone.ops import Average, ReduceOp, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
 
 FORGOTTEN = (
@@ -50,7 +50,8 @@ def DistributedOptimizer(
 
     With backward_passes_per_step = k gradients are gathered locally (averaged, or summed with
     average_aggregated_gradients=False) and every k-th update reduces and applies them; the others return zeros.
-    gradient_predivide_factor f (Average only) divides by f before the sum over the ranks and by size / f after it.
+    gradient_predivide_factor f (Average only) divides by f before the sum over the ranks and by size / f after it: that
+    keeps 16-bit sums in range.
     `params` and further arguments of update() go to the wrapped transformation, but for weight: how much this rank
     counts in the mean of the gradients (see allreduce), given in every update on every rank. Raises ValueError for
     wrong arguments.
@@ -79,7 +80,11 @@ def DistributedOptimizer(
                 "update(weight=...) does not work with backward_passes_per_step and gradient_predivide_factor"
             )
         if gradient_predivide_factor != 1.0:
-            how |= _predivided(gradient_predivide_factor, process_set)
+            # Not divided by the size here: a program may run in another world than that in which it was traced.
+            how |= {
+                "prescale_factor": 1.0 / gradient_predivide_factor,
+                "postscale_factor": gradient_predivide_factor,
+            }
         own = turn.name()
         called = None if name is None else f"{name}{own}"  # by the paths in the tree, where it has no name
         leaves, form = jax.tree_util.tree_flatten(gradients)
@@ -143,12 +148,6 @@ def _values(gradients: Any, params: Any, inner: Any, number: Any) -> Values:
             paths, leaves, _ = paths_and_leaves(tree)
             found += [(f"the {what} {path}", leaf) for path, leaf in zip(paths, leaves, strict=True)]
     return Values.of(number, found)
-
-
-def _predivided(factor: float, process_set: ProcessSet) -> dict[str, Any]:
-    """An average as division by `factor`, sum, and the rest of the division: keeps 16-bit sums in range."""
-    size = process_set.size() or 1
-    return {"op": Sum, "prescale_factor": 1.0 / factor, "postscale_factor": factor / size}
 
 
 def _wide_zeros(parameter: Any) -> Any:

@@ -304,7 +304,7 @@ class ElasticMember:
         current.has_left = current.has_left or at_once
         self._tell(lambda link: link.depart(reason, at_once))
 
-    def _tell(self, what: Callable[[MembershipClient], None]) -> None:
+    def _tell(self, what: Callable[[MembershipClient], object]) -> None:
         if self._who is not None:
             link = MembershipClient(self._now(self._who), HELLO_S, shows=False)
             what(link)

@@ -92,6 +92,24 @@ def test_equals_one_process_with_the_whole_batch() -> None:
     as_one_process(summed, optax.sgd(0.01 * hvd.size()), 5, of_all_ranks, 1e-5)
 
 
+def updates_in_two_worlds() -> list[float]:
+    """Of one program, with a gradient of rank + 1."""
+    tx = hvd.DistributedOptimizer(optax.sgd(1.0), gradient_predivide_factor=2.0)
+    update, state, out = jax.jit(tx.update), tx.init(jnp.zeros(())), []
+    for ranks_there in ([0, 1, 2], [0, 1]):
+        hvd.init(comm=ranks_there)
+        out.append(float(update(jnp.float32(hvd.rank() + 1), state)[0]))
+        is_last = hvd.rank() == 2
+        hvd.shutdown()
+        if is_last:
+            break
+    return out
+
+
+def test_a_compiled_update_divides_by_the_size_of_the_world_in_which_it_runs(worlds: Any) -> None:
+    assert worlds.run(3, updates_in_two_worlds, init=False) == [[-2.0, -1.5]] * 2 + [[-2.0]]
+
+
 @ranks(2)
 def test_backward_passes_per_step_reduces_every_kth_time_only() -> None:
     passes, steps = 3, 4
