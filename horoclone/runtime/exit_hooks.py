@@ -7,6 +7,7 @@ and in its excepthook; the only thread of a forked child.
 from __future__ import annotations
 
 import atexit
+import inspect
 import os
 import signal
 import sys
@@ -32,6 +33,7 @@ FAILURE_TEXT_BYTES = 16384
 
 _inherited: list[Any] = []  # a forked child keeps the parent's runtime, so that nothing is torn down here
 _hooks_installed = False
+_told: BaseException | None = None  # what has ended this process, once the others know
 
 
 def install_hooks(
@@ -47,15 +49,37 @@ def install_hooks(
     os.register_at_fork(after_in_child=_after_fork_in_child)
     previous = sys.excepthook
 
+    def tell(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        global _told
+        if error is not _told:
+            _told = error
+            _tell_failure(kind, error, trace)
+            _bounded(fails, TELL_DEADLINE_S)
+
     def tell_and_chain(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         try:
             tensor_names.complete(error)
-            _tell_failure(kind, error, trace)
-            _bounded(fails, TELL_DEADLINE_S)
+            tell(kind, error, trace)
         finally:
             previous(kind, error, trace)
 
+    def tell_in_place_of_the_hook() -> None:
+        if (error := _uncaught()) is not None:
+            tell(type(error), error, error.__traceback__)
+
     sys.excepthook = tell_and_chain
+    atexit.register(tell_in_place_of_the_hook)
+
+
+def _uncaught() -> BaseException | None:
+    """The exception that ends this process, where the script has put another hook in the place of ours. The traceback
+    of one that was caught, as by a shell or a test runner, begins above the bottom of the stack."""
+    error = getattr(sys, "last_value", None)
+    if (trace := getattr(error, "__traceback__", None)) is None:
+        return None
+    frame = trace.tb_frame
+    is_bottom = frame.f_back is None and not frame.f_code.co_flags & inspect.CO_COROUTINE  # IPython has one
+    return error if is_bottom else None
 
 
 def end_when_told() -> None:
@@ -145,5 +169,8 @@ def failure_line(rank: int, kind: type[BaseException], error: BaseException) -> 
     """`rank 1 raised ValueError: bad batch 17`: one line, at most 500 characters."""
     if issubclass(kind, KeyboardInterrupt):
         return f"rank {rank} was interrupted (Ctrl-C)"
-    lines = str(error).strip().splitlines()
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:  # the class is the user's
+        lines = []
     return f"rank {rank} raised {kind.__name__}{': ' + lines[0] if lines else ''}"[:500]

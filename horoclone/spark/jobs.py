@@ -46,7 +46,8 @@ class StreamScreen(Screen):
         target = self._streams[stream]
         try:
             target.write(data.decode(errors="replace"))
-            target.flush()
+            if flush := getattr(target, "flush", None):  # print() does without it, too
+                flush()
         except (OSError, ValueError, AttributeError):
             self.broken = NOBODY_READS
 

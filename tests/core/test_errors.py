@@ -53,6 +53,23 @@ def test_the_error_that_ends_a_process_names_the_tensors_of_compiled_operations(
             text = expected
 
 
+def test_an_exception_that_somebody_has_caught_ends_no_process(monkeypatch):
+    """Shells and test runners leave theirs where the interpreter has its last one."""
+    try:
+        raise ValueError("caught")
+    except ValueError as error:
+        monkeypatch.setattr(sys, "last_value", error, raising=False)
+        assert error.__traceback__ is not None and exit_hooks._uncaught() is None
+
+
+def test_an_error_that_has_no_text_is_called_by_its_class():
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise TypeError("no text")
+
+    assert exit_hooks.failure_line(1, Mute, Mute()) == "rank 1 raised Mute"
+
+
 class OfAUser(Exception):
     """Made from other arguments than its text; the names of tensors cannot be put into it."""
 

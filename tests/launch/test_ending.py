@@ -115,6 +115,21 @@ def test_the_excepthooks_report_gives_traceback_and_blame(launch):
     assert "    | secret line" in done.stderr and "rank 0 was stopped because of this." in done.stderr
 
 
+def test_an_exception_is_the_cause_also_where_the_script_has_a_hook_of_its_own(launch):
+    """Set after hvd.init(), as rich.traceback.install() may be: it does not call ours."""
+    body = (
+        "import sys\nimport horoclone as hvd\nhvd.init()\n"
+        "sys.excepthook = lambda kind, error, trace: print('my hook saw', error)\n"
+        "if hvd.rank() == 1:\n    raise ValueError('bad batch 17')\n"
+        "hvd.barrier()\n"
+    )
+    done = launch([*RUN, "-np", "2", PYTHON, "-c", body], check=False)
+    assert "[0] my hook saw barrier: rank 1 raised ValueError: bad batch 17" in done.stdout, done.output
+    assert done.stderr.splitlines()[-1].endswith("ended with exit code 1: ValueError: bad batch 17"), (
+        done.output
+    )
+
+
 # When which signal is sent is tested in test_hosts.py, on a clock of its own.
 
 

@@ -9,7 +9,7 @@ import types
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -190,6 +190,10 @@ def test_lines_go_to_the_streams_that_are_given() -> None:
     out.close()
     screen.show(1, STDOUT, [b"more"])
     assert screen.broken
+    lines: list[str] = []
+    screen = StreamScreen(Style(), cast(Any, types.SimpleNamespace(write=lines.append)), err)
+    screen.show(0, STDOUT, [b"as print() writes"])
+    assert lines == ["[0] as print() writes\n"] and not screen.broken
 
 
 # --- the task server
