@@ -69,8 +69,10 @@ class SyncBatchNorm(_BatchNorm):
         set_id(self.process_set)  # refuses one that is not registered, rather than normalise alone
         if self.process_set.size() == 1:
             return super().forward(input)
+        weight = self.weight
+        _check_input(input, self.running_mean if weight is None else weight)
         output, mean, variance, count = _SyncBatchNorm.apply(
-            input, self.weight, self.bias, self.eps, self.process_set
+            input, weight, self.bias, self.eps, self.process_set
         )
         if self.track_running_stats:
             self._track(mean.detach(), variance.detach(), count)
@@ -91,6 +93,17 @@ class SyncBatchNorm(_BatchNorm):
 
 
 # --- statistics and their derivatives ---
+
+
+def _check_input(input: torch.Tensor, of_channels: torch.Tensor | None) -> None:
+    """ValueError for what torch's kernels refuse: before other ranks wait for this one, and where the wrong number of
+    channels would be expanded."""
+    if not input.is_floating_point():
+        raise ValueError(f"SyncBatchNorm: expected floating-point input, got {input.dtype}")
+    if of_channels is not None and of_channels.numel() != input.shape[1]:
+        raise ValueError(
+            f"SyncBatchNorm: expected {of_channels.numel()} channels, got input of shape {list(input.shape)}"
+        )
 
 
 def _channel_view(values: torch.Tensor, dims: int) -> torch.Tensor:

@@ -246,6 +246,18 @@ def test_objects_coalescing_and_functional_collectives() -> None:
         assert [s.tolist() for s in scattered] == [
             [2.0 * (rank * n + i) + 1 for i in range(n)] for n in (1, 4)
         ]
+        for waits in (dist.Work.wait, lambda work: work.get_future().wait(), None):
+            tensors = [torch.full((n,), float(rank + n)) for n in (1, 200_000)]
+            with dist.distributed_c10d._coalescing_manager(
+                device=torch.device("cpu"), async_ops=waits is not None
+            ) as manager:
+                for tensor in tensors:
+                    dist.all_reduce(tensor)
+            if waits is not None:
+                (work,) = manager.works
+                waits(work)
+                assert work.is_completed() and work.is_success()
+            assert [t.unique().tolist() for t in tensors] == [[3.0], [400_001.0]]
         whole = functional.all_gather_tensor(torch.full((2, 2), float(rank)), 0, dist.group.WORLD)
         assert torch.equal(whole, torch.arange(2.0).repeat_interleave(4).view(4, 2))
         assert functional.all_reduce(torch.ones(3), "sum", dist.group.WORLD).tolist() == [2.0] * 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -200,6 +201,24 @@ def test_a_message_that_nobody_waits_for_arrives() -> None:
                 dist.recv(x, 0)
                 assert x.eq(1).all()
                 dist.barrier()
+
+
+@ranks(2)
+def test_collectives_that_nobody_waits_for_are_over_after_a_barrier() -> None:
+    with distributed() as (rank, size):
+        for profiled in (False, True):
+            total, apart = torch.full((300_000,), 1.0 + rank), [torch.zeros(2) for _ in range(size)]
+            share, parts = torch.zeros(2), [torch.full((2,), 1.0 + r) for r in range(size)]
+            for begin in (
+                lambda t=total: dist.all_reduce(t, async_op=True),
+                lambda a=apart: dist.all_gather(a, torch.full((2,), 1.0 + rank), async_op=True),
+                lambda s=share, p=parts: dist.scatter(s, p if rank == 0 else None, async_op=True),
+            ):
+                begin()
+            with torch.profiler.profile() if profiled else contextlib.nullcontext():
+                dist.barrier()
+            assert total.eq(3).all() and share.eq(1 + rank).all()
+            assert torch.equal(torch.stack(apart), torch.stack(parts))
 
 
 @ranks(2)

@@ -123,6 +123,21 @@ def test_a_hook_that_raises_can_be_survived() -> None:
 
 
 @ranks(2)
+def test_a_hook_that_returns_something_is_refused_in_torchs_words() -> None:
+    model = layers()
+    handle = model[0].weight.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1.0, 1.0))
+    optimizer = wrapped(model)
+    with pytest.raises(RuntimeError, match="should return None"):
+        model(inputs(0)).square().mean().backward()
+    optimizer.synchronize()
+    handle.remove()
+    optimizer.zero_grad()
+    model(inputs(1)).square().mean().backward()
+    optimizer.step()
+    assert alike(model.parameters())
+
+
+@ranks(2)
 @pytest.mark.parametrize("options", [{}, {"shard_optimizer_state": True}])
 def test_what_a_later_hook_does_to_a_gradient_is_reduced(options: dict[str, Any]) -> None:
     def triple(parameter: torch.Tensor) -> None:
@@ -241,6 +256,8 @@ def test_arguments_of_the_optimizer_are_checked() -> None:
         ({"named_parameters": [("same", p) for _, p in named]}, "must be unique"),
         ({"named_parameters": named[:1]}, "were not named"),
         ({"named_parameters": [p for _, p in named]}, "sequence of tuples"),
+        ({"named_parameters": list(enumerate(model.parameters()))}, "sequence of tuples"),
+        ({"named_parameters": [(None, p) for _, p in named]}, "sequence of tuples"),
         ({"gradient_predivide_factor": 2.0, "op": hvd.Sum}, "not supported with op != Average"),
         ({"backward_passes_per_step": 0}, "at least 1"),
         ({"groups": "all"}, "groups should be"),

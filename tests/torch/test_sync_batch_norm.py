@@ -79,8 +79,16 @@ def test_options_dtypes_and_an_empty_batch() -> None:
     out.square().sum().backward()
     assert out.shape == x.shape
     assert torch.allclose(layer.running_mean, 0.1 * share((6, 3), 0).mean(0), atol=1e-5)
-    with pytest.raises(ValueError, match="at least 2D"):
-        layer(torch.ones(3))
+    for wrong, words in (
+        (torch.ones(3), "at least 2D"),
+        (torch.ones(4, 3, dtype=torch.int64), "floating-point input, got torch.int64"),
+        (torch.ones(4, 3, dtype=torch.complex64), "floating-point"),
+        (torch.ones(4, 5), r"expected 3 channels, got input of shape \[4, 5\]"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            layer(wrong)
+    with pytest.raises(ValueError, match="expected 1 channels"):
+        hvd.SyncBatchNorm(1, affine=False)(torch.ones(4, 5))
 
 
 @ranks(2)

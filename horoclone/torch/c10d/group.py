@@ -43,7 +43,7 @@ from horoclone.torch.c10d.tensors import (
     there,
     whole,
 )
-from horoclone.torch.c10d.work import Finish, Finished, InFlight, PlainWork, Work
+from horoclone.torch.c10d.work import Finish, Finished, InFlight, PlainWork, Together, Work
 from horoclone.torch.operations import requests
 from horoclone.torch.operations.gpu import HOST, Place, arrived, place_of, place_of_all, rows_of
 from horoclone.torch.operations.tensors import NUMBER_OF, never_compiled, share_memory
@@ -514,12 +514,17 @@ class HorocloneGroup(GroupProperties):
     # --- barriers ---
 
     def barrier(self, opts: Any = None) -> Work | None:
-        """Starts a barrier, complete when every rank has called it."""
-        begun = self._begin(opts, ops.BARRIER, None, None)
-        if begun is not NotImplemented:
-            return begun  # type: ignore[no-any-return]
-        handle = self._enqueue(requests.submit, ops.BARRIER)
-        return self._work(handle, [], None, None, "barrier")
+        """Starts a barrier, complete when every rank has called it. Where torch waits for it, so are collectives that
+        were started before, as with torch's own backends."""
+        work = self._begin(opts, ops.BARRIER, None, None)
+        if work is NotImplemented:
+            work = self._work(self._enqueue(requests.submit, ops.BARRIER), [], None, None, "barrier")
+            if not getattr(opts, "asyncOp", True):
+                work.wait()
+                work = None
+        if work is None:
+            self._flight.finish_collectives()
+        return work  # type: ignore[no-any-return]
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Waits at a barrier whose rank 0 names the ranks that did not come in time (the first one, or all with
@@ -588,7 +593,9 @@ class HorocloneGroup(GroupProperties):
     # --- coalescing: operations between the two calls are works of their own ---
 
     def _start_coalescing(self, device: Any) -> None:
-        pass
+        self._flight.coalesced = []
 
     def _end_coalescing(self, device: Any) -> Work:
-        return Finished()
+        """The only work that torch keeps of them: it drops theirs."""
+        works, self._flight.coalesced = self._flight.coalesced or [], None
+        return Together(works)

@@ -70,6 +70,7 @@ class InFlight:
         self.members = members  # the group's ranks, as ranks of the job
         self._works: dict[int, Work] = {}
         self._sweep_at = SWEEP_AT
+        self.coalesced: list[Work] | None = None  # begun since _start_coalescing
         self._threads: list[threading.Thread] = []  # all that may be completing one
         turn = threading.Lock()  # guards what follows
         self._turn, self._clock = threading.Condition(turn), threading.Condition(turn)
@@ -100,9 +101,18 @@ class InFlight:
                     other.complete()
             self._sweep_at = max(SWEEP_AT, 2 * len(self._works))
         self._works[work.handle] = work
+        if self.coalesced is not None:
+            self.coalesced.append(work)
 
     def remove(self, work: Work) -> None:
         self._works.pop(work.handle, None)
+
+    def finish_collectives(self) -> None:
+        """After a barrier, before which every rank has started the same ones: nobody may have waited for them."""
+        for work in list(self._works.values()):
+            if work.is_ordered:
+                with contextlib.suppress(Exception):  # it stays the work's
+                    work.wait()
 
     def watch(self, work: Work) -> None:
         """Has `work` completed by a thread. Collectives of a group start in one order on all ranks, so that waiting for
@@ -538,3 +548,38 @@ class Finished(Work):
         self._place, self._kept = HOST, None
         self._lock = threading.Lock()
         self._done = True
+
+
+class Together(Finished):
+    """Several works that are waited for as one."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        super().__init__([output for work in works for output in work._outputs])
+        self._works = list(works)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Returns True when all outputs are there. Raises the first error, after all have ended."""
+        for work in self._works:
+            try:
+                work.wait(timeout)
+            except Exception as error:
+                self._error = self._error or error
+        return super().wait()
+
+    def is_completed(self) -> bool:
+        """Whether wait() would return or raise at once."""
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        """True when all are complete and without error."""
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        """The first error."""
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """A future with the list of outputs, or with the error. Waits for them."""
+        with contextlib.suppress(Exception):  # it is the future's
+            self.wait()
+        return super().get_future()

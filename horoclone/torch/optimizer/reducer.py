@@ -293,8 +293,9 @@ class Reducer:
         def hook(parameter: torch.Tensor) -> None:
             reducer = reducer_of()
             if reducer is not None:
+                # None: this is what a hook before it has returned, which torch refuses once all have run.
                 hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-                reducer._fired(parameter, _is_last(hooks, handle.id))
+                reducer._fired(parameter, _is_last(hooks or {}, handle.id))
 
         with _unfrozen(parameter):
             handle = parameter.register_post_accumulate_grad_hook(hook)

@@ -191,7 +191,7 @@ def _named(
     if named_parameters is None:
         return {p: f"allreduce.noname.{i}" for i, p in enumerate(parameters)}
     pairs = list(named_parameters)
-    if any(not isinstance(pair, tuple) for pair in pairs):
+    if any(not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str) for pair in pairs):
         raise ValueError(
             "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
             "model.named_parameters()."
