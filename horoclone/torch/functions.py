@@ -47,7 +47,8 @@ def broadcast_parameters(
     started = []
     for name, tensor in pairs:
         if isinstance(tensor, torch.Tensor):
-            whole = tensor.detach() if tensor.is_contiguous() else tensor.detach().contiguous()
+            tensor = _without_repetition(tensor.detach())
+            whole = tensor if tensor.is_contiguous() else tensor.contiguous()
             whole = whole.resolve_conj().resolve_neg()
             started.append((tensor, operations.broadcast_async_(whole, root_rank, name, process_set)))
     for tensor, handle in started:
@@ -55,6 +56,15 @@ def broadcast_parameters(
         if received.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
                 tensor.copy_(received)
+
+
+def _without_repetition(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of an expanded tensor that has memory of its own: torch writes to no others."""
+    if tensor.layout is torch.strided:
+        for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+            if stride == 0 and size > 1:
+                tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
 
 
 def broadcast_optimizer_state(

@@ -37,6 +37,10 @@ def test_broadcast_parameters_of_every_kind() -> None:
     hvd.broadcast_parameters(model.named_parameters(), root_rank=0)
     assert alike([model[2].weight])
     hvd.broadcast_parameters({"w": torch.ones(2, 3).t(), "note": "not a tensor"}, root_rank=0)
+    rows = torch.arange(3.0).add(hvd.rank()).repeat(2)
+    mask = rows[:3].expand(4, 3)
+    hvd.broadcast_parameters({"mask": mask, "strided": rows[3:].view(3, 1).expand(3, 2)}, root_rank=root)
+    assert rows.tolist() == [root, root + 1, root + 2] * 2
     for wrong in (17, [torch.ones(1)], "state"):
         with pytest.raises(ValueError, match="params"):
             hvd.broadcast_parameters(wrong, root_rank=0)

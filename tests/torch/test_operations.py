@@ -189,6 +189,22 @@ def test_compression_of_single_operations() -> None:
 
 
 @ranks(2)
+def test_a_sparse_sum_has_no_entries_outside_of_its_shape() -> None:
+    rows = 3 + 1000 * hvd.rank()
+    mine = torch.sparse_coo_tensor([[0, rows - 1]], torch.ones(2, 2), (rows, 2))
+    handle = hvd.sparse_allreduce_async(mine, "words", hvd.Sum)
+    if hvd.rank() == 0:
+        with pytest.raises(
+            hvd.Mismatch, match=r"'words': .* up to \[1002\], outside of the shape \[3, 2\] of rank 0"
+        ):
+            hvd.synchronize(handle)
+    else:
+        assert hvd.synchronize(handle).to_dense().sum() == 8
+    whole = hvd.synchronize(hvd.sparse_allreduce_async(torch.eye(3).to_sparse(), "words", hvd.Sum))
+    assert whole.to_dense().trace() == 6
+
+
+@ranks(2)
 def test_handles_are_asynchronous_and_unknown_ones_give_none() -> None:
     if hvd.rank() != 0:
         hvd.recv(src=0)  # rank 0 has looked

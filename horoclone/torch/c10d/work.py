@@ -564,7 +564,9 @@ class Together(Finished):
                 work.wait(timeout)
             except Exception as error:
                 self._error = self._error or error
-        return super().wait()
+        if self._error is not None:
+            raise self._error
+        return True
 
     def is_completed(self) -> bool:
         """Whether wait() would return or raise at once."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from horoclone.errors import Mismatch
 from horoclone.ops import ALLGATHER, Average, Sum
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.runtime import rank
@@ -73,13 +74,20 @@ def rows_before(rows: int, process_set: ProcessSet, name: str | None) -> int:
 class SparseHandle:
     """Handle of a sparse reduction: call it, or pass it to `synchronize`, for the reduced sparse tensor."""
 
-    def __init__(self, tensor: torch.Tensor, parts: tuple[int, int], divisor: int) -> None:
+    def __init__(self, tensor: torch.Tensor, name: str, parts: tuple[int, int], divisor: int) -> None:
         self.parts = parts
-        self._shape = tensor.shape
+        self._shape, self._name = tensor.shape, name
         self._divisor = divisor
 
     def __call__(self) -> torch.Tensor:
         indices, values = (synchronize(part) for part in self.parts)
+        sizes = torch.tensor(self._shape[: indices.shape[1]], device=indices.device)
+        if (indices >= sizes).any():  # torch would write outside of the dense tensor
+            raise Mismatch(
+                f"sparse allreduce {self._name!r}: other ranks have entries up to {indices.amax(0).tolist()}, outside "
+                f"of the shape {list(self._shape)} of rank {rank()}. Every rank must submit one shape; do the ranks "
+                "count different words?"
+            )
         if self._divisor > 1:
             values = values / self._divisor
         return torch.sparse_coo_tensor(
@@ -101,4 +109,4 @@ def sparse_allreduce_async(
     tensor = tensor.coalesce()
     indices = allgather_async(tensor.indices().t().contiguous(), f"{name}.indices", process_set)
     values = allgather_async(tensor.values().contiguous(), f"{name}.values", process_set)
-    return SparseHandle(tensor, (indices, values), (process_set.size() or 1) if op == Average else 1)
+    return SparseHandle(tensor, name, (indices, values), (process_set.size() or 1) if op == Average else 1)
