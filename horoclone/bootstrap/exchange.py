@@ -182,6 +182,7 @@ def open_job(comm: Any, environ: Environment, deadline: float, say: Say | None, 
     rank; Unsupported when the launcher leaves no safe way; Timeout at the deadline (time.monotonic()).
     """
     if comm is not None and hasattr(comm, "Get_rank") and hasattr(comm, "Ibcast"):
+        _check_communicator(comm)
         return _of_communicator(comm, environ, deadline, previous, key=None)
     placement = detect.detect(environ)
     ranks = _checked_ranks(comm, placement)
@@ -203,6 +204,18 @@ def open_job(comm: Any, environ: Environment, deadline: float, say: Say | None, 
         return _job_at_rendezvous((placement, tuple(ranks)), placement, ranks, environ, deadline, previous)
     everybody = list(range(placement.size))
     return _part(_job_at_rendezvous((placement,), placement, everybody, environ, deadline, previous), ranks)
+
+
+def _check_communicator(comm: Any) -> None:
+    if not comm:
+        raise ValueError(
+            "init(comm=MPI.COMM_NULL): this process is in none of the communicators that were made; it must not call "
+            "init(), or needs one with itself in it"
+        )
+    if comm.Is_inter():
+        raise ValueError(
+            "init(comm=...): this is an intercommunicator, of two groups; make one group of them with its Merge()"
+        )
 
 
 def job_on_this_host(token: str, rank: int, size: int, environ: Environment, deadline: float) -> Job:

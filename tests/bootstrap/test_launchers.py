@@ -37,6 +37,14 @@ if "comm" in words:
 if "split" in words:
     from mpi4py import MPI
     comm = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2, -MPI.COMM_WORLD.rank)
+    last = MPI.COMM_WORLD.size - 1
+    between = comm.Create_intercomm(0, MPI.COMM_WORLD, last - ((last - MPI.COMM_WORLD.rank) % 2 == 0), 7)
+    for other, word in (MPI.COMM_NULL, "MPI.COMM_NULL"), (between, "Merge()"):
+        try:
+            exchange.open_job(other, os.environ, time.monotonic() + 30, print, None)
+            assert False, word
+        except ValueError as error:
+            assert word in str(error), error
 for word in words:
     if word.startswith("ranks="):
         comm = [int(rank) for rank in word[6:].split("+")]
