@@ -78,10 +78,6 @@ def _is_bool(value: Any) -> bool:
     return isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")
 
 
-def _is_name(value: Any) -> bool:
-    return value is None or isinstance(value, str)
-
-
 def _is_splits(value: Any) -> bool:
     if value is None:
         return True
@@ -95,7 +91,10 @@ _NUMBER, _INTEGER = (is_number, "a number that is real and not NaN"), (is_intege
 SPLITS = "a list of integers, one for each rank of the process set, or None"
 # argument of a public function -> (what fits, in words)
 _ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "name": (_is_name, "a str, or None for an unnamed operation"),
+    "name": (
+        lambda value: value is None or isinstance(value, str),
+        "a str, or None for an unnamed operation",
+    ),
     "prescale_factor": _NUMBER,
     "postscale_factor": _NUMBER,
     "root_rank": (is_integer, "the rank of a process, an integer"),

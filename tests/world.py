@@ -528,6 +528,16 @@ def alike(tensors: Iterable[Any]) -> bool:
     return all(torch.equal(row, rows[0]) for row in rows)
 
 
+def wrapped_sgd(model: Any, rate: float = 0.1, momentum: float = 0.0, **options: Any) -> Any:
+    """hvd.DistributedOptimizer(options) of torch's SGD for the named parameters of a model."""
+    import torch
+
+    import horoclone.torch as hvd
+
+    sgd = torch.optim.SGD(model.parameters(), rate, momentum)
+    return hvd.DistributedOptimizer(sgd, model.named_parameters(), **options)
+
+
 def operations() -> int:
     """How many operations this rank has submitted."""
     from horoclone import runtime
@@ -550,10 +560,16 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def ran(*command: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """A command that has ended, and what it has said; options are subprocess.run's."""
+    return subprocess.run(
+        list(map(str, command)), **{"capture_output": True, "text": True, "timeout": 120} | options
+    )
+
+
 def run_python(code: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Runs code in an interpreter of its own; options are subprocess.run's."""
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, **{"capture_output": True, "text": True, "timeout": 120} | options)
+    """Runs code in an interpreter of its own."""
+    return ran(sys.executable, "-c", code, *arguments, **options)
 
 
 def printed_by(script: str | Path, *arguments: str) -> str:

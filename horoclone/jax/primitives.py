@@ -200,7 +200,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> tupl
     _require_linear(call)
     results = collective_p.bind(*primals, call=call)
     # Integers have no tangents; every other argument takes part on every rank, zero or not.
-    moving = [i for i, tangent in enumerate(tangents) if _is_differentiable(primals[i])]
+    moving = [i for i, primal in enumerate(primals) if jnp.issubdtype(jax.typeof(primal).dtype, jnp.inexact)]
     filled = [ad.instantiate_zeros(tangents[i]) for i in moving]
     out: list[Any] = [ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results]
     if filled:
@@ -208,10 +208,6 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> tupl
         for i, tangent in zip(moving, pushed, strict=True):
             out[i] = tangent
     return results, out
-
-
-def _is_differentiable(value: Any) -> bool:
-    return bool(jnp.issubdtype(jax.typeof(value).dtype, jnp.inexact))
 
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, call: Call) -> list[Any]:

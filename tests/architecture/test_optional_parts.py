@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from world import run_python
+from world import ran, run_python
 
 from horoclone import optional
 
@@ -56,9 +55,7 @@ def copy_without(folder: Path, *parts: str) -> Path:
 
 def run(tree: Path, *command: str, timeout_s: float = 170) -> str:
     env = {**os.environ, "PYTHONPATH": str(tree), "KERAS_BACKEND": "torch"}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=tree, env=env, capture_output=True, text=True, timeout=timeout_s
-    )
+    done = ran(sys.executable, *command, cwd=tree, env=env, timeout=timeout_s)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -83,7 +80,7 @@ def test_without_all_of_them_two_ranks_work_and_what_is_asked_for_is_named(tmp_p
     assert said.count("sum 2.0 False") == 2, said
     command = [sys.executable, "-m", "horoclone.launch.cli", "-np", "1", "--dashboard", "true"]
     env = {**os.environ, "PYTHONPATH": str(tree)}
-    done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=60)
+    done = ran(*command, cwd=tree, env=env)
     assert done.returncode == 1 and "has no dashboard (horoclone.live.dashboard)" in done.stderr, done.stderr
     code = "from horoclone.elastic.disk import Disk; Disk('saves', 1, 1, 1.0)"
     done = run_python(code, cwd=tree, env=env)

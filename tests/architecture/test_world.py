@@ -3,45 +3,17 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from world import WorldFailed, Worlds, ranks
+from world import WorldFailed, Worlds
 
 
 def my_rank() -> int:
     return int(os.environ["HOROCLONE_RANK"])
-
-
-def my_pid() -> int:
-    return os.getpid()
-
-
-def expect_ranks(values: list[Any]) -> None:
-    assert values == [("set", 0), ("set", 1)]
-
-
-@ranks(2, init=False, env={"FOR_THIS_TEST": "set"}, check=expect_ranks)
-def test_every_rank_runs_the_body_with_its_environment() -> tuple[str, int]:
-    return os.environ["FOR_THIS_TEST"], my_rank()
-
-
-@pytest.mark.parametrize("value", [1, "two"])
-@ranks(2, init=False)
-def test_the_environment_is_put_back_and_parameters_arrive(value: Any) -> None:
-    assert "FOR_THIS_TEST" not in os.environ
-    assert value in (1, "two")
-
-
-@ranks(2, init=False, dies=[1])
-def test_a_rank_may_die_when_the_test_says_so() -> None:
-    if my_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def fails_on_one() -> None:
@@ -84,27 +56,6 @@ def test_an_unasked_death_names_the_signal_and_the_world_is_replaced(worlds: Wor
     with pytest.raises(WorldFailed, match="rank 1: died by SIGABRT"):
         worlds.run(2, dies_unasked, init=False)
     assert worlds.run(2, my_rank, init=False) == [0, 1]
-
-
-def test_worlds_end_where_the_tests_of_another_folder_begin(
-    worlds: Worlds, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shared = Path(__file__).resolve().parents[1] / "conftest.py"
-    plugins: list[Any] = list(request.config.pluginmanager.get_plugins())
-    [conftest] = [one for one in plugins if getattr(one, "__file__", None) == str(shared)]
-    monkeypatch.setattr(conftest, "_folder", Path(__file__).parent)  # and back, when this test is over
-
-    def begin_a_test(folder: Path) -> None:
-        conftest.pytest_runtest_setup(
-            SimpleNamespace(path=folder / "test_some.py", get_closest_marker=lambda _: None)
-        )
-
-    [before] = worlds.run(1, my_pid, init=False)
-    begin_a_test(Path(__file__).parent)
-    assert worlds.run(1, my_pid, init=False) == [before]
-    begin_a_test(Path(__file__).parents[1] / "elsewhere")
-    assert not Path(f"/proc/{before}").exists()
-    assert worlds.run(1, my_pid, init=False) != [before]
 
 
 def parent_and_hash() -> tuple[int, int]:

@@ -6,12 +6,12 @@ import importlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from world import ran
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -146,10 +146,7 @@ def test_a_tiny_run(open_mpi, tmp_path):
         sys.executable, FOLDER / "allreduce.py", "--sizes", "4,4096", "--rounds", "2", "--force", "--settle", "0.2",
         "--limit", "150", "--mpi", open_mpi.mpirun, "--json", tmp_path / "out" / "result.json",
     ]  # fmt: skip
-    done = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, timeout=170,
-        env={**os.environ, **open_mpi.env},
-    )  # fmt: skip
+    done = ran(*command, timeout=170, env={**os.environ, **open_mpi.env})  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "out" / "result.json").read_text())
     assert {"settings", "machine", "versions", "noise", "sizes", "loop_4_bytes"} <= set(result)
@@ -177,10 +174,7 @@ def test_a_tiny_run_from_cpp(open_mpi, tmp_path):
         sys.executable, FOLDER / "core.py", "--sizes", "4,65536", "--rounds", "1", "--force", "--settle", "0.2",
         "--limit", "100", "--mpi", open_mpi.mpirun, "--json", tmp_path / "result.json",
     ]  # fmt: skip
-    done = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, timeout=120,
-        env={**os.environ, **open_mpi.env},
-    )  # fmt: skip
+    done = ran(*command, env={**os.environ, **open_mpi.env})  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "result.json").read_text())
     mpi = result["versions"]["mpi"]
@@ -201,7 +195,7 @@ def test_a_tiny_run_of_two_builds(tmp_path):
         sys.executable, FOLDER / "two_builds.py", root, root, "--sizes", "4", "--rounds", "2", "--only", "4]",
         "--force", "--settle", "0", "--json", tmp_path / "result.json",
     ]  # fmt: skip
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
+    done = ran(*command)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "result.json").read_text())["rows"]
     assert ["core", "bucket", 4] in [row["case"] for row in rows] and len(rows) == 7
@@ -282,7 +276,7 @@ def test_counters_of_control_and_of_idle_engines_and_dtypes(tmp_path):
     for program, more in options.items():
         path = tmp_path / f"{program}.json"
         command = [sys.executable, FOLDER / program, *more, "--force", "--settle", "0.1", "--json", path]
-        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=100)
+        done = ran(*command)
         assert done.returncode == 0, done.stdout + done.stderr
         results[program] = json.loads(path.read_text())
     rows = {(row["way"], row["form"]): row for row in results["control.py"]["rows"]}
@@ -303,7 +297,7 @@ def test_what_views_cost_is_measured_while_everything_looks(tmp_path):
     path = tmp_path / "views.json"
     options = ["--np", "2", "--rounds", "1", "--seconds", "1", "--force", "--settle", "0.1", "--json", path]
     command = list(map(str, [sys.executable, FOLDER / "views.py", *options]))
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = ran(*command)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(path.read_text())
     assert {"launcher, no views", "launcher, alone", "launcher, watched", "top"} == set(result["of_a_core"])
@@ -322,7 +316,7 @@ def test_a_tiny_run_between_two_hosts(tmp_path):
         sys.executable, FOLDER / "network.py", "--cases", "1g-2x2", "--sizes", "1048576", "--rounds", "1", "--force",
         "--settle", "0.1", "--raw-s", "0.3", "--limit", "100", "--json", tmp_path / "network.json",
     ]  # fmt: skip
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=150)
+    done = ran(*command, timeout=150)
     if "Operation not permitted" in done.stderr:
         pytest.skip(f"no namespaces here: {done.stderr}")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -344,11 +338,7 @@ def test_the_gpu_benchmark_runs_in_host_memory(tmp_path):
         "--model", "tiny", "--batch-size", "4", "--rounds", "2", "--steps", "2", "--warm", "1", "--bytes",
         "4096", "--buckets", "2", "--bucket-bytes", "4096",
     ]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend",
-         "c10d", "--rdzv-endpoint", "localhost:0", FOLDER / "gpu.py", "--device", "cpu", *tiny, "--json", out],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    done = ran(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", FOLDER / "gpu.py", "--device", "cpu", *tiny, "--json", out)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(out.read_text())
     assert set(found["times"]) == {"alone", "ddp", "ddp view", "horoclone"} and found["facts"]["ranks"] == 2

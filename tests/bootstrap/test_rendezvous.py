@@ -17,7 +17,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from world import until
+from world import ran, until
 
 from horoclone import errors
 from horoclone.bootstrap import client as bootstrap_client
@@ -617,17 +617,13 @@ def test_another_user_is_refused_at_both_ends(soon):
     )
     # The interpreter and the package may lie where the other user cannot read, so both are loaded before setuid.
     program = "import horoclone.bootstrap.rendezvous, horoclone.errors\n" + program
-    done = subprocess.run(
-        [sys.executable, "-c", program, "client", name], capture_output=True, text=True, timeout=30
-    )
+    done = ran(sys.executable, "-c", program, "client", name)
     assert "refused: it belongs to user id 0" in done.stdout, done
     raw_program = (
         "import os, socket, sys\nos.setuid(65534)\none = socket.socket(socket.AF_UNIX)\n"
         "one.settimeout(5)\none.connect('\\0' + sys.argv[1][5:])\nprint(one.recv(100))"
     )
-    raw = subprocess.run(
-        [sys.executable, "-c", raw_program, name], capture_output=True, text=True, timeout=30
-    )
+    raw = ran(sys.executable, "-c", raw_program, name)
     assert raw.stdout.strip() == "b''", "another user does not even get a greeting"
     mine.close()
 

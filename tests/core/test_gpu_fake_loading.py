@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from world import run_python
+from world import ran, run_python
 
 core = pytest.importorskip("horoclone._core", reason="the native module is not built")
 
@@ -181,25 +180,16 @@ def test_fake_the_doctor_and_check_build_say_what_was_found(fakes: Path) -> None
         HOROCLONE_KERNEL_CACHE="off",
     )
     tool = [sys.executable, "-m", "horoclone.launch.tool"]
-    done = subprocess.run([*tool, "doctor", "--json"], env=env, capture_output=True, text=True, timeout=120)
+    done = ran(*tool, "doctor", "--json", env=env)
     topics = {finding["topic"]: finding for finding in json.loads(done.stdout)["findings"]}
     assert topics["NCCL"]["status"] == "ok" and f"2.28.9, {fakes}/libnccl.so.2" in topics["NCCL"]["text"]
     assert topics["CUDA"]["status"] == "ok" and "4 visible: Test fake 0" in topics["CUDA"]["text"]
     assert topics["GPU kernels"]["status"] == "ok"
-    table = subprocess.run(
-        [sys.executable, "-m", "horoclone.launch", "--check-build"],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    ).stdout
+    table = ran(sys.executable, "-m", "horoclone.launch", "--check-build", env=env).stdout
     assert f"2.28.9, {fakes}/libnccl.so.2" in table
     assert "[X] NCCL" in table and "[X] CUDA" in table and "[X] GPU kernels" in table
     without = {**env, "HOROCLONE_NCCL_LIBRARY": str(fakes / "absent.so")}
-    table = subprocess.run(
-        [sys.executable, "-m", "horoclone.launch", "--check-build"], env=without, capture_output=True, text=True,
-        timeout=120,
-    ).stdout  # fmt: skip
+    table = ran(sys.executable, "-m", "horoclone.launch", "--check-build", env=without).stdout  # fmt: skip
     assert "[ ] NCCL" in table and "absent.so" in table
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from world import ran
 
 core = pytest.importorskip("horoclone._core", reason="the native module is not built")
 
@@ -48,7 +49,7 @@ def package(spec: str) -> Path:
         spec
     ]  # fmt: skip
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        done = ran(*command, timeout=600)
         failed = "" if done.returncode == 0 else f"cannot be installed here: {done.stderr.strip()[-300:]}"
     except subprocess.TimeoutExpired:
         failed = "could not be fetched within 10 minutes"
@@ -76,14 +77,9 @@ def compare(source: str, folder: Path, tmp_path: Path, *more: Path) -> str:
     places = [f"-I{place}" for place in (folder, ABI, ROOT / "csrc", ROOT / "csrc/include", *more)]
     # Nothing is called: the addresses of what the libraries define are left open.
     link = ["-o", program, "-Wl,--unresolved-symbols=ignore-all"]
-    built = subprocess.run(
-        [compiler, "-std=c++20", *places, ABI / f"{source}.cc", *link],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    built = ran(compiler, "-std=c++20", *places, ABI / f"{source}.cc", *link)
     assert built.returncode == 0, built.stderr[-3000:]
-    done = subprocess.run([program], capture_output=True, text=True, timeout=60)
+    done = ran(program)
     assert done.returncode == 0, done.stdout
     return done.stdout
 
@@ -106,10 +102,7 @@ def test_our_declarations_of_nvrtc_are_nvidias(spec: str, tmp_path: Path) -> Non
 def report(**settings: Any) -> Any:
     given = {f"HOROCLONE_{name}": str(value) for name, value in settings.items()}
     code = "import json, sys, horoclone._core as core; print(core.device_report(json.loads(sys.argv[1])))"
-    done = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(given)], capture_output=True, text=True, timeout=300,
-        env={name: value for name, value in os.environ.items() if not name.startswith("HOROCLONE_")},
-    )  # fmt: skip
+    done = ran(sys.executable, "-c", code, json.dumps(given), timeout=300, env={name: value for name, value in os.environ.items() if not name.startswith("HOROCLONE_")})  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

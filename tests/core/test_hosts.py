@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from namespaces import Hosts, Switched, inside, set_deaf
 from worker_pool import held, say
+from world import until
 
 import horoclone as hvd
 
@@ -142,12 +143,11 @@ def reduce_and_count():
     os._exit(0)
 
 
-def wait_for_more(started, limit_s=30):
+def wait_for_more(started):
     """Until rank 0 has reduced more than it has by now; it has lost nobody meanwhile."""
-    deadline, before = time.monotonic() + limit_s, len(started.said(0, "done"))
-    while len(started.said(0, "done")) < before + 3:
-        assert time.monotonic() < deadline and not started.said(0, "error"), started.outputs()
-        time.sleep(0.05)
+    wanted = len(started.said(0, "done")) + 3
+    until(lambda: len(started.said(0, "done")) >= wanted, said=started.outputs)
+    assert not started.said(0, "error"), started.outputs()
 
 
 def test_with_the_real_deadlines_a_cut_cable_is_a_loss_within_seconds(team, hosts):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from namespaces import Hosts, inside
 from worker_pool import say
+from world import until
 
 import horoclone as hvd
 
@@ -54,38 +55,32 @@ def one_turn(turn, rank, size):
     root = choice.randrange(size)
     mine, name = values(turn, rank, count), f"{what}.{count}"
 
-    began = time.monotonic()
-    if what == "allreduce":
-        result = hvd.allreduce(mine, op=hvd.Sum, name=name)
-    elif what == "allgather":
-        result = hvd.allgather(mine, name=name)
-    elif what == "broadcast":
-        result = hvd.broadcast(mine, root, name=name)
-    elif what == "alltoall":
-        result = hvd.alltoall(mine, name=name)
-    elif what == "reducescatter":
-        result = hvd.reducescatter(mine, op=hvd.Sum, name=name)
-    elif what == "barrier":
-        hvd.barrier()
-    else:
-        sent, result = hvd.isend(mine, (rank + 1) % size), np.empty_like(mine)
-        hvd.recv(result, (rank - 1) % size)
+    def message():
+        sent = hvd.isend(mine, (rank + 1) % size)
+        result = hvd.recv(np.empty_like(mine), (rank - 1) % size)
         hvd.synchronize(sent)
-    took = time.monotonic() - began
+        return result
 
-    everybodys = [values(turn, r, count) for r in range(size)]
-    if what == "allreduce":
-        assert np.array_equal(result, sum(everybodys))
-    elif what == "allgather":
-        assert np.array_equal(result, np.concatenate(everybodys))
-    elif what == "broadcast":
-        assert np.array_equal(result, everybodys[root])
-    elif what == "alltoall":
-        assert np.array_equal(result, np.concatenate([one.reshape(size, -1)[rank] for one in everybodys]))
-    elif what == "reducescatter":
-        assert np.array_equal(result, sum(everybodys).reshape(size, -1)[rank])
-    elif what == "message":
-        assert np.array_equal(result, everybodys[(rank - 1) % size])
+    # Of each: the call, and what it gives where the ranks have given `parts`.
+    call, expected = {
+        "allreduce": (lambda: hvd.allreduce(mine, op=hvd.Sum, name=name), sum),
+        "allgather": (lambda: hvd.allgather(mine, name=name), np.concatenate),
+        "broadcast": (lambda: hvd.broadcast(mine, root, name=name), lambda parts: parts[root]),
+        "alltoall": (
+            lambda: hvd.alltoall(mine, name=name),
+            lambda parts: np.concatenate([one.reshape(size, -1)[rank] for one in parts]),
+        ),
+        "reducescatter": (
+            lambda: hvd.reducescatter(mine, op=hvd.Sum, name=name),
+            lambda parts: sum(parts).reshape(size, -1)[rank],
+        ),
+        "barrier": (lambda: hvd.barrier(), lambda parts: None),
+        "message": (message, lambda parts: parts[(rank - 1) % size]),
+    }[what]
+    began = time.monotonic()
+    result = call()
+    took = time.monotonic() - began
+    assert np.array_equal(result, expected([values(turn, r, count) for r in range(size)]))
     return began, took
 
 
@@ -124,10 +119,11 @@ class Trial:
 
     def goes_on(self, turns=3, limit_s=30):
         """Until every rank has done so many turns more."""
-        before, deadline = [self.turns(rank) for rank in range(self.size)], time.monotonic() + limit_s
-        while any(self.turns(rank) < before[rank] + turns for rank in range(self.size)):
-            assert time.monotonic() < deadline, self.started.outputs()
-            time.sleep(0.01)
+        wanted = [self.turns(rank) + turns for rank in range(self.size)]
+        until(
+            lambda: all(self.turns(rank) >= wanted[rank] for rank in range(self.size)),
+            limit_s, self.started.outputs,
+        )  # fmt: skip
 
     def finish(self):
         self.stop.touch()

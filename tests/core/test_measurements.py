@@ -12,7 +12,6 @@ from world import ranks
 
 import horoclone as hvd
 
-TCP = {"HOROCLONE_SHARED_MEMORY": "0"}
 ATTEMPTS = 8
 
 
@@ -69,14 +68,9 @@ def check_steps() -> None:
     agree_at_last(steps_of_names)
 
 
-@ranks(2)
-def test_a_step_and_the_waiting_in_it_agree_with_a_stopwatch() -> None:
-    check_steps()
-
-
-@ranks(2, env=TCP)
-def test_a_step_agrees_with_a_stopwatch_over_tcp() -> None:
-    check_steps()
+@pytest.mark.parametrize("shared", ["1", "0"], ids=["shared", "tcp"])
+def test_a_step_and_the_waiting_in_it_agree_with_a_stopwatch(worlds: Any, shared: str) -> None:
+    worlds.run(2, check_steps, env={"HOROCLONE_SHARED_MEMORY": shared})
 
 
 @ranks(2)
@@ -126,3 +120,27 @@ def test_communication_behind_computation_is_overlapped() -> None:
     assert now["overlapped_seconds"] - before["overlapped_seconds"] > 0.8 * (
         now["seconds"] - before["seconds"]
     )
+
+
+def counted() -> int:
+    return int(hvd.metrics()["bytes"])
+
+
+def check_blocking_calls(bypasses: bool) -> None:
+    bypassed = hvd.metrics()["bypassed"]
+    for count in (1, 1000, 1 << 16):  # 4 B to 256 KiB
+        tensor = np.ones(count, np.float32)
+        for _ in range(5):
+            hvd.allreduce_(tensor, op=hvd.Max, name="repeats")
+        before = counted()
+        # Small ones: in rounds that bypass the negotiation, most of them without the engine
+        for _ in range(50):
+            hvd.allreduce_(tensor, op=hvd.Max, name="repeats")
+        assert counted() - before == 50 * 4 * count, count
+        hvd.barrier()
+    assert not bypasses or hvd.metrics()["bypassed"] > bypassed, "no call took the bypass: nothing was tested"
+
+
+@pytest.mark.parametrize("shared", ["1", "0"], ids=["shared", "tcp"])
+def test_blocking_calls_that_repeat_are_counted(worlds: Any, shared: str) -> None:
+    worlds.run(2, check_blocking_calls, env={"HOROCLONE_SHARED_MEMORY": shared}, bypasses=shared == "1")

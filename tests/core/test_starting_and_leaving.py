@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
+import shutil
 import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -222,3 +225,50 @@ def test_ranks_of_one_host_listen_on_loopback_only(worker_pool, by_hand):
     # 127.0.0.1 as the kernel prints it, and ::1 where there is one
     first, last = (0x7F000001, 1) if sys.byteorder == "big" else (0x0100007F, 0x01000000)
     assert len(found) >= RANKS and {int(one, 16) for one in found} <= {first, last}, team.outputs()
+
+
+core = pytest.importorskip("horoclone._core", reason="the native module is not built: pip install -e .")
+
+RANK = """
+import os, sys
+if os.environ["HOROVOD_RANK"] == "1":
+    sys.path.insert(0, sys.argv[1])
+import horoclone as hvd
+try:
+    hvd.init()
+    print("connected")
+except hvd.HorovodInternalError as error:
+    os.write(1, f"refused {os.environ['HOROVOD_RANK']} {type(error).__name__} {error}\\n".encode())
+"""
+
+
+def test_the_build_names_the_version_and_a_digest():
+    import horoclone
+
+    version, _, digest = json.loads(core.build_info())["build"].partition("+")
+    assert version == horoclone.__version__ and len(digest) == 12 and int(digest, 16) >= 0
+
+
+def test_ranks_of_two_builds_refuse_each_other_and_both_name_both(launch, tmp_path):
+    build = json.loads(core.build_info())["build"]
+    other = build[:-6] + ("abcdef" if build[-6:] != "abcdef" else "fedcba")
+    package = Path(core.__file__).parent
+    shutil.copytree(package, tmp_path / "horoclone", ignore=shutil.ignore_patterns("__pycache__"))
+    library = tmp_path / "horoclone" / "libhoroclone.so"
+    content = library.read_bytes()
+    assert content.count(build.encode() + b"\0") == 1
+    library.write_bytes(content.replace(build.encode(), other.encode()))
+    command = [
+        sys.executable, "-m", "horoclone.launch", "-np", "2", sys.executable, "-c", RANK, str(tmp_path)
+    ]  # fmt: skip
+    done = launch(command, check=False, env=dict(os.environ))
+    words = [line.partition("] ")[2] for line in done.stdout.splitlines()]
+    refused = sorted(line for line in words if line.startswith("refused"))
+    assert len(refused) == 2 and "connected" not in done.stdout, done.output
+    for rank, (own, theirs) in enumerate([(build, other), (other, build)]):
+        assert refused[rank].startswith(f"refused {rank} Unsupported the endpoint of rank {1 - rank}: "), (
+            done.output
+        )
+        assert f"the other side is horoclone {theirs}, this one is horoclone {own};" in refused[rank], (
+            done.output
+        )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from world import ran
 
 from horoclone import ops
 
@@ -334,9 +334,7 @@ def test_fake_cupy_arrays_in_every_operation_and_the_example(
 
 def test_the_example_says_that_it_is_skipped_where_there_is_no_gpu() -> None:
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE)], env=hidden, capture_output=True, text=True, timeout=60
-    )
+    done = ran(sys.executable, str(EXAMPLE), env=hidden)
     assert done.returncode == 0 and done.stdout.startswith("SKIPPED cupy_regression.py: it needs CuPy"), done
 
 

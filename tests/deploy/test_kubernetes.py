@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from world import until
+from world import ran, until
 
 yaml = pytest.importorskip("yaml")
 
@@ -174,10 +174,7 @@ def test_a_pod_of_a_stateful_set_is_deleted_while_its_training_is_about_to_end(
     training = tmp_path / "python"
     training.write_text(f"#!/bin/sh\ntrap 'exit {code}' TERM; kill -TERM 1; sleep 20 & wait\n")
     training.chmod(0o755)
-    done = subprocess.run(
-        ["unshare", "--pid", "--fork", "--kill-child", *container["command"]],
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, capture_output=True, text=True, timeout=30, check=False,
-    )  # fmt: skip
+    done = ran("unshare", "--pid", "--fork", "--kill-child", *container["command"], env={"PATH": f"{tmp_path}:/usr/bin:/bin"})  # fmt: skip
     if "unshare failed" in done.stderr:
         pytest.skip(f"no process namespaces here: {done.stderr}")
     assert done.returncode == ends_with, done.stderr

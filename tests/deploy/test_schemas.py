@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from world import ran
 
 ROOT = Path(__file__).resolve().parents[2]
 MANIFESTS = sorted((ROOT / "deploy" / "kubernetes").glob("*/*.yaml"))
@@ -13,13 +14,7 @@ MANIFESTS = sorted((ROOT / "deploy" / "kubernetes").glob("*/*.yaml"))
 
 def check(python: Path, *paths: Path) -> subprocess.CompletedProcess[str]:
     program = Path(__file__).with_name("schemas.py")
-    done = subprocess.run(
-        [str(python), str(program), *map(str, paths)],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
+    done = ran(str(python), str(program), *map(str, paths), timeout=150)
     if "ModuleNotFoundError" in done.stderr:
         pytest.skip(f".venv/engines lacks a package: {done.stderr.strip().splitlines()[-1]}")
     return done

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from namespaces import connect, delete, lay_cable, make, make_switch
-from world import until
+from world import ran, until
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
@@ -135,7 +135,7 @@ class Slurm:
 
     def run(self, *words: str) -> str:
         command = self.on("control", *words)
-        done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=60, check=False)
+        done = ran(*command, env=self.env)
         return done.stdout + done.stderr
 
     def submit(self, script: str, *flags: str, **environment: str) -> Batch:
@@ -147,11 +147,7 @@ class Slurm:
             "sbatch", "--parsable", f"--chdir={folder}", f"--output={out}", *flags,
             str(DEPLOY / "slurm" / script)
         ]  # fmt: skip
-        done = subprocess.run(
-            self.on("control", *words),
-            env={**self.env, **environment, "TRAIN_FOLDER": str(folder)},
-            capture_output=True, text=True, timeout=60, check=True,
-        )  # fmt: skip
+        done = ran(*self.on("control", *words), env={**self.env, **environment, "TRAIN_FOLDER": str(folder)}, check=True)  # fmt: skip
         return Batch(self, done.stdout.strip(), out)
 
     def close(self) -> None:
@@ -220,7 +216,7 @@ def test_srun_is_found_and_the_nodes_are_hosts(slurm: Slurm) -> None:
     environment = {**slurm.env, "HOROCLONE_SECRET": "0" * 32}
     words = ["srun", "-N3", "--ntasks-per-node=1", "python", "-c", program]
     words = slurm.on("control", *words)
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=90, check=False)
+    done = ran(*words, env=environment)
     assert sorted(done.stdout.splitlines()) == [f"rank {rank} 3" for rank in range(3)], (
         done.stdout + done.stderr
     )

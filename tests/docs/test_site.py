@@ -6,13 +6,13 @@ import json
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from world import ran
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.timeout(900), pytest.mark.long(60)]
@@ -52,10 +52,7 @@ def site(mkdocs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     # Whatever asks for the network fails.
     nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
-    done = subprocess.run(
-        [mkdocs, "build", "--strict", "--quiet", "--site-dir", folder],
-        cwd=ROOT, env={**os.environ, **nowhere, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, timeout=170,
-    )  # fmt: skip
+    done = ran(mkdocs, "build", "--strict", "--quiet", "--site-dir", folder, cwd=ROOT, env={**os.environ, **nowhere, "NO_MKDOCS_2_WARNING": "1"}, timeout=170)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "WARNING" not in done.stdout + done.stderr, done.stdout + done.stderr
     return folder
@@ -147,9 +144,7 @@ print(len(names), *filter(says_nothing, names))
 
 
 def test_every_name_of_the_api_has_a_docstring_that_begins_as_a_sentence(mkdocs: Path) -> None:
-    done = subprocess.run(
-        [mkdocs.with_name("python"), "-c", UNEXPLAINED], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    done = ran(mkdocs.with_name("python"), "-c", UNEXPLAINED, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     number, *unexplained = done.stdout.split()
     assert int(number) > 200 and not unexplained, unexplained

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from world import ran
 
 LEAVE = [
     sys.executable,
@@ -52,7 +53,7 @@ def test_the_command_lets_one_worker_leave_at_a_commit_and_waits_for_its_end(ela
     first = job.whole(1)
     job.step(5)
     asked = [*LEAVE, "--pid", str(first[1]), "--wait", "20"]
-    done = subprocess.run(asked, capture_output=True, text=True, timeout=40, check=False)
+    done = ran(*asked)
     assert done.returncode == 0, done.stderr
     assert not Path(f"/proc/{first[1]}").exists() or "Z" in Path(f"/proc/{first[1]}/stat").read_text()
     assert job.whole(2) == {0: first[0], 1: first[2]}
@@ -63,9 +64,7 @@ def test_the_command_lets_one_worker_leave_at_a_commit_and_waits_for_its_end(ela
 
 
 def test_the_command_refuses_a_process_that_is_no_worker() -> None:
-    done = subprocess.run(
-        [*LEAVE, "--pid", str(os.getpid())], capture_output=True, text=True, timeout=40, check=False
-    )
+    done = ran(*LEAVE, "--pid", str(os.getpid()))
     assert done.returncode == 2 and "is no worker of an elastic job" in done.stderr
 
 

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from world import ran
 
 import horoclone
 
@@ -40,10 +41,7 @@ def run_python(site_folder: Path, program: str, *flags: str, **env: str) -> subp
         (home / "horoclone").symlink_to(ROOT / "horoclone")
     start = f"import sys; sys.path += {[str(site_folder), str(home), *packages]!r}\n"
     environ = {name: value for name, value in os.environ.items() if name != "HOROCLONE_NO_HOROVOD_ALIAS"}
-    return subprocess.run(
-        [sys.executable, "-S", *flags, "-c", start + program],
-        cwd=site_folder.parent, env={**environ, **env}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    return ran(sys.executable, "-S", *flags, "-c", start + program, cwd=site_folder.parent, env={**environ, **env})  # fmt: skip
 
 
 def output_of(site_folder: Path, program: str, **env: str) -> str:
@@ -75,16 +73,10 @@ def test_it_is_found_on_the_path_of_a_bare_interpreter(site_folder: Path) -> Non
         "import importlib.util as u; assert u.find_spec('horovod.common') and not u.find_spec('horovod.none')",
     ):
         program += "; import sys; print(sys.modules['horovod'].__name__, sys.modules['horovod'].__version__)"
-        done = subprocess.run(
-            [sys.executable, "-S", "-c", program],
-            cwd=site_folder.parent, env={"PYTHONPATH": str(site_folder)}, capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
+        done = ran(sys.executable, "-S", "-c", program, cwd=site_folder.parent, env={"PYTHONPATH": str(site_folder)})  # fmt: skip
         assert done.stdout == "horovod 0.28.1\n", done.stderr
     words = [sys.executable, "-S", "-m", "horovod.runner.launch", "--version"]
-    done = subprocess.run(
-        words, env={"PYTHONPATH": str(site_folder)}, cwd=site_folder.parent, capture_output=True, text=True,
-        timeout=60
-    )  # fmt: skip
+    done = ran(*words, env={"PYTHONPATH": str(site_folder)}, cwd=site_folder.parent)  # fmt: skip
     assert done.returncode == 0 and done.stdout.strip() == horoclone.HOROVOD_VERSION, done.stderr
 
 

@@ -10,7 +10,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from world import run_python
+from world import ran, run_python
 
 import horoclone.runner
 from horoclone.runner import _HorovodArgs, launch
@@ -259,10 +259,7 @@ SAYS_WHO = "import os; print(os.environ['HOROVOD_RANK'], os.environ.get('HOROVOD
 
 
 def output_of(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *(["-c", program] if program else []), *arguments],
-        cwd=ROOT, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    return ran(sys.executable, *(["-c", program] if program else []), *arguments, cwd=ROOT)  # fmt: skip
 
 
 def test_a_job_is_started_by_horovods_functions() -> None:

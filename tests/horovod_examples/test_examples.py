@@ -32,15 +32,6 @@ def test_the_list_says_what_is_needed_and_what_was_seen() -> None:
         assert all(isinstance(word, str) for word in entry.get("arguments", ())), entry
 
 
-def test_an_example_that_is_not_there_is_left_out_with_the_reason(tmp_path: Path) -> None:
-    first = RUN.listed()[0]
-    assert "is not there" in RUN.obstacle(first, tmp_path)
-    (tmp_path / first["name"]).parent.mkdir()
-    (tmp_path / first["name"]).write_text("")
-    assert RUN.obstacle({**first, "needs": ["no_such_module"]}, tmp_path) == "needs no_such_module"
-    assert RUN.obstacle({**first, "needs": [], "waits_for": "Spark"}, tmp_path) == "needs Spark"
-
-
 @pytest.mark.slow
 def test_a_script_is_run_on_two_ranks_and_its_failure_is_told(tmp_path: Path) -> None:
     """The way itself, on a script of ours that reads the made files as the examples do."""

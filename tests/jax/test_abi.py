@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
-from world import later, run_python
+from world import later, ran, run_python
 
 jax = later("jax")
 
@@ -160,7 +159,7 @@ def test_our_declarations_are_those_of_the_installed_jaxlib(tmp_path: Path) -> N
     source.write_text("\n".join(lines) + "\n")
     command = [compiler, "-std=c++20", "-fsyntax-only", "-Wno-invalid-offsetof"]
     includes = [f"-I{ROOT / 'csrc'}", f"-I{jax.ffi.include_dir()}"]
-    done = subprocess.run([*command, *includes, str(source)], capture_output=True, text=True, timeout=100)
+    done = ran(*command, *includes, str(source))
     assert done.returncode == 0, done.stderr
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from world import later, ranks
+from world import later, load, ranks
 
 from horoclone import tensor_names
 
@@ -297,3 +298,48 @@ def test_an_error_names_the_leaf_that_it_is_about() -> None:
     assert re.search(named, str(hvd.horovod_error_of(caught.value)))
     tensor_names.complete(caught.value)
     assert re.search(named, str(caught.value))
+
+
+@ranks(2)
+def test_arrays_of_jax_are_counted() -> None:
+    mine = jnp.arange(11.0)[hvd.EvaluationSampler(range(11))[:]]
+    found = hvd.metric_mean({"loss": mine.mean(), "half": mine.astype(jnp.bfloat16).mean()}, count=len(mine))
+    assert found == {"loss": 5.0, "half": 5.0}
+    assert hvd.metric_sum(jnp.full(3, hvd.rank() + 1)).tolist() == [3, 3, 3]
+    with pytest.raises(ValueError, match="rank 0 gave a value that is not a number"):
+        hvd.metric_sum(jnp.complex64(1j))
+
+
+shared = load(Path(__file__).parents[1] / "argument_types.py", "argument_types")
+
+JAX = {
+    "allreduce": (*shared.REDUCTION, "compression"), "allgather": ("name", "process_set"), "broadcast": shared.ROOTED,
+    "alltoall": ("splits", "name", "process_set"), "reducescatter": shared.SHARE, "barrier": ("process_set",),
+}  # fmt: skip
+
+
+@ranks(2)
+def test_operations_on_jax_arrays() -> None:
+    def tree() -> dict[str, Any]:
+        return {"tree": {"w": jnp.ones(4)}}
+
+    given = {
+        "": tree, "alltoall": lambda: {"array": jnp.ones(4)}, "barrier": dict,
+        "broadcast": lambda: {**tree(), "root_rank": hvd.rank()},
+    }  # fmt: skip
+    shared.check(hvd, JAX, given)
+    for name in ("allreduce", "allgather", "broadcast", "reducescatter"):
+        function = getattr(hvd, name)
+        with pytest.raises(
+            TypeError, match=rf"{name}: tree=<Odd> .* at \['w'\] cannot be used; it takes an array"
+        ):
+            function({"v": jnp.ones(2), "w": shared.Odd()})
+        with pytest.raises(TypeError, match=rf"{name}: tree='abc' \(a str\) cannot be used"):
+            function("abc")
+        with pytest.raises(TypeError, match=rf"{name}: name=3 \(an int\)"):  # while a program is built, too
+            jax.jit(lambda x, function=function: function(x, name=3))(jnp.ones(2))
+    with pytest.raises(TypeError, match=r"alltoall: array=<Odd>"):
+        hvd.alltoall(shared.Odd())
+    with pytest.raises(TypeError, match=r"alltoall: array=\[.*one array, not a tree of 2"):
+        hvd.alltoall([jnp.ones(2), jnp.ones(2)])
+    assert hvd.allreduce(jnp.ones(3), op=hvd.Sum).tolist() == [2.0] * 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import types
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -381,3 +382,81 @@ def test_an_unused_call_stays_whatever_else_jax_tells_the_rule() -> None:
     rule = partial_eval.dce_rules[collective_p]
     for given in (([False], equation), ([False], [True, False], equation)):
         assert rule(*given) == ([True, True], equation)
+
+
+def cut(whole, size):
+    return jnp.split(whole, size)
+
+
+def exchanged(xs, size):
+    parts = [cut(x, size) for x in xs]
+    return [jnp.concatenate([part[to] for part in parts]) for to in range(size)]
+
+
+# Name -> call on one rank's array, the same on everybody's, factor of the gradient.
+CASES = {
+    "allreduce": (lambda x: hvd.allreduce(x, op=hvd.Sum), lambda xs, n: [sum(xs)] * n, lambda n: 1),
+    "allgather": (lambda x: hvd.allgather(x), lambda xs, n: [jnp.concatenate(xs)] * n, lambda n: 1 / n),
+    "broadcast": (lambda x: hvd.broadcast(x, 1), lambda xs, n: [xs[1]] * n, lambda n: 1 / n),
+    "reducescatter": (lambda x: hvd.reducescatter(x), lambda xs, n: cut(sum(xs) / n, n), lambda n: n),
+    "reducescatter sum": (
+        lambda x: hvd.reducescatter(x, op=hvd.Sum, prescale_factor=2.0), lambda xs, n: cut(2 * sum(xs), n), lambda n: n,
+    ),
+    "alltoall": (lambda x: hvd.alltoall(x), exchanged, lambda n: 1),
+}  # fmt: skip
+
+
+@ranks(2)
+def test_they_are_those_of_one_process() -> None:
+    size, rank = hvd.size(), hvd.rank()
+    xs = [jnp.asarray(np.random.RandomState(r).randn(6, 2), jnp.float32) for r in range(size)]
+    for name, (call, everybody, factor) in CASES.items():
+
+        def first(x, call=call):
+            return jax.grad(lambda x: (call(x) ** 3).sum())(x)
+
+        def backward(grads, everybody=everybody, factor=factor):
+            (found,) = jax.vjp(lambda xs: everybody(xs, size), xs)[1](list(grads))
+            return [factor(size) * g for g in found]
+
+        ys = everybody(xs, size)
+        by_y = [3 * y**2 for y in ys]
+        to_points = jax.grad(lambda points, b=backward: sum((g**2).sum() for g in b(points)))(by_y)
+        expected = backward([6 * y * v for y, v in zip(ys, to_points, strict=True)])[rank]
+        assert np.allclose(first(xs[rank]), backward(by_y)[rank], rtol=1e-3, atol=1e-3), name
+        second = jax.grad(lambda x, f=first: (f(x) ** 2).sum())(xs[rank])
+        assert np.allclose(second, expected, rtol=1e-3, atol=1e-2), (name, second, expected)
+        # Forward over reverse: every rank pushes its own tangent, and the sums over the ranks agree with the above.
+        along = jax.jvp(lambda x, f=first: (f(x) ** 2).sum(), (xs[rank],), (jnp.ones_like(xs[rank]),))[1]
+        totals = [float(hvd.allreduce(v, op=hvd.Sum)) for v in (along, second.sum() / factor(size))]
+        assert np.isclose(*totals, rtol=1e-3, atol=1e-2), (name, totals)
+
+
+def events_in(folder: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Name and stated facts of every event in the profile that lies in `folder`."""
+    (file,) = folder.rglob("*.xplane.pb")
+    data = jax.profiler.ProfileData.from_file(str(file))
+    return [
+        (event.name, dict(event.stats))
+        for plane in data.planes
+        for line in plane.lines
+        for event in line.events
+    ]
+
+
+@ranks(2)
+def test_calls_have_spans(tmp_path: Path) -> None:
+    program = jax.jit(lambda x: hvd.allreduce(x, op=hvd.Sum, name="in program") * 2)
+    assert program(jnp.ones(3)).tolist() == [4.0] * 3
+    folder = tmp_path / str(hvd.rank())
+    with jax.profiler.trace(str(folder)):
+        hvd.allreduce({"w": jnp.ones(3)}, name="eager")
+        hvd.allgather(jnp.ones((1, 2)))
+        jax.block_until_ready(program(jnp.ones(3)))
+    events = events_in(folder)
+    ours = {(name, facts.get("tensor", "")) for name, facts in events if name.startswith("horoclone.")}
+    assert ours == {("horoclone.allreduce", "eager"), ("horoclone.allgather", "")}, ours
+    in_program = [facts["hlo_op"] for _, facts in events if "horoclone" in str(facts.get("hlo_op"))]
+    assert in_program and set(in_program) == {"horoclone_collective.1"}, in_program
+    text = program.lower(jnp.ones(3)).compile().as_text()
+    assert "horoclone.allreduce.in program/horoclone_collective" in text, text

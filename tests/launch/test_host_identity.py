@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
-from world import until
+from world import ran, until
 
 from horoclone.launch import host_identity
 from horoclone.launch.host_identity import ADDRESS, MACHINE, HostIdentities, HostIdentity
@@ -100,9 +99,7 @@ def test_the_thread_looks_and_wakes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_machine_says_the_same_in_both_ways() -> None:
-    said = subprocess.run(
-        ["sh", "-c", ASK], capture_output=True, text=True, timeout=20, check=True
-    ).stdout.strip()
+    said = ran("sh", "-c", ASK, check=True).stdout.strip()
     assert said == own_machine() and Path("/proc/sys/kernel/random/boot_id").read_text().strip() in said
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,7 @@ from horoclone.launch.link import HostLink, SshOptions
 from horoclone.launch.usage import LaunchError
 
 HOROCLONERUN = Path(sys.executable).with_name("horoclonerun")
-ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OPENBLAS_NUM_THREADS": "1"}
 PROGRAM = """
 import numpy as np
 import horoclone as hvd
@@ -25,16 +27,14 @@ print("sum", hvd.allreduce(np.ones(300_000), op=hvd.Sum)[:2].tolist(), flush=Tru
 """
 
 
-def under(limit: str, ranks: int, tmp_path: Path, program: str = PROGRAM) -> subprocess.CompletedProcess[str]:
-    (tmp_path / "program.py").write_text(program)
-    run = f"ulimit {limit}; exec {HOROCLONERUN} -np {ranks} {sys.executable} {tmp_path / 'program.py'}"
-    return subprocess.run(
-        ["bash", "-c", run],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+@pytest.fixture
+def under(launch: Any, tmp_path: Path) -> Callable[..., Any]:
+    def run(limit: str, ranks: int, program: str = PROGRAM, user: Sequence[str] = ()) -> Any:
+        (tmp_path / "program.py").write_text(program)
+        job = f"ulimit {limit}; exec {HOROCLONERUN} -np {ranks} {sys.executable} {tmp_path / 'program.py'}"
+        return launch([*user, "bash", "-c", job], env=ENVIRONMENT, timeout_s=100, check=False)
+
+    return run
 
 
 GIB = 1 << 20  # as ulimit counts, in KiB
@@ -42,13 +42,15 @@ GIB = 1 << 20  # as ulimit counts, in KiB
 
 @pytest.mark.in_turn
 @pytest.mark.parametrize("gib", [20, 200, 8, 4])
-def test_less_address_space_makes_smaller_arenas(gib: int, tmp_path: Path) -> None:
-    done = under(f"-v {gib * GIB}", 3, tmp_path)
+def test_less_address_space_makes_smaller_arenas(gib: int, under: Callable[..., Any]) -> None:
+    done = under(f"-v {gib * GIB}", 3)
     assert done.stdout.count("sum [3.0, 3.0]\n") == 3, done.stderr
 
 
-def test_too_little_address_space_for_shared_memory_is_said_and_the_job_runs(tmp_path: Path) -> None:
-    done = under(f"-v {2 * GIB}", 3, tmp_path)
+def test_too_little_address_space_for_shared_memory_is_said_and_the_job_runs(
+    under: Callable[..., Any],
+) -> None:
+    done = under(f"-v {2 * GIB}", 3)
     assert done.stdout.count("sum [3.0, 3.0]\n") == 3, done.stderr
     assert "ulimit -v" in done.stderr and "TCP" in done.stderr
 
@@ -62,20 +64,22 @@ if os.environ["HOROCLONE_RANK"] == "2":
 
 @pytest.mark.in_turn
 @pytest.mark.parametrize("gib", [100, 2, 8])
-def test_a_rank_that_has_no_room_for_the_others_memory_uses_tcp_alone(gib: int, tmp_path: Path) -> None:
+def test_a_rank_that_has_no_room_for_the_others_memory_uses_tcp_alone(
+    gib: int, under: Callable[..., Any]
+) -> None:
     """The others reserve 64 GiB each: it is not to end the job because they share what it cannot map."""
-    done = under("-c 0", 4, tmp_path, ONE_IS_LIMITED.format(gib << 30) + PROGRAM)
+    done = under("-c 0", 4, ONE_IS_LIMITED.format(gib << 30) + PROGRAM)
     assert done.stdout.count("sum [4.0, 4.0]\n") == 4, done.stderr
     assert "TCP" in done.stderr and "ulimit -v" in done.stderr
 
 
-def test_limits_that_leave_enough_change_nothing(tmp_path: Path) -> None:
-    done = under("-l 0 -s 256 -f 1000000 -c 0 -n 200", 2, tmp_path)
+def test_limits_that_leave_enough_change_nothing(under: Callable[..., Any]) -> None:
+    done = under("-l 0 -s 256 -f 1000000 -c 0 -n 200", 2)
     assert done.stdout.count("sum [2.0, 2.0]\n") == 2, done.stderr
 
 
-def test_too_few_descriptors_are_named(tmp_path: Path) -> None:
-    done = under("-n 24", 4, tmp_path)
+def test_too_few_descriptors_are_named(under: Callable[..., Any]) -> None:
+    done = under("-n 24", 4)
     assert done.returncode and "ulimit -n" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr.split("root cause")[-1]
 
@@ -99,39 +103,23 @@ except PermissionError:
 """
 
 
-def test_without_memory_files_the_ranks_use_tcp_and_say_so(tmp_path: Path) -> None:
+def test_without_memory_files_the_ranks_use_tcp_and_say_so(launch: Any, tmp_path: Path) -> None:
     (tmp_path / "without.py").write_text(WITHOUT_MEMFD)
     save = f"hvd.checkpoint.save({str(tmp_path / 'saves')!r}, {{'a': np.ones(3)}}, async_=False)\n"
     (tmp_path / "program.py").write_text(PROGRAM + save)
-    done = subprocess.run(
-        [
-            sys.executable, tmp_path / "without.py", HOROCLONERUN, "-np", "2", sys.executable,
-            tmp_path / "program.py"
-        ],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )  # fmt: skip
+    command = [sys.executable, tmp_path / "without.py", HOROCLONERUN, "-np", "2", sys.executable]
+    done = launch([*command, tmp_path / "program.py"], env=ENVIRONMENT, timeout_s=100, check=False)
     assert done.returncode == 0 and done.stdout.count("sum [2.0, 2.0]") == 2, done.stderr
     assert "no shared memory, TCP is used instead: memfd_create: " in done.stderr
 
 
 @pytest.mark.parametrize("limit", [2, 6])
-def test_too_few_processes_are_named(limit: int, tmp_path: Path) -> None:
+def test_too_few_processes_are_named(limit: int, under: Callable[..., Any]) -> None:
     if os.geteuid() != 0:
         pytest.skip("needs root: only another user's processes can be counted")
-    (tmp_path / "program.py").write_text(PROGRAM)
     reads = "+dac_read_search,+dac_override"
     user = ["setpriv", "--reuid=64321", "--regid=64321", "--clear-groups", f"--inh-caps={reads}"]
-    run = f"ulimit -u {limit}; exec {HOROCLONERUN} -np 2 {sys.executable} {tmp_path / 'program.py'}"
-    done = subprocess.run(
-        [*user, f"--ambient-caps={reads}", "bash", "-c", run],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    done = under(f"-u {limit}", 2, user=[*user, f"--ambient-caps={reads}"])
     assert done.returncode and "ulimit -u" in done.stderr, done.stderr
 
 
@@ -157,7 +145,7 @@ def test_a_launcher_without_standard_streams_takes_none_of_its_own_for_them(tmp_
     program = "import sys; print(repr(sys.stdin.read())); print(2, file=sys.stderr)"
     command = [HOROCLONERUN, "-np", "2", "--output-filename", tmp_path, sys.executable, "-c", program]
     closed = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *map(str, command)]
-    done = subprocess.run(closed, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60)
+    done = subprocess.run(closed, env={**os.environ, **ENVIRONMENT}, timeout=60)
     assert done.returncode == 0
     found = [
         (tmp_path / f"rank.{rank}" / name).read_text() for rank in (0, 1) for name in ("stdout", "stderr")

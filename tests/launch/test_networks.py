@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,22 +27,17 @@ NETWORKS = {
 }
 
 
-def in_network(commands: str, *command: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["unshare", "-n", "bash", "-c", f'{commands}; exec "$@"', "bash", *command],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+@pytest.fixture
+def in_network(launch: Any) -> Callable[..., Any]:
+    def run(commands: str, *command: str | Path) -> Any:
+        words = ["unshare", "-n", "bash", "-c", f'{commands}; exec "$@"', "bash", *command]
+        return launch(words, env={"PYTHONPATH": str(ROOT)}, timeout_s=60, check=False)
 
-
-@pytest.fixture(autouse=True)
-def namespaces() -> None:
     if shutil.which("unshare") is None or shutil.which("ip") is None:
         pytest.skip("unshare and ip are not installed: apt-get install util-linux iproute2")
-    if in_network(UP, "true").returncode:
+    if run(UP, "true").returncode:
         pytest.skip("this process may not make network namespaces")
+    return run
 
 
 @pytest.fixture
@@ -53,23 +48,19 @@ def program(tmp_path: Path) -> Path:
 
 
 @pytest.mark.in_turn
-@pytest.mark.parametrize(
-    "network",
-    [
-        "no interface",
-        "IPv6 only",
-        "loopback",
-        "IPv4 only",
-    ],
-)
-def test_the_ranks_of_one_machine_need_no_network(network: str, program: Path) -> None:
+@pytest.mark.parametrize("network", NETWORKS)
+def test_the_ranks_of_one_machine_need_no_network(
+    in_network: Callable[..., Any], network: str, program: Path
+) -> None:
     alone = in_network(NETWORKS[network], sys.executable, program)
     assert alone.stdout == "sum [1.0, 1.0, 1.0]\n", alone.stderr
     two = in_network(NETWORKS[network], HOROCLONERUN, "-np", "2", sys.executable, program)
     assert two.stdout.count("sum [2.0, 2.0, 2.0]\n") == 2, two.stderr
 
 
-def test_ranks_without_shared_memory_say_that_they_need_an_interface(program: Path) -> None:
+def test_ranks_without_shared_memory_say_that_they_need_an_interface(
+    in_network: Callable[..., Any], program: Path
+) -> None:
     done = in_network(
         NETWORKS["no interface"], "env", "HOROCLONE_SHARED_MEMORY=0", HOROCLONERUN, "-np", "2",
         sys.executable, program
@@ -77,7 +68,9 @@ def test_ranks_without_shared_memory_say_that_they_need_an_interface(program: Pa
     assert done.returncode and "ip link set lo up" in done.stderr, done.stderr
 
 
-def test_the_address_of_a_bridge_is_not_the_first_that_others_are_told() -> None:
+def test_the_address_of_a_bridge_is_not_the_first_that_others_are_told(
+    in_network: Callable[..., Any],
+) -> None:
     networks = {"docker0": "172.17.0.1/16", "eth0": "10.1.0.5/24", "ib0": "10.2.0.5/24"}
     commands = "; ".join(
         f"ip link add {name} type bridge; ip addr add {address} dev {name}; ip link set {name} up"

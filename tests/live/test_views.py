@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from terminal import ENTERED, LEFT, terminal
+from world import ran
 
 HOROCLONE = Path(sys.executable).with_name("horoclone")
 SECRET = "swordfish-of-this-test"
@@ -82,13 +83,7 @@ def hello(job: Any) -> dict[str, Any]:
 def top(*words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     # Another test may have left one
     own = {name: text for name, text in os.environ.items() if name != "COLUMNS"}
-    return subprocess.run(
-        [HOROCLONE, "top", *words],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        env={**own, **(env or {})},
-    )
+    return ran(HOROCLONE, "top", *words, env={**own, **(env or {})})
 
 
 def test_a_scrape_says_what_the_ranks_say_themselves(job: Any) -> None:
@@ -230,7 +225,7 @@ def test_top_writes_flight_records_that_debug_reads(job: Any, tmp_path: Path) ->
         shown.press("q")
         assert shown.end() == 0
     folder = tmp_path / f"horoclone-records-{job.pid}"
-    done = subprocess.run([HOROCLONE, "debug", folder], capture_output=True, text=True, timeout=30)
+    done = ran(HOROCLONE, "debug", folder)
     assert done.returncode == 0 and "Records of 2 of 2 ranks" in done.stdout, done
     assert "asked for by horoclone top" in done.stdout
     assert job.started.process.poll() is None, "the job goes on"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
 from synthetic_metrics import NOW, FixedJob, metrics_of
-from world import until
+from world import ran, until
 
 import horoclone
 from horoclone.live import job, late_ranks, rank_metrics
@@ -312,13 +311,7 @@ def test_a_job_says_why_while_it_runs_in_a_stall_and_at_its_end(launch, tmp_path
     found = {one.rank: one for one in late_ranks.of_ranks(job.find(str(started.process.pid)).ranks())}
     assert {rank: one.cause for rank, one in found.items()} == {1: "own code"}
     assert found[1].line.endswith("in slow") and found[1].step_seconds > 0.005
-    shown = subprocess.run(
-        [HOROCLONE, "top", str(started.process.pid), "--once"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    ).stdout
+    shown = ran(HOROCLONE, "top", str(started.process.pid), "--once", check=True).stdout
     assert "rank 1 is late: the program's own code" in shown, shown
     (tmp_path / "stall").touch()
     culprits = until(lambda: late_ranks.culprits(job.find(str(started.process.pid)).ranks()), 60)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from world import ran
 
 pytest.importorskip("torch")
 
@@ -48,14 +49,7 @@ def test_make_gpu_builds_without_network_and_gives_every_part_a_verdict(tmp_path
     arguments = f"--fakes {fakes} --budget 900 --few few --tests='-k test_fake_groups_mixed_places'"
     said, results = "", {}
     for verb, name in (("gpu", "gpu"), ("gpu-second", "gpu-second")):
-        done = subprocess.run(
-            ["make", verb, f"ARGS={arguments}"],
-            cwd=tree,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=900,
-        )
+        done = ran("make", verb, f"ARGS={arguments}", cwd=tree, env=env, timeout=900)
         said += done.stdout + done.stderr
         results |= json.loads((tree / "out" / f"{name}.json").read_text())
         assert done.returncode == 0, said
@@ -189,13 +183,13 @@ def test_compute_sanitizer_knows_the_options_that_it_is_given(contact: types.Mod
     program = contact.sanitizer()
     if not program:
         pytest.skip("no compute-sanitizer here: it is part of CUDA's toolkit")
-    known = subprocess.run([*program, "--help"], capture_output=True, text=True, timeout=60).stdout
+    known = ran(*program, "--help").stdout
     for tool in contact.GATE_OF_TOOL:
         options = [word for word in contact.sanitizing([], tool) if str(word).startswith("--")]
         assert options and all(f" {option} " in known for option in options)
         # Deprecated ones are known and not shown.
         given = [*program, *contact.sanitizing([], tool), "--require-cuda-init", "no", "true"]
-        done = subprocess.run(given, capture_output=True, text=True, timeout=60)
+        done = ran(*given)
         assert "deprecated" not in done.stdout + done.stderr and done.returncode == 0, done.stderr
 
 
@@ -213,6 +207,6 @@ def test_without_a_gpu_it_ends_at_once_and_says_why(tmp_path: Path) -> None:
     for path, why in (("", of_this), (str(tmp_path), "no GPU here: ")):
         env = {**os.environ, "GPU_PYTHON": sys.executable, "PYTHONPATH": path}
         began = time.monotonic()
-        done = subprocess.run([ROOT / ".ci" / "gpu"], env=env, capture_output=True, text=True, timeout=60)
+        done = ran(ROOT / ".ci" / "gpu", env=env)
         assert done.returncode == 1 and why in done.stderr and "building" not in done.stdout, done.stderr
         assert time.monotonic() - began < 50

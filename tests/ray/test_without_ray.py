@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from world import ran
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def said(python: Path | str, code: str, **variables: str) -> str:
     env = {"PATH": "/usr/bin:/bin", "RAY_USAGE_STATS_ENABLED": "0", "HOME": str(Path.home()), **variables}
-    done = subprocess.run(
-        [str(python), "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
-    )
+    done = ran(str(python), "-c", code, cwd=ROOT, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

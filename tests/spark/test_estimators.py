@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +89,20 @@ def test_a_keras_model_is_trained_saved_loaded_and_predicts(local: Any, tmp_path
     }.items():
         assert text in done["found"][name]["text"], (name, done["found"][name])
     assert done["left"] == ["estimator", "runs", "saved"]
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.timeout(420)
+@pytest.mark.long(120)
+def test_digits_from_a_dataframe_are_read_as_well_as_by_scikit_learn(
+    engines: Path, launch: Any, tmp_path: Path
+) -> None:
+    env = {"SPARK_LOCAL_IP": "127.0.0.1", "PYTHONPATH": str(ROOT)}
+    command = [engines, ROOT / "examples" / "spark_digits.py", "--work-dir", tmp_path]
+    done = launch(command, env=env, timeout_s=400)
+    found = re.search(
+        r"test accuracy ([\d.]+)% after 12 epochs on 2 ranks; scikit-learn ([\d.]+)%", done.stdout
+    )
+    assert found and float(found[1]) >= float(found[2]) - 1 > 90, done.output

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -321,3 +324,84 @@ def test_reference_variables_in_a_graph_of_tensorflow_1() -> None:
         for _ in range(2):
             before = operations()
             assert np.array_equal(session.run(folded), [2.0, 4.0]) and operations() == before + 1
+
+
+def sum_of_all(x: Any) -> Any:
+    return hvd.allreduce(x, op=hvd.Sum)
+
+
+@ranks(2)
+def test_graphs_outlive_a_rank_that_left_and_a_new_init() -> None:
+    me, total = hvd.rank(), tf.function(sum_of_all)
+    assert float(total(tf.constant(1.0))) == 2.0
+    if me == 1:
+        hvd.shutdown()
+    else:
+        for run in (total, hvd.allreduce):
+            with pytest.raises(tf.errors.UnknownError, match="rank 1"):
+                run(tf.constant(1.0))
+        with tf.Graph().as_default():
+            number = tf.compat.v1.placeholder(tf.float32, ())
+            reduced = hvd.allreduce(number)
+            with (
+                tf.compat.v1.train.MonitoredTrainingSession() as session,
+                pytest.raises(tf.errors.UnknownError, match="rank 1"),
+            ):
+                session.run(reduced, {number: 1.0})  # it does not start over and over again
+        hvd.shutdown()
+    hvd.init()
+    assert hvd.rank() == me and float(total(tf.constant(2.0))) == 4.0
+
+
+@ranks(2, dies=(1,))
+def test_a_rank_that_dies_is_named_while_its_peer_waits() -> None:
+    total = tf.function(sum_of_all)
+    gradients = tf.Variable(tf.ones((1000,)))
+    assert float(total(gradients)[0]) == 2.0
+    if hvd.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(tf.errors.UnknownError, match="rank 1"):
+        total(gradients)
+    assert float(tf.reduce_sum(gradients)) == 1000.0, "TensorFlow itself goes on"
+    hvd.shutdown()
+    with pytest.raises(tf.errors.FailedPreconditionError, match="has not been initialized"):
+        total(gradients)
+
+
+def events_in(folder: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Name and stated facts of every event in the profile that lies in `folder`."""
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    (file,) = folder.rglob("*.xplane.pb")
+    space = xplane_pb2.XSpace.FromString(file.read_bytes())
+    found = []
+    for plane in space.planes:
+        for line in plane.lines:
+            for event in line.events:
+                facts = {
+                    plane.stat_metadata[stat.metadata_id].name: stat.str_value
+                    or plane.stat_metadata[stat.ref_value].name
+                    for stat in event.stats
+                }
+                found.append((plane.event_metadata[event.metadata_id].name, facts))
+    return found
+
+
+@ranks(2)
+def test_eager_ops_have_spans_and_ops_in_graphs_their_names(tmp_path: Path) -> None:
+    graph = tf.function(lambda x: hvd.allreduce(x, op=hvd.Sum, name="in_graph"))
+    hvd.allreduce(tf.ones(3), name="before")
+    assert graph(tf.ones(3)).numpy().tolist() == [2.0] * 3
+    folder = tmp_path / str(hvd.rank())
+    tf.profiler.experimental.start(str(folder))
+    hvd.allreduce(tf.ones(3), name="eager", op=hvd.Sum)
+    hvd.allgather(tf.ones((1, 2)), name="rows")
+    for _ in range(2):  # the last one's end may come after the profiler's
+        graph(tf.ones(3))
+    tf.profiler.experimental.stop()
+    hvd.allreduce(tf.ones(3), name="after")
+    events = events_in(folder)
+    ours = {(name, facts.get("tensor", "")) for name, facts in events if name.startswith("horoclone.")}
+    assert ours == {("horoclone.allreduce", "eager"), ("horoclone.allgather", "rows")}, ours
+    in_graph = {name for name, facts in events if facts.get("name") == "in_graph"}
+    assert in_graph >= {"ExecutorState::ProcessAsync::Start", "ExecutorState::ProcessAsync::Done"}, in_graph

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from world import alike, load, ranks
+from world import alike, load, ranks, wrapped_sgd
 
 import horoclone.torch as hvd
 
@@ -299,9 +299,7 @@ def test_a_parameter_added_between_backward_and_step() -> None:
     for ranks_that_add in ([0, 1], [0]):
         model, more = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
         hvd.broadcast_parameters({**model.state_dict(), "more": more.weight}, root_rank=0)
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), op=hvd.Adasum
-        )
+        optimizer = wrapped_sgd(model, op=hvd.Adasum)
         for step in range(4):
             optimizer.zero_grad()
             x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + hvd.rank()))

@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 import torch
-from world import alike, ranks
+from world import alike, ranks, wrapped_sgd
 
 import horoclone.torch as hvd
 
@@ -91,9 +91,7 @@ def test_infinity_on_one_rank_makes_every_rank_skip_the_step() -> None:
 def test_reading_param_groups_reduces_only_when_every_gradient_has_come() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), backward_passes_per_step=2
-    )
+    optimizer = wrapped_sgd(model, backward_passes_per_step=2)
     x = torch.full((2, 4), 1.0 + hvd.rank())
     for step in range(3):
         optimizer.zero_grad()

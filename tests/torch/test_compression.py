@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from world import ranks
+from world import ranks, wrapped_sgd
 
 import horoclone.torch as hvd
 from horoclone._core import dequantize, quantize
@@ -29,9 +30,7 @@ def network(width: int = 64) -> torch.nn.Sequential:
     return torch.nn.Sequential(torch.nn.Linear(64, width), torch.nn.ReLU(), torch.nn.Linear(width, 10))
 
 
-def wrapped(model: torch.nn.Module, rate: float = 0.1, **options: Any) -> Any:
-    plain = torch.optim.SGD(model.parameters(), rate, momentum=0.9)
-    return hvd.DistributedOptimizer(plain, model.named_parameters(), **options)
+wrapped = functools.partial(wrapped_sgd, momentum=0.9)
 
 
 def same_on_every_rank(tensors: Any) -> bool:

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from world import ranks
+from world import ranks, wrapped_sgd
 
 import horoclone.torch as hvd
 
@@ -116,9 +116,7 @@ def test_the_same_in_a_ring_of_three() -> None:
 def test_what_needs_all_gradients_at_once_is_refused_and_training_goes_on() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
-    optimizer: Any = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), cross_barrier=model
-    )
+    optimizer: Any = wrapped_sgd(model, cross_barrier=model)
     for _ in range(3):
         model(torch.ones(2, 4)).sum().backward()
         with pytest.raises(RuntimeError, match="synchronized, clipped or read"):
@@ -169,9 +167,7 @@ def test_wrong_arguments_are_named() -> None:
 @ranks(2, env=BETWEEN_MACHINES)
 def test_a_parameter_read_past_its_module_is_told_and_not_silently_stale() -> None:
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4), "b": torch.nn.Linear(4, 4)})
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), cross_barrier=model
-    )
+    optimizer = wrapped_sgd(model, cross_barrier=model)
     for _ in range(2):
         model["b"](model["a"](torch.ones(1, 4))).sum().backward()
         optimizer.step()
@@ -182,9 +178,7 @@ def test_a_parameter_read_past_its_module_is_told_and_not_silently_stale() -> No
 @ranks(2, env=BETWEEN_MACHINES, dies=[1], limit_s=90)
 def test_a_peer_that_dies_while_updates_are_owed_is_named_by_the_forward_that_waits() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Linear(512, 512))
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), cross_barrier=model
-    )
+    optimizer = wrapped_sgd(model, cross_barrier=model)
     for step in range(4):
         loss = model(torch.ones(2, 64)).sum()
         if step == 3 and hvd.rank() == 1:

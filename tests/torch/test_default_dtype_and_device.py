@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from world import alike, ranks
+from world import alike, ranks, wrapped_sgd
 
 import horoclone.torch as hvd
 from horoclone.torch.elastic import TorchState
@@ -41,9 +41,7 @@ def trained(option: str) -> list[torch.Tensor]:
     model = torch.nn.Linear(6, 8, **HERE)
     for parameter in model.parameters():
         parameter.data = torch.linspace(-1, 1, parameter.numel(), **HERE).view(parameter.shape)
-    optimizer: Any = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model.named_parameters(), **OPTIONS[option]
-    )
+    optimizer: Any = wrapped_sgd(model, momentum=0.9, **OPTIONS[option])
     state = None if option == "quorum" else TorchState(model=model, optimizer=optimizer)
 
     def step(number: int) -> None:

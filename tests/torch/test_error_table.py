@@ -122,34 +122,28 @@ MISMATCHES = {
 
 def mismatching(what: str, odd: bool, hvd: Any, of: Callable[..., Any]) -> int:
     """Submits one operation named `which` that differs on the odd rank; gives its handle."""
-    tensor, named = of([1, 2]), {"name": "which"}
-    if what == "data types":
-        return hvd.allreduce_async(of([1, 2], "int32") if odd else tensor, op=hvd.Sum, **named)
-    if what == "operations":
-        return (
+    tensor, row, named = of([1, 2]), of([[1, 2]]), {"name": "which"}
+    two = [tensor, of([3])]
+    return {
+        "data types": lambda: hvd.allreduce_async(
+            of([1, 2], "int32") if odd else tensor, op=hvd.Sum, **named
+        ),
+        "operations": lambda: (
             hvd.broadcast_async(tensor, 0, **named)
             if odd
             else hvd.allreduce_async(tensor, op=hvd.Sum, **named)
-        )
-    if what == "shapes":
-        return hvd.allreduce_async(of([1, 2, 3]) if odd else tensor, **named)
-    if what == "reductions":
-        return hvd.allreduce_async(tensor, op=hvd.Max if odd else hvd.Sum, **named)
-    if what == "prescale":
-        return hvd.allreduce_async(tensor, prescale_factor=0.5 if odd else 1.0, **named)
-    if what == "postscale":
-        return hvd.allreduce_async(tensor, postscale_factor=3.0 if odd else 1.0, **named)
-    if what == "roots":
-        return hvd.broadcast_async(tensor, int(odd), **named)
-    if what == "rows":
-        return hvd.allgather_async(of([[1, 2, 3]]) if odd else of([[1, 2]]), **named)
-    if what == "dimensions":
-        return hvd.allgather_async(tensor if odd else of([[1, 2]]), **named)
-    if what == "group":
-        return hvd.grouped_allreduce_async([tensor] if odd else [tensor, of([3])], **named)
-    if what == "scattered":
-        return hvd.reducescatter_async(tensor, op=hvd.Average if odd else hvd.Sum, **named)
-    return hvd.alltoall_async(of([1, 2, 3], "int64") if odd else of([1, 2, 3]), **named)
+        ),
+        "shapes": lambda: hvd.allreduce_async(of([1, 2, 3]) if odd else tensor, **named),
+        "reductions": lambda: hvd.allreduce_async(tensor, op=hvd.Max if odd else hvd.Sum, **named),
+        "prescale": lambda: hvd.allreduce_async(tensor, prescale_factor=0.5 if odd else 1.0, **named),
+        "postscale": lambda: hvd.allreduce_async(tensor, postscale_factor=3.0 if odd else 1.0, **named),
+        "roots": lambda: hvd.broadcast_async(tensor, int(odd), **named),
+        "rows": lambda: hvd.allgather_async(of([[1, 2, 3]]) if odd else row, **named),
+        "dimensions": lambda: hvd.allgather_async(tensor if odd else row, **named),
+        "group": lambda: hvd.grouped_allreduce_async(two[: 2 - odd], **named),
+        "scattered": lambda: hvd.reducescatter_async(tensor, op=hvd.Average if odd else hvd.Sum, **named),
+        "exchanged": lambda: hvd.alltoall_async(of([1, 2, 3], "int64" if odd else "float32"), **named),
+    }[what]()
 
 
 @both

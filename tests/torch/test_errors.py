@@ -27,6 +27,9 @@ def test_tensors_that_cannot_be_passed() -> None:
         "broadcast_": lambda t: hvd.broadcast_(t, 0),
         "alltoall": lambda t: hvd.alltoall(t),
         "reducescatter": lambda t: hvd.reducescatter(t),
+        "reduce": lambda t: hvd.reduce(t, 0),
+        "reduce_": lambda t: hvd.reduce_(t, 0),
+        "gather": lambda t: hvd.gather(t, 0),
     }
     for name, call in every_call.items():
         error = raised(lambda call=call: call(torch.ones(4, 6).t()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from world import ranks
+from world import ranks, wrapped_sgd
 
 import horoclone.torch as hvd
 from horoclone.errors import HorovodInternalError, Mismatch
@@ -139,9 +140,7 @@ def test_the_optimizer_takes_the_steps_that_it_takes_on_the_host() -> None:
         model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).to(
             place
         )
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.05), model.named_parameters()
-        )
+        optimizer = wrapped_sgd(model, 0.05)
         for step in range(5):
             torch.manual_seed(100 * step + hvd.rank())
             batch = torch.randn(16, 32).to(place)
@@ -175,9 +174,7 @@ def small_model(where: torch.device) -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).to(where)
 
 
-def optimized(model: torch.nn.Module, **options: Any) -> Any:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    return hvd.DistributedOptimizer(optimizer, model.named_parameters(), **options)
+optimized = functools.partial(wrapped_sgd, rate=0.05, momentum=0.9)
 
 
 def losses_of(model: Any, optimizer: Any, inputs: list[torch.Tensor]) -> list[float]:

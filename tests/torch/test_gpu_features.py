@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from world import ranks
+from world import ranks, wrapped_sgd
 
 import horoclone.torch as hvd
 from horoclone.torch.compressors.blocks import decode, encode
@@ -93,9 +93,7 @@ def test_sparse_gradients() -> None:
     for sparse in (True, False):
         torch.manual_seed(0)
         table = torch.nn.Embedding(50, 4, sparse=sparse).to(where)
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(table.parameters(), lr=0.5), table.named_parameters()
-        )
+        optimizer = wrapped_sgd(table, 0.5)
         for step in range(4):
             optimizer.zero_grad()
             table(torch.tensor([3 * rank + step, 7], device=where)).square().sum().backward()

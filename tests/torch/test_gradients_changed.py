@@ -15,17 +15,12 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 from world import alike, ranks
+from world import wrapped_sgd as wrapped
 
 import horoclone.torch as hvd
 from horoclone.torch.optimizer.backward_calls import BackwardCalls
 
 Model = torch.nn.Module
-
-
-def wrapped(model: Model, rate: float = 0.1, **options: Any) -> Any:
-    return hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), rate), model.named_parameters(), **options
-    )
 
 
 def mean_of_ranks() -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from world import ranks
+from world import ranks, wrapped_sgd
 
 torch = pytest.importorskip("torch")
 
@@ -29,9 +29,9 @@ def backward(model: torch.nn.Embedding, rows: list[int], passes: int = 1) -> Non
 @pytest.mark.parametrize("passes", [1, 2])
 def test_sparse_as_dense_hands_out_sparse_gradients_in_every_step(compression: str, passes: int) -> None:
     model = embedding()
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.0),
-        named_parameters=model.named_parameters(),
+    optimizer = wrapped_sgd(
+        model,
+        0.0,
         sparse_as_dense=True,
         compression=getattr(hvd.Compression, compression),
         backward_passes_per_step=passes,
@@ -132,9 +132,7 @@ def test_with_unused_as_none_no_zeros_are_left_behind() -> None:
 @ranks(2)
 def test_a_gradient_that_a_script_has_kept_stays_as_it_is() -> None:
     model = linear()
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters()
-    )
+    optimizer = wrapped_sgd(model, 0.0)
     kept = []
     for step in range(5):
         model.zero_grad()

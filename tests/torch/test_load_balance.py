@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from world import ranks
+from world import ranks, wrapped_sgd
 
 import horoclone.torch as hvd
 from horoclone.torch import load_balance
@@ -42,9 +42,7 @@ def test_a_rank_of_half_the_speed_takes_half_and_training_is_that_of_one_process
     alone.load_state_dict(model.state_dict())
     hvd.broadcast_parameters(model.state_dict(), 0)
     alone.load_state_dict(model.state_dict())
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
-    )
+    optimizer = wrapped_sgd(model)
     single = torch.optim.SGD(alone.parameters(), lr=0.1)
     sampler = hvd.LoadBalancedBatchSampler(range(203), batch_size=30, every=4)
     data = torch.utils.data.DataLoader(range(203), batch_sampler=sampler, num_workers=workers)

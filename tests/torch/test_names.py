@@ -1,8 +1,13 @@
-"""Names as ranks match them: whole, or refused on the rank that gives them; how long: csrc/tests/engine/test_submit_limits.cc."""
+"""Names as ranks match them: whole, or refused on the rank that gives them; and as a timeline shows them, like Horovod's.
+
+How long they may be: csrc/tests/engine/test_submit_limits.cc.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +16,7 @@ import torch
 from world import ranks
 
 import horoclone
-import horoclone.torch
+import horoclone.torch as hvd
 
 KINDS = ["numpy", "torch"]
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -20,7 +25,7 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 def api(kind: str) -> tuple[Any, Callable[..., Any]]:
     if kind == "numpy":
         return horoclone, lambda *shape: np.ones(shape, np.float32)
-    return horoclone.torch, lambda *shape: torch.ones(shape)
+    return hvd, lambda *shape: torch.ones(shape)
 
 
 def calls(hvd: Any, ones: Callable[..., Any], name: str) -> list[Callable[[], Any]]:
@@ -47,3 +52,36 @@ def test_a_name_with_a_nul_character_is_refused_where_it_is_given(kind: str) -> 
             with pytest.raises(ValueError, match="NUL"):
                 call()
         assert hvd.allreduce(ones(2), op=hvd.Sum, name="bias").tolist() == [2, 2], after
+
+
+def every_kind() -> None:
+    ones = torch.ones(3)
+    hvd.allreduce(ones, name="layer.weight")
+    hvd.synchronize(hvd.allreduce_async(ones))
+    hvd.allgather(ones, name="rows")
+    hvd.broadcast(ones, 0, name="layer.weight")
+    hvd.alltoall(torch.ones(2), name="parts")
+    hvd.reducescatter(torch.ones(2), op=hvd.Sum, name="share")
+    hvd.synchronize(hvd.grouped_allreduce_async([ones, ones], name="group"))
+
+
+def names_in(worlds: Any, tmp_path: Path, **env: str) -> set[str]:
+    path = tmp_path / "timeline.json"
+    worlds.run(2, every_kind, env={"HOROVOD_TIMELINE": str(path), **env})
+    events = json.loads(path.read_text())
+    return {event["args"]["name"] for event in events if event.get("name") == "process_name"}
+
+
+def test_a_tensor_is_named_with_its_operation(worlds: Any, tmp_path: Path) -> None:
+    names = names_in(worlds, tmp_path)
+    assert names >= {
+        "allreduce.layer.weight", "allgather.rows", "broadcast.layer.weight", "alltoall.parts",
+        "reducescatter.share", "allreduce.group",
+    }, names  # fmt: skip
+    assert any(name.startswith("allreduce.noname.") for name in names), names
+    assert "layer.weight" not in names
+
+
+def test_the_environment_goes_before(worlds: Any, tmp_path: Path) -> None:
+    names = names_in(worlds, tmp_path, HOROCLONE_TIMELINE_OPERATION_NAMES="0")
+    assert names >= {"layer.weight", "rows", "allreduce (unnamed)"}, names

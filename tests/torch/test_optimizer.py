@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from world import alike, ranks
+from world import alike, ranks, wrapped_sgd
 
 import horoclone.torch as hvd
 
@@ -439,9 +439,7 @@ def test_training_goes_on_after_shutdown_and_init() -> None:
 def test_a_dropped_optimizer_lets_go_of_its_model() -> None:
     model = network()
     for _ in range(2):
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), 0.1), model.named_parameters()
-        )
+        optimizer = wrapped_sgd(model)
         for step in range(3):
             optimizer.zero_grad()
             model(batch(hvd.rank(), step)[0]).square().mean().backward()

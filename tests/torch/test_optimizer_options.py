@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from world import alike, ranks
+from world import alike, ranks, wrapped_sgd
 
 import horoclone.torch as hvd
 
@@ -27,9 +28,7 @@ def inputs(step: int, rank: int | None = None, dtype: torch.dtype = torch.float6
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def sgd(model: Model, **options: Any) -> Any:
-    plain = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    return hvd.DistributedOptimizer(plain, model.named_parameters(), **options)
+sgd = functools.partial(wrapped_sgd, momentum=0.9)
 
 
 # --- local parameters ----------------------------------------------------------------------------------------------
@@ -272,12 +271,7 @@ def test_sparse_gradients_in_a_process_set_equal_one_process_with_all_words() ->
             torch.manual_seed(0)
             table = torch.nn.Embedding(20, 4, sparse=sparse).double()
             reference = copy.deepcopy(table)
-            optimizer = hvd.DistributedOptimizer(
-                torch.optim.SGD(table.parameters(), 0.5),
-                table.named_parameters(),
-                process_set=pair,
-                **options,
-            )
+            optimizer = wrapped_sgd(table, 0.5, process_set=pair, **options)
             for step in range(4):
                 optimizer.zero_grad()
                 reference.zero_grad()

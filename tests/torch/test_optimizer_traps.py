@@ -11,16 +11,11 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 from world import alike, ranks
+from world import wrapped_sgd as wrapped
 
 import horoclone.torch as hvd
 
 Model = torch.nn.Module
-
-
-def wrapped(model: Model, rate: float = 0.1, **options: Any) -> Any:
-    return hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), rate), model.named_parameters(), **options
-    )
 
 
 def layers(count: int = 3, seed: int = 0) -> torch.nn.Sequential:

@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 import torch
-from world import ranks
+from world import ranks, wrapped_sgd
 
 import horoclone.torch as hvd
 from horoclone.process_sets import global_process_set
@@ -88,9 +88,7 @@ def test_residuals_keep_their_sum_from_buckets_to_buckets() -> None:
     ):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 20))
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), 0.001), model.named_parameters(), compression=compression
-        )
+        optimizer = wrapped_sgd(model, 0.001, compression=compression)
         for step in range(4):
             optimizer.zero_grad()
             data = torch.randn(4, 40, generator=torch.Generator().manual_seed(10 * step + hvd.rank()))

@@ -72,8 +72,11 @@ CASES: dict[str, Case] = {
         exchanged, lambda n: 1, (7, 7, 7),
     ),
     "reduce": (
-        lambda x, **k: hvd.reduce(x, 1, op=hvd.Average, prescale_factor=3.0, **k),
-        lambda xs, n: on_root(3 * sum(xs) / n, n), lambda n: 1, EVEN,
+        lambda x, **k: hvd.reduce(x, 1, op=hvd.Average, prescale_factor=3.0, postscale_factor=0.5, **k),
+        lambda xs, n: on_root(1.5 * sum(xs) / n, n), lambda n: 1, EVEN,
+    ),
+    "reduce sum": (
+        lambda x, **k: hvd.reduce(x, 1, op=hvd.Sum, **k), lambda xs, n: on_root(sum(xs), n), lambda n: 1, EVEN,
     ),
     "gather": (
         lambda x, **k: hvd.gather(x, 1, **k), lambda xs, n: on_root(torch.cat(list(xs)), n), lambda n: 1, UNEVEN,

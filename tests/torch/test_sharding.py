@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from world import alike, ranks
+from world import alike, ranks, wrapped_sgd
 
 import horoclone.torch as hvd
 
@@ -305,10 +305,7 @@ def test_sparse_local_and_odd_parameters() -> None:
         wide = torch.randn(8, 16)
         model["body"].weight = torch.nn.Parameter(wide[:, ::2])  # gaps between its elements
         model["own"] = torch.nn.Linear(8, 2)
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), local_parameters=model["own"],
-            shard_optimizer_state=shard,
-        )  # fmt: skip
+        optimizer = wrapped_sgd(model, local_parameters=model["own"], shard_optimizer_state=shard)  # fmt: skip
 
         def step(number: int) -> None:
             words = torch.randint(30, (5,), generator=torch.Generator().manual_seed(10 * number + hvd.rank()))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from world import FACTS, check_arguments, ranks
+from world import FACTS, check_arguments, ranks, wrapped_sgd
 
 import horoclone.torch as hvd
 from horoclone.torch import mpi_ops, optimizer
@@ -227,9 +227,7 @@ def test_one_gradient_is_reduced_by_horovods_private_name():
     """pytorch-ignite tells by it that an optimizer is distributed; scripts call it in hooks of their own."""
     model = torch.nn.Linear(3, 1, bias=False)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters()
-    )
+    optimizer = wrapped_sgd(model, 1.0)
     assert not hasattr(torch.optim.SGD(model.parameters(), lr=1.0), "_allreduce_grad_async")
     for gradient, expected in ((torch.full((1, 3), float(hvd.rank() * 4)), 2.0), (None, 0.0)):
         model.weight.grad = gradient

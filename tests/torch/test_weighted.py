@@ -5,6 +5,7 @@ What each binding has, is in tests/weighted.py.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from world import load, ranks
+from world import load, ranks, wrapped_sgd
 
 import horoclone.torch as hvd
 from horoclone import metrics as observed
@@ -177,9 +178,7 @@ def _batches(step: int, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
-def _distributed(model: torch.nn.Module, **options: Any) -> Any:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    return hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), **options)
+_distributed = functools.partial(wrapped_sgd, rate=0.05, momentum=0.9)
 
 
 @ranks(3)
@@ -356,9 +355,7 @@ def test_an_optimizer_says_what_weights_do_not_work_with() -> None:
 def test_sparse_gradients_are_weighed_when_they_are_made_dense() -> None:
     for dense in False, True:
         table = torch.nn.Embedding(4, 3, sparse=True)
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(table.parameters(), lr=1.0), table.named_parameters(), sparse_as_dense=dense
-        )
+        optimizer = wrapped_sgd(table, 1.0, sparse_as_dense=dense)
         for _ in range(3):
             optimizer.set_weight(1 + 2 * hvd.rank())
             loss = table(torch.tensor([hvd.rank()])).sum()

@@ -124,7 +124,7 @@ class _Feeder:
 
     def __init__(self, plan: Plan, model: Any) -> None:
         self._plan = plan
-        self._inputs = [(shape_of(one), str(_dtype(one))) for one in model.inputs]
+        self._inputs = [(shape_of(one), str(getattr(one.dtype, "name", one.dtype))) for one in model.inputs]
         self._outputs = [shape_of(one) for one in model.outputs]
 
     def stream(self, epochs: Epochs) -> Iterator[Any]:
@@ -159,10 +159,6 @@ class _Feeder:
 def shape_of(tensor: Any) -> tuple[int, ...]:
     """Of an input or an output of a model, -1 for the batch."""
     return tuple(-1 if one is None else int(one) for one in tensor.shape)
-
-
-def _dtype(tensor: Any) -> Any:
-    return getattr(tensor.dtype, "name", tensor.dtype)
 
 
 def _one_or_all(values: Sequence[Any]) -> Any:
