@@ -450,11 +450,13 @@ class Net(torch.nn.Module):
 never_freed: list[Any] = []
 
 
-def ddp_gradients(backend: str, **more: Any) -> list[torch.Tensor]:
+def ddp_gradients(backend: str, hook: Any = None, **more: Any) -> list[torch.Tensor]:
     with distributed(backend) as (rank, _):
         torch.manual_seed(rank)  # DDP gives everybody rank 0's parameters
         model = torch.nn.parallel.DistributedDataParallel(Net(), bucket_cap_mb=0.001, **more)
         never_freed.append(dist.group.WORLD if backend == "gloo" else None)
+        if hook is not None:
+            model._register_builtin_comm_hook(hook)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for step in range(3):
             optimizer.zero_grad()
@@ -466,7 +468,8 @@ def ddp_gradients(backend: str, **more: Any) -> list[torch.Tensor]:
 
 @ranks(2)
 def test_ddp_computes_the_gradients_that_gloo_computes() -> None:
-    for more in ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}):
+    half = {"hook": dist.BuiltinCommHookType.FP16_COMPRESS}
+    for more in ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}, half):
         for ours, gloos in zip(
             ddp_gradients("horoclone", **more), ddp_gradients("gloo", **more), strict=True
         ):
