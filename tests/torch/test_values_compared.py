@@ -51,6 +51,17 @@ def _everywhere_alike(model: torch.nn.Module, optimizer: Any) -> bool:
     return all(torch.equal(row, rows[0]) for row in rows)
 
 
+@ranks(2)
+def test_ranks_may_list_their_parameters_in_other_orders() -> None:
+    for op in (hvd.Average, hvd.Adasum):
+        with told("error"):
+            model = _model()
+            named = list(model.named_parameters())[:: -1 if hvd.rank() else 1]
+            optimizer = hvd.DistributedOptimizer(torch.optim.Adam([p for _, p in named]), named, op=op)
+            for _ in range(3):
+                _step(model, optimizer)
+
+
 @ranks(2, 3)
 def test_a_forgotten_broadcast_is_found_at_the_first_step() -> None:
     with told("error"):

@@ -21,6 +21,7 @@ from horoclone.ops import Sum
 from horoclone.process_sets import ProcessSet
 from horoclone.runtime.steps import joins
 from horoclone.torch import operations
+from horoclone.torch.optimizer.agreement import by_name
 from horoclone.torch.optimizer.buckets import Bucket, GradState, flat_of, is_dense
 
 FORGOTTEN = (
@@ -51,7 +52,7 @@ class Comparison(comparison.Comparison):
         """What the ranks agree on: a check of all values, and what is to be done. None: nothing is compared here."""
         if self.own.action == OFF or not all(_is_plain(state.parameter) for state in states):
             return None, Policy(OFF, 0)
-        return comparison.joined(self._hashes(states)), self.own
+        return comparison.joined(self._hashes(by_name(states))), self.own
 
     def heard(self, alike: bool, agreed: Policy) -> None:
         """What they have agreed on."""
