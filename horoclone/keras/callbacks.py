@@ -61,6 +61,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         super().set_model(model)
         if backend() == "tensorflow" and (runtime.size() > 1 or is_elastic()):
             _without_xla(model)
+            _warn_of_own_statistics(model)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Builds the optimizer and broadcasts, if the model is built."""
@@ -188,6 +189,21 @@ def _without_xla(model: Any) -> None:
     )
     model.jit_compile = False
     model.train_function = None
+
+
+def _warn_of_own_statistics(model: Any) -> None:
+    found = [
+        layer.name
+        for layer in model._flatten_layers()
+        if isinstance(layer, keras.layers.BatchNormalization) and getattr(layer, "synchronized", False)
+    ]
+    if found:
+        warnings.warn(
+            f"BatchNormalization(synchronized=True), as {found[0]!r}, takes together the replicas of a tf.distribute "
+            "strategy, and each rank its own batch. Over the batches of all ranks: "
+            "horoclone.tensorflow.SyncBatchNormalization().",
+            stacklevel=2,
+        )
 
 
 class MetricAverageCallback(keras.callbacks.Callback):

@@ -118,6 +118,16 @@ def sends_layers_that_the_first_step_builds() -> None:
     assert len(model.weights) == 4 and all(np.array_equal(a, b) for a, b in zip(*states, strict=True))
 
 
+def warns_of_statistics_that_are_not_synchronised() -> None:
+    import horoclone.keras as hvd
+
+    layer = the_keras().layers.BatchNormalization
+    model = network(between=[lambda: layer(synchronized=True)])
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    with pytest.warns(UserWarning, match=r"synchronized=True\), as 'batch_norm.*SyncBatchNormalization"):
+        callback.set_model(model)
+
+
 def keeps_local_variables() -> None:
     import horoclone.keras as hvd
 
@@ -468,6 +478,12 @@ BODIES = [
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_callbacks(on: On, backend: str, body: Any) -> None:
     on(backend, body)
+
+
+@pytest.mark.in_turn("backend")
+@pytest.mark.parametrize("backend", ["tensorflow", "legacy"])
+def test_statistics_of_normalisation_that_are_each_ranks_own(on: On, backend: str) -> None:
+    on(backend, warns_of_statistics_that_are_not_synchronised)
 
 
 def test_layers_that_model_build_leaves_to_the_first_step(on: On) -> None:
