@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from enum import IntFlag
 from typing import Any, Protocol
@@ -69,8 +70,9 @@ class NoticeBoard:
             if not listeners:
                 number, update = self._unheard or (0, 0)
                 self._unheard = (max(number, timestamp), update | int(update_res))
-        for listener in listeners.values():
-            listener.on_hosts_updated(timestamp, update_res)
+        with contextlib.ExitStack() as calls:  # all are told where one raises
+            for listener in reversed(listeners.values()):
+                calls.callback(listener.on_hosts_updated, timestamp, update_res)
 
 
 notification_manager = NoticeBoard()

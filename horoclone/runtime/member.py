@@ -343,7 +343,12 @@ class ElasticMember:
             self._standing, listeners = (wanted, update), list(self._listeners)
         if wanted > self.number():
             for listener in listeners:
-                listener(wanted, update)
+                try:
+                    listener(wanted, update)
+                except Exception:  # the user's; who is silent from then on would be lost to the others
+                    threading.excepthook(
+                        threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread()))
+                    )
 
     def number(self) -> int:
         """Of the newest generation that held this process; 0: none did yet."""

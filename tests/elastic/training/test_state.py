@@ -12,6 +12,7 @@ from horoclone.elastic import notice
 from horoclone.elastic.notice import HostUpdateResult
 from horoclone.elastic.state import ObjectState
 from horoclone.errors import HostsUpdatedInterrupt
+from horoclone.runtime.member import ElasticMember
 
 
 def a_state(**attributes: Any) -> ObjectState:
@@ -202,14 +203,15 @@ def test_a_state_of_your_own_counts_its_commits(job: Any) -> None:
     assert state._commit_number == 3
 
 
+class Ear:
+    def __init__(self) -> None:
+        self.heard: list[tuple[int, int]] = []
+
+    def on_hosts_updated(self, timestamp: int, update_res: int) -> None:
+        self.heard.append((timestamp, update_res))
+
+
 def test_notices_before_run_and_twice_registered_listeners_are_not_lost() -> None:
-    class Ear:
-        def __init__(self) -> None:
-            self.heard: list[tuple[int, int]] = []
-
-        def on_hosts_updated(self, timestamp: int, update_res: int) -> None:
-            self.heard.append((timestamp, update_res))
-
     board, ear = notice.NoticeBoard(), Ear()
     board.init("127.0.0.1", 1, None, None, None, None)  # as Horovod calls it; nothing to do in this job
     board.handle_hosts_updated(2, HostUpdateResult.removed)
@@ -224,6 +226,26 @@ def test_notices_before_run_and_twice_registered_listeners_are_not_lost() -> Non
     board.remove_listener(ear)
     board.handle_hosts_updated(6, HostUpdateResult.added)
     assert [timestamp for timestamp, _ in ear.heard] == [3, 4, 5]
+
+
+def test_a_state_that_cannot_take_a_notice_keeps_nobody_from_hearing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither other states, nor the thread that brings notices and shows the others that this process is alive."""
+
+    class Deaf(Ear):
+        def on_hosts_updated(self, timestamp: int, update_res: int) -> None:
+            raise RuntimeError("mine")
+
+    told: list[str] = []
+    monkeypatch.setattr(threading, "excepthook", lambda what: told.append(str(what.exc_value)))
+    board, ear, here = notice.NoticeBoard(), Ear(), ElasticMember()
+    for listener in (Deaf(), ear):
+        board.register_listener(listener)
+    here.listen(board.handle_hosts_updated)
+    here.tell_listeners(2, HostUpdateResult.added)
+    assert ear.heard == [(2, HostUpdateResult.added)]
+    assert told == ["mine"]
 
 
 def test_the_board_asks_for_notices_once(job: Any) -> None:
