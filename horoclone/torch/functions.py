@@ -6,11 +6,12 @@ it. Thread: the caller's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from horoclone.arguments import given, wrong_type
 from horoclone.objects import allgather_object, broadcast_object
@@ -76,18 +77,17 @@ def broadcast_optimizer_state(
     """Gives every rank the optimizer state and the options of the parameter groups of rank root_rank.
 
     Works for any optimizer, also while some or all ranks have no state yet; parameters do not change. Where this rank
-    had no state, the gradients of all parameters become zeros, as in Horovod. `model` is
-    accepted and not needed. ValueError when the ranks' parameter groups differ in number or size.
+    had no state, the gradients of all parameters become zeros, as in Horovod. `model` is accepted and not needed.
+    ValueError when the ranks' parameter groups differ in number or size, or in the order of parameters with state.
     """
     if not hasattr(optimizer, "state_dict"):
         raise wrong_type("broadcast_optimizer_state", "optimizer", optimizer, "an optimizer of torch")
     is_root, had_state = rank() == root_rank, bool(getattr(optimizer, "state", True))
     tensors: list[torch.Tensor] = []
     skeleton = _without_tensors(optimizer.state_dict(), tensors, {}) if is_root else None
-    skeleton, forms = broadcast_object(
-        (skeleton, [(tuple(t.shape), t.dtype, place_of(t) is not HOST) for t in tensors]),
-        root_rank,
-        process_set=process_set,
+    forms = [(tuple(t.shape), t.dtype, place_of(t) is not HOST) for t in tensors]
+    skeleton, forms, listed = broadcast_object(
+        (skeleton, forms, _listed(optimizer)), root_rank, process_set=process_set
     )
     if not is_root:
         beside = _on_a_gpu(optimizer)
@@ -100,7 +100,7 @@ def broadcast_optimizer_state(
     for handle in handles:
         operations.synchronize(handle)
     state = _with_tensors(skeleton, tensors)
-    _check_groups(optimizer, state, root_rank)
+    _check_groups(optimizer, state, listed, root_rank)
     if hasattr(optimizer, "_become_whole"):  # sharded state: everybody cuts it anew
         optimizer._become_whole(received=not is_root)
     if not is_root:
@@ -170,7 +170,19 @@ def _with_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
     return value
 
 
-def _check_groups(optimizer: torch.optim.Optimizer, state: Any, root_rank: int) -> None:
+def _listed(optimizer: torch.optim.Optimizer) -> list[tuple[str, tuple[int, ...]]]:
+    """Names, where they are known, and shapes of the parameters, in the order in which a state_dict() numbers them."""
+    found: list[tuple[str, tuple[int, ...]]] = []
+    for group in getattr(optimizer, "param_groups", ()):
+        names = dict(zip(group["params"], group.get("param_names", ()), strict=False))
+        name_of = getattr(optimizer, "_name_of", lambda one, names=names: names.get(one, ""))
+        found += [(name_of(one), () if is_lazy(one) else tuple(one.shape)) for one in group["params"]]
+    return found
+
+
+def _check_groups(
+    optimizer: torch.optim.Optimizer, state: Any, listed: Sequence[Any], root_rank: int
+) -> None:
     groups = state.get("param_groups") if isinstance(state, dict) else None
     if groups is None:
         return
@@ -181,6 +193,14 @@ def _check_groups(optimizer: torch.optim.Optimizer, state: Any, root_rank: int) 
             f"broadcast_optimizer_state: the parameter groups here (rank {rank()}) have {here} parameters, those of "
             f"rank {root_rank} have {there}. Build the optimizer from the same model on every rank."
         )
+    held = state.get("state") or ()
+    for at, (own, other) in enumerate(zip(_listed(optimizer), listed, strict=True)):
+        if own != other and at in held:
+            raise ValueError(
+                f"broadcast_optimizer_state: parameter {at} of the optimizer is {own[0]!r} of shape {list(own[1])} "
+                f"here (rank {rank()}), and {other[0]!r} of shape {list(other[1])} on rank {root_rank}, whose state it "
+                "would get. List the parameters in one order on every rank; a set has none."
+            )
 
 
 def load_into_groups(optimizer: torch.optim.Optimizer, state: Any) -> None:

@@ -179,9 +179,19 @@ def test_state_of_a_wrapped_optimizer_and_of_groups_that_differ() -> None:
     steps(model, wrapped, 2, seed=hvd.rank())
     assert alike(model.parameters())
     uneven = torch.optim.SGD(list(model.parameters())[: 2 - hvd.rank()], 0.1)
-    try:
-        hvd.broadcast_optimizer_state(uneven, 0)
-    except ValueError as error:
-        assert hvd.rank() == 1 and "rank 1" in str(error) and "rank 0" in str(error)
-    else:
-        assert hvd.rank() == 0
+    alike_in_shape = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False))
+    named = list(alike_in_shape.named_parameters())[:: 1 - 2 * hvd.rank()]  # as the elements of a set may be
+    plain = torch.optim.SGD([p for _, p in named], 0.1, momentum=0.9)
+    swapped = hvd.DistributedOptimizer(plain, named)
+    hvd.broadcast_optimizer_state(swapped, 0)  # it has nothing yet
+    for parameter in alike_in_shape.parameters():
+        swapped.state[parameter]["momentum_buffer"] = torch.ones(3, 3)
+    for optimizer, words in ((uneven, "have"), (swapped, "parameter 0 of the optimizer is '1.weight'")):
+        try:
+            hvd.broadcast_optimizer_state(optimizer, 0)
+        except ValueError as error:
+            assert (
+                hvd.rank() == 1 and "rank 1" in str(error) and "rank 0" in str(error) and words in str(error)
+            )
+        else:
+            assert hvd.rank() == 0
