@@ -15,7 +15,8 @@ tf = later("tensorflow")
 hvd = later("horoclone.tensorflow")
 
 
-told = load(Path(__file__).parents[1] / "told.py", "told").told
+compared = load(Path(__file__).parents[1] / "told.py", "told")
+told = compared.told
 
 
 class Training:
@@ -41,6 +42,9 @@ class Training:
         for _ in range(count):
             self._run(tf.constant(np.random.normal(size=(5, 4)).astype(np.float32)))
 
+    def broadcast(self) -> None:
+        hvd.broadcast_variables(self.variables, 0)
+
     def flip(self) -> None:
         value = self.variables[2].numpy()
         value.reshape(-1).view(np.uint8)[1] ^= 8
@@ -49,43 +53,13 @@ class Training:
 
 @ranks(2)
 def test_a_forgotten_broadcast_is_found_and_one_after_the_first_step_is_none() -> None:
-    for graph in (False, True):
-        with told("warn") as lines:
-            training = Training(graph, hvd.rank())
-            training.steps(1)
-            assert not lines
-            training.steps(3)
-            assert len(lines) == (hvd.rank() == 0), lines
-            assert all(
-                "after step 2 the ranks" in line and "hvd.broadcast_variables" in line for line in lines
-            )
-        with told("error"):
-            training = Training(graph, hvd.rank())
-            training.steps(1)
-            hvd.broadcast_variables(training.variables, 0)
-            training.steps(3)
-            if hvd.rank() == 1:
-                training.flip()
-            with pytest.raises(
-                Exception, match="and not yet after step 3, the ranks do not have the same values"
-            ):
-                training.steps(1)
+    error = "and not yet after step 3, the ranks do not have the same values"
+    compared.finds_a_forgotten_broadcast(Training, hvd.rank(), "hvd.broadcast_variables", error)
 
 
 @ranks(2)
 def test_several_steps_before_the_broadcast_are_no_fault_and_more_are() -> None:
-    for graph in (False, True):
-        with told("error", 100):
-            training = Training(graph, hvd.rank())
-            training.steps(8)
-            hvd.broadcast_variables(training.variables, 0)
-            training.steps(4)
-            training = Training(graph, hvd.rank())
-            training.steps(10)
-            with pytest.raises(
-                Exception, match="after step 10 the ranks .* before the first step or after it"
-            ):
-                training.steps(1)
+    compared.finds_one_forgotten_after_the_tenth_step(Training, hvd.rank())
 
 
 @ranks(3)
@@ -183,18 +157,18 @@ def test_functions_count_their_steps_anew_in_a_new_world() -> None:
         hvd.init()
         if is_new:
             training = Training(True)
-        hvd.broadcast_variables(training.variables, 0)
+        training.broadcast()
         training.steps(6)
         hvd.shutdown()
 
 
 @ranks(2)
 def test_a_check_reads_its_share_alone() -> None:
-    from horoclone.tensorflow import compared
+    from horoclone.tensorflow import compared as module
 
     sizes: list[int] = []
-    read = compared.bytes_of
-    compared.bytes_of = lambda array: (sizes.append(read(array).nbytes), read(array))[1]
+    read = module.bytes_of
+    module.bytes_of = lambda array: (sizes.append(read(array).nbytes), read(array))[1]
     try:
         for graph in (False, True):
             with told("error", 3):
@@ -213,7 +187,7 @@ def test_a_check_reads_its_share_alone() -> None:
                     counts.append(len(sizes))
                 assert counts == [0, 0, *[1] * 8, 3, 1], (graph, counts)
     finally:
-        compared.bytes_of = read
+        module.bytes_of = read
 
 
 def test_what_a_tape_compares_is_kept_for_the_last_few_and_holds_no_variable(
