@@ -46,20 +46,6 @@ def test_a_rank_that_leaves_early_with_zero_is_named(launch):
     )
 
 
-def test_run_initialises_the_runtime_on_every_rank():
-    from horoclone.launch.api import run
-
-    def total():
-        import numpy as np
-
-        import horoclone as hvd
-
-        hvd.init()
-        return hvd.rank(), hvd.allreduce(np.ones(2), op=hvd.Sum, name="x").tolist()
-
-    assert run(total, np=2) == [(0, [2.0, 2.0]), (1, [2.0, 2.0])]
-
-
 # What a child of this process finds open beyond the three standard streams.
 INHERITED = """
 import os, subprocess, sys
@@ -82,12 +68,18 @@ def test_children_of_a_rank_inherit_no_descriptor_of_ours(launch):
     assert found == ["inherited 0 []", "inherited 1 []", "inherited 2 []"], done.output
 
 
-def test_children_of_a_function_that_run_started_inherit_no_descriptor_of_ours():
+def test_a_function_that_run_started_has_the_runtime_and_its_children_inherit_no_descriptor_of_ours():
     from horoclone.launch.api import run
 
     def found():
+        import numpy as np
+
+        import horoclone as hvd
+
+        hvd.init()
         names: dict[str, object] = {}
         exec(INHERITED, names)
-        return [one for one in names["inherited"]() if "horoclone" in one]
+        total = hvd.allreduce(np.ones(2), op=hvd.Sum, name="x").tolist()
+        return hvd.rank(), total, [one for one in names["inherited"]() if "horoclone" in one]
 
-    assert run(found, np=2) == [[], []]
+    assert run(found, np=2) == [(0, [2.0, 2.0], []), (1, [2.0, 2.0], [])]
