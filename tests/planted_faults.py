@@ -43,7 +43,7 @@ PYTHON = (
     Fault("horoclone/compression.py", "return cls.cast(tensor, ctx)", "return tensor", "tests/jax/test_operations.py"),
     Fault("horoclone/torch/operations/gradients.py", "return scale * ((group.size() or 1) if op == Sum else 1)", "return scale", "tests/torch/test_second_derivatives.py"),
     Fault("horoclone/torch/operations/functional.py", "rows // size + (rank < rows % size)", "rows // size", "tests/torch/test_compile.py"),
-    Fault("horoclone/jax/optimizer.py", '"postscale_factor": factor / size', '"postscale_factor": factor', "tests/jax/test_optimizer.py"),
+    Fault("horoclone/jax/optimizer.py", '"postscale_factor": gradient_predivide_factor,', '"postscale_factor": 1.0,', "tests/jax/test_optimizer.py"),
     Fault("horoclone/jax/optimizer.py", "(state.passes + 1) % passes == 0", "state.passes % passes == 0", "tests/jax/test_optimizer.py"),
     Fault("horoclone/jax/weighted.py", "(own != 0) | jnp.isfinite(product)", "own != -1", "tests/jax/test_jax_weighted.py"),
     Fault("horoclone/plan/costs.py", '(1 if unit == "gbit" else 1000)', '(1 if unit == "gbit" else 1024)', "tests/plan/test_strategies.py"),
