@@ -224,7 +224,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
         forms = [{key: metrics[key].shape for key in sorted(metrics)} for metrics in everybody]
         if any(form != forms[0] for form in forms):
             raise ValueError(
-                f"the ranks have different metrics: {dict(enumerate(forms))}. Compile the same ones on all."
+                f"the ranks have different metrics: {dict(enumerate(forms))}. Compile the same ones on all, "
+                "and validate on all or on none."
             )
         means = {key: np.mean([metrics[key] for metrics in everybody], axis=0) for key in mine}
         if logs is not None:
