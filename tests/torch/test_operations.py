@@ -9,7 +9,7 @@ from world import ranks
 
 import horoclone.torch as hvd
 from horoclone.torch.operations import grouped
-from horoclone.torch.operations.tensors import bytes_of
+from horoclone.torch.operations.tensors import bytes_of, number_of
 from horoclone.torch.optimizer.resharding import boxed, unboxed
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -189,6 +189,15 @@ def test_compression_of_single_operations() -> None:
         assert hvd.grouped_allreduce([exact, exact], compression=compression)[1].tolist() == exact.tolist()
         share = hvd.reducescatter(torch.ones(hvd.size()), compression=compression)
         assert share.tolist() == [1.0] and share.dtype == torch.float32
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_refused_by_name() -> None:
+    for layout in (torch.strided, torch.jagged):
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+        for gpu in (False, True):
+            with pytest.raises(ValueError, match=r"^tensor 'words' is nested, .* tensor\.values\(\)"):
+                number_of(nested, "words", gpu)
 
 
 @ranks(2)

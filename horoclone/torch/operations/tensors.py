@@ -88,6 +88,7 @@ def number_of(tensor: torch.Tensor, name: str | None, gpu: bool = False) -> int:
         number is None
         or not tensor.is_cpu
         or tensor.layout is not torch.strided
+        or tensor.is_nested
         or not tensor.is_contiguous()
         or tensor.is_conj()
         or tensor.is_neg()
@@ -102,6 +103,7 @@ def _number_elsewhere(tensor: torch.Tensor, name: str | None, gpu: bool) -> int:
     number = NUMBER_OF.get(tensor.dtype)
     readable = (
         tensor.layout is torch.strided
+        and not tensor.is_nested
         and tensor.is_contiguous()
         and not (tensor.is_conj() or tensor.is_neg())
     )
@@ -111,6 +113,11 @@ def _number_elsewhere(tensor: torch.Tensor, name: str | None, gpu: bool) -> int:
 
 
 def _refusal(tensor: torch.Tensor, name: str | None, gpu: bool) -> Exception:
+    if tensor.is_nested:
+        label = f"tensor {name!r}" if name else "unnamed tensor"
+        return ValueError(
+            f"{label} is nested, and has no shape: pass tensor.values(), or what tensor.unbind() gives."
+        )
     label = f"tensor {name!r}" if name else f"unnamed tensor of shape {list(tensor.shape)}"
     if not (tensor.is_cpu or (gpu and tensor.is_cuda)):
         moved = "host memory and memory of NVIDIA's GPUs" if gpu else "host memory only in this function"
