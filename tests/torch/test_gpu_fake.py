@@ -266,17 +266,21 @@ def test_fake_the_optimizers_buckets_lie_on_the_gpu_and_give_the_same_steps(rank
 
 
 def keeps_state() -> None:
-    """Optimizer state that lies on the GPU, its step counters in host memory: to all ranks."""
-    fake = begin()
-    model = placed(fake, torch.nn.Linear(6, 5))
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.Adam(model.parameters(), lr=0.1), model.named_parameters()
-    )
+    """Optimizer state that lies on the GPU, its step counters in host memory: to all ranks, and to one checkpoint."""
+    fake, rank = begin(), hvd.rank()
+
+    def made(**options) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = placed(fake, torch.nn.Linear(6, 5))
+        return model, hvd.DistributedOptimizer(
+            torch.optim.Adam(model.parameters(), lr=0.1), model.named_parameters(), **options
+        )
 
     def moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         return [e[key] for e in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
 
-    if hvd.rank() == 0:  # as after loading a checkpoint
+    model, optimizer = made()
+    if rank == 0:  # as after loading a checkpoint
         for i, parameter in enumerate(model.parameters()):
             moment = fake.tensor(torch.full_like(parameter, i + 0.5))
             optimizer.state[parameter] = {"step": torch.tensor(7.0), "exp_avg": moment, "exp_avg_sq": moment}
@@ -286,8 +290,28 @@ def keeps_state() -> None:
     steps = [entry["step"] for entry in optimizer.state.values()]
     assert steps == [7, 7] and all(fake.place_of(step) is gpu.HOST for step in steps)
 
+    wholes = []
+    for options in ({}, {"shard_optimizer_state": True}):
+        model, optimizer = made(**options)
+        for step in range(3):
+            torch.manual_seed(step + 10 * rank)
+            optimizer.zero_grad()
+            model(torch.randn(4, 6)).square().sum().backward()
+            optimizer.step()
+            for entry in optimizer.state.values():  # Adam has made them beside CPU tensors
+                for key in ("exp_avg", "exp_avg_sq"):
+                    if fake.place_of(entry[key]) is gpu.HOST:
+                        entry[key] = fake.tensor(entry[key])
+        if options:
+            optimizer.consolidate_state_dict()
+        wholes.append(optimizer.state_dict()["state"])
+    assert wholes[0].keys() == wholes[1].keys()
+    for index, plain in wholes[0].items():
+        for key, value in plain.items():
+            torch.testing.assert_close(wholes[1][index][key], value, rtol=1e-5, atol=1e-7)
 
-def test_fake_optimizer_state_on_the_gpu_is_broadcast(ranks) -> None:
+
+def test_fake_optimizer_state_on_the_gpu_is_broadcast_sharded_and_gathered(ranks) -> None:
     ranks(keeps_state)
 
 
