@@ -341,10 +341,12 @@ def test_a_request_to_the_core_is_built_in_one_place() -> None:
 
 
 def test_nobody_looks_at_the_frame_of_a_caller() -> None:
-    """What a call does must not depend on who makes it; current.py names the call that came before init(), and
-    phase_sampler.py tells where the time goes, which nothing depends on."""
+    """What a call does must not depend on who makes it; current.py names the call that came before init(),
+    phase_sampler.py tells where the time goes, which nothing depends on, and exit_hooks.py asks whether anybody has
+    caught an exception."""
     looks = re.compile(r"\b(_getframe|currentframe|f_back|getouterframes|inspect\.stack)\b")
     assert {module for module, path in modules().items() if looks.search(path.read_text())} == {
         "runtime.current",
+        "runtime.exit_hooks",
         "runtime.phase_sampler",
     }
