@@ -3,7 +3,8 @@
 The hosts are network namespaces joined by a cable with tbf on both ends (hosts.py); plain sockets are measured first
 and last, and every figure is given as a fraction of that and of the nominal rate. horoclone in one ring and in two
 levels, with fp16 and block-int8 on the wire, and torch's gloo take turns in the same processes. A long way (80ms,
-150ms) is a wire in user space; it is measured with 16 connections for the data of two ranks, and with one.
+150ms) is a wire in user space; it is measured with 16 connections for the data of two ranks, and with one. 1g-fabric
+and 10g-fabric go through libfabric's provider tcp, which must be installed.
 Exit codes: 0, 1 a rank failed or a number was wrong, 2 wrong arguments, 3 no conclusion.
 """
 
@@ -41,6 +42,7 @@ class Case:
     lost: float = 0  # of packets
     streams: int = 1  # HOROCLONE_TCP_STREAMS
     raw_streams: tuple[int, int] = (1, 2)
+    fabric: str = ""  # HOROCLONE_FABRIC
 
 
 COMPRESSED = ("horoclone", "fp16", "int8", "gloo")
@@ -48,6 +50,8 @@ LEVELS = ("horoclone", "flat", "gloo")
 CASES = {
     "1g": Case(1, 1500, 1, (4 * MIB, 25 * MIB), COMPRESSED),
     "10g": Case(10, 9000, 1, (25 * MIB, 100 * MIB), COMPRESSED),
+    "1g-fabric": Case(1, 1500, 1, (4 * MIB, 25 * MIB), ("horoclone",), fabric="tcp"),
+    "10g-fabric": Case(10, 9000, 1, (25 * MIB, 100 * MIB), ("horoclone",), fabric="tcp"),
     "1g-2x2": Case(1, 1500, 2, (25 * MIB,), LEVELS),
     "1g-2x4": Case(1, 1500, 4, (25 * MIB,), LEVELS),
     "10g-2x2": Case(10, 9000, 2, (25 * MIB,), LEVELS),
@@ -101,7 +105,7 @@ def measure(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
         load = Load()
         plan = {"sizes": list(case.sizes), "rounds": arguments.rounds, "contestants": list(case.contestants),
                 "memory": "private", "seed": arguments.seed, "extras": False}  # fmt: skip
-        more = {"HOROCLONE_TCP_STREAMS": str(case.streams)}
+        more = {"HOROCLONE_TCP_STREAMS": str(case.streams), "HOROCLONE_FABRIC": case.fabric}
         raw = hosts.run_ranks("measure.py", plan, case.per_host, arguments.limit, more)
         others = load.others()
         cable = hosts.sent(0, CABLE) - cable

@@ -104,6 +104,8 @@ constexpr SettingRow kRows[] = {
      "Comma-separated network interfaces that this rank may be reached on; empty: every one that is up."},
     {&Config::node, "NODE", "", text(),
      "Ranks with different labels count as ranks of different machines: no shared memory between them."},
+    {&Config::fabric, "FABRIC", "", text(),
+     "Provider of libfabric (verbs, efa, tcp ...) for data between machines; empty: none, TCP carries it."},
     {&Config::socket_buffer_bytes, "SOCKET_BUFFER_BYTES", "", bytes(0, 1073741824.0),
      "Send and receive buffer of each socket; 0 leaves it to the kernel."},
     {&Config::tcp_streams, "TCP_STREAMS", "", count(1, 63),

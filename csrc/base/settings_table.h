@@ -53,6 +53,7 @@ inline constexpr size_t kMaxFlatBytes = 32 * kKiB;  // a rank's flat buffer in s
   /* network */                               \
   X(std::string, interfaces, "")              \
   X(std::string, node, "")                    \
+  X(std::string, fabric, "")                  \
   X(size_t, socket_buffer_bytes, 0)           \
   X(int, tcp_streams, 1) \
   X(int, control_fanout, 8)                   \

@@ -58,12 +58,14 @@ Result<std::unique_ptr<Engine>> Engine::create(Config config) {
   options.tcp_streams = c.tcp_streams;
   options.keepalive_s = c.keepalive_s;
   options.node = c.node;
+  options.fabric = c.fabric;
   if (c.topology != "off")
     options.locality = locality_of_cpus(c.topology.empty() ? kSystemFolder : c.topology, allowed_cpus());
   // Who talks to whom, and how. Whatever else the ranks must share is rank 0's (StartUp::agree_on_settings), or agreed
   // on as it is needed.
   options.must_agree = {{"HOROCLONE_SHARED_MEMORY", c.shared_memory ? "1" : "0"},
-                        {"HOROCLONE_CONTROL_FANOUT", std::to_string(c.control_fanout)}};
+                        {"HOROCLONE_CONTROL_FANOUT", std::to_string(c.control_fanout)},
+                        {"HOROCLONE_FABRIC", c.fabric.empty() ? "off" : c.fabric}};
   if (c.simd != "auto" && !select_simd(c.simd.c_str()))
     return error(Code::kInvalidArgument, "HOROCLONE_SIMD=", c.simd, ": this processor does not have it");
   // Before anybody connects: to the others, a rank that fails later has left, for a reason that its own log has.

@@ -141,18 +141,20 @@ std::string Engine::describe() {
 std::string Engine::counters_json() const {
   const Counters& c = context_.counters;
   const auto get = [](const Counters::Count& count) { return count.load(std::memory_order_relaxed); };
-  return text_of("{\"operations\":", get(c.operations), ",\"batches\":", get(c.batches), ",\"fused\":", get(c.fused),
-                 ",\"plans_sent\":", get(c.plans_sent), ",\"request_lists_sent\":", get(c.request_lists_sent),
-                 ",\"control_frames_sent\":", get(c.control_frames_sent),
-                 ",\"control_bytes_sent\":", get(c.control_bytes_sent),
-                 ",\"between_nodes_frames\":", get(c.between_nodes_frames),
-                 ",\"between_nodes_bytes\":", get(c.between_nodes_bytes), ",\"bytes\":", get(c.bytes_reduced),
-                 ",\"persistent\":", get(c.persistent), ",\"bypassed\":", get(c.bypassed),
-                 ",\"sleeps\":", get(c.sleeps), ",\"steps\":", get(c.steps), ",\"pings\":", get(c.pings),
-                 ",\"live_handles\":", intake_.handles().live(), ",\"last_ready\":{", intake_.stragglers_json(),
-                 "},\"autotune\":", tuner_.json(), ",\"between_nodes\":\"", selected_.by_mpi.load() ? "mpi" : "tcp",
-                 "\",\"way_probes\":", selected_.probes.load(), ",\"selection\":\"", name_of(selected_.source.load()),
-                 "\",\"gpu\":", backend_->json(), ",\"mesh\":", context_.mesh->counters_json(), "}");
+  return text_of(
+      "{\"operations\":", get(c.operations), ",\"batches\":", get(c.batches), ",\"fused\":", get(c.fused),
+      ",\"plans_sent\":", get(c.plans_sent), ",\"request_lists_sent\":", get(c.request_lists_sent),
+      ",\"control_frames_sent\":", get(c.control_frames_sent), ",\"control_bytes_sent\":", get(c.control_bytes_sent),
+      ",\"between_nodes_frames\":", get(c.between_nodes_frames),
+      ",\"between_nodes_bytes\":", get(c.between_nodes_bytes), ",\"bytes\":", get(c.bytes_reduced),
+      ",\"persistent\":", get(c.persistent), ",\"bypassed\":", get(c.bypassed), ",\"sleeps\":", get(c.sleeps),
+      ",\"steps\":", get(c.steps), ",\"pings\":", get(c.pings), ",\"live_handles\":", intake_.handles().live(),
+      ",\"last_ready\":{", intake_.stragglers_json(), "},\"autotune\":", tuner_.json(), ",\"between_nodes\":\"",
+      selected_.by_mpi.load()       ? "mpi"
+      : context_.mesh->has_fabric() ? "libfabric"
+                                    : "tcp",
+      "\",\"way_probes\":", selected_.probes.load(), ",\"selection\":\"", name_of(selected_.source.load()),
+      "\",\"gpu\":", backend_->json(), ",\"mesh\":", context_.mesh->counters_json(), "}");
 }
 
 }  // namespace hc

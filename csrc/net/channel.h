@@ -1,6 +1,6 @@
 // A channel moves bytes between two ranks: small control frames in order, and large data transfers that are matched by
-// tag. There are three implementations (TCP, rings in shared memory, MPI); every algorithm and every control message
-// uses this interface.
+// tag. There are three implementations (TCP, rings in shared memory, messages of MPI or libfabric); every algorithm and
+// every control message uses this interface.
 //
 // Thread: the thread that makes progress makes every call. Nothing here blocks.
 #pragma once

@@ -7,9 +7,11 @@
 #include <vector>
 
 #include "net/bootstrap.h"
+#include "net/fabric.h"
 #include "net/links.h"
 #include "net/mesh.h"
-#include "net/mpi_channel.h"
+#include "net/message_channel.h"
+#include "net/mpi_api.h"
 #include "net/own_doorbell.h"
 #include "net/ring_news.h"
 #include "net/shm_channel.h"
@@ -55,9 +57,10 @@ class ConnectedMesh final : public Mesh {
   const std::shared_ptr<Arena>& arena(int rank) const override;
   Channel& channel(int rank) override {
     Peer& peer = peers_[rank];
-    return peer.mpi ? static_cast<Channel&>(*peer.mpi) : *peer.channel;
+    return peer.messages ? static_cast<Channel&>(*peer.messages) : *peer.channel;
   }
-  bool has_mpi() const override { return mpi_ != nullptr && !tcp_peers_.empty(); }
+  bool has_fabric() const override { return fabric_ && !tcp_peers_.empty(); }
+  bool has_mpi() const override { return mpi_ && !tcp_peers_.empty(); }
   Status use_mpi(bool on) override;
   bool moves_silently() const override;
   int silent_look_us() override;
@@ -80,9 +83,9 @@ class ConnectedMesh final : public Mesh {
   static constexpr uint64_t kLinksToken = ~uint64_t{0};  // in the epoll set; 0 is the doorbell, r + 1 rank r
   struct Peer {
     std::unique_ptr<FramedChannel> channel;
-    TcpChannel* tcp = nullptr;        // the same one, when it is of that kind,
-    ShmChannel* shm = nullptr;        // or of this one
-    std::unique_ptr<MpiChannel> mpi;  // in front of it, for data
+    TcpChannel* tcp = nullptr;                 // the same one, when it is of that kind,
+    ShmChannel* shm = nullptr;                 // or of this one
+    std::unique_ptr<MessageChannel> messages;  // in front of it, for data
     std::shared_ptr<Arena> arena;
     Doorbell doorbell;
     Fd doorbell_fd, liveness, process;  // eventfd, unix socket, pidfd
@@ -102,8 +105,11 @@ class ConnectedMesh final : public Mesh {
   Status keep_links(const MeshMembers& members, const std::vector<Endpoint>& endpoints,
                     const std::vector<std::string>& reached_at);
   Status make_shared_channel(int rank, PeerLinks links);
-  bool moves_through_mpi() const;
+  Status check_fabric(const std::vector<Endpoint>& endpoints, const MeshMembers& members) const;
+  Status greet_through_fabric(const MeshMembers& members);
+  bool moves_by_messages() const;
   void open_arena();
+  void open_fabric();
   Status watch(int fd, uint64_t token);
   void unwatch(Fd* fd);
 
@@ -133,7 +139,8 @@ class ConnectedMesh final : public Mesh {
   std::vector<Peer> peers_;
   RingNews shared_peers_;
   std::vector<int> tcp_peers_;
-  std::shared_ptr<const MpiApi> mpi_;
+  std::shared_ptr<MpiApi> mpi_;
+  std::shared_ptr<Fabric> fabric_;  // null where it was not asked for, or could not be opened
 };
 
 }  // namespace hc

@@ -41,6 +41,8 @@ std::vector<Address> dialable(const HostIdentity& own, const Endpoint& other) {
   return all;
 }
 
+void Endpoint::set_fabric_problem(const std::string& text) { fabric_problem = text.substr(0, kMaxText); }
+
 std::string Endpoint::encode() const {
   Writer out;
   out.put(kEndpointMagic);
@@ -54,7 +56,7 @@ std::string Endpoint::encode() const {
   for (int what : {locality.socket, locality.numa_node, locality.l3}) out.put(static_cast<int32_t>(what));
   out.put(arena_bytes);
   out.put(room_bytes);
-  out.put_text(unix_name);
+  for (const std::string& text : {unix_name, fabric_protocol, fabric_address, fabric_problem}) out.put_text(text);
   out.put(static_cast<uint8_t>(addresses.size()));
   for (const Address& a : addresses) {
     out.put(static_cast<uint8_t>(a.host_bytes().size()));
@@ -89,7 +91,8 @@ Result<Endpoint> Endpoint::decode(const std::string& bytes) {
   for (int* what : {&one.locality.socket, &one.locality.numa_node, &one.locality.l3}) *what = in.get<int32_t>();
   one.arena_bytes = in.get<uint64_t>();
   one.room_bytes = in.get<uint64_t>();
-  one.unix_name = in.get_text(kMaxText);
+  for (std::string* text : {&one.unix_name, &one.fabric_protocol, &one.fabric_address, &one.fabric_problem})
+    *text = in.get_text(kMaxText);
   const size_t count = in.get<uint8_t>();
   if (count > kMaxAddresses) in.fail();
   for (size_t i = 0; i < count && in.ok(); ++i) {

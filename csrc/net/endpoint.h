@@ -36,12 +36,15 @@ struct Endpoint {
   std::string host_name;
   int32_t pid = 0;
   Locality locality;
-  uint64_t arena_bytes = 0;  // 0: it shares no memory
-  uint64_t room_bytes = 0;   // address space that it has for the arenas of others
-  std::string unix_name;     // abstract
+  uint64_t arena_bytes = 0;                     // 0: it shares no memory
+  uint64_t room_bytes = 0;                      // address space that it has for the arenas of others
+  std::string unix_name;                        // abstract
+  std::string fabric_protocol, fabric_address;  // of libfabric, both empty without
+  std::string fabric_problem;                   // why it was asked for and is not there
   std::vector<Address> addresses;
   std::vector<std::pair<std::string, std::string>> settings;  // MeshOptions::must_agree
 
+  void set_fabric_problem(const std::string& text);  // as much of it as may be told
   std::string encode() const;
   static Result<Endpoint> decode(const std::string& bytes);
 };

@@ -8,13 +8,13 @@
 namespace hc {
 namespace {
 
-constexpr std::string_view kContext = "horoclone control frames";
+constexpr std::string_view kFramesContext = "horoclone control frames";
 
 SipKey key_from(const std::string& secret, const std::string& from, const std::string& to) {
   Writer ends;
   ends.put_text(from);
   ends.put_text(to);
-  const Digest digest = hmac_sha256(bytes_of(secret), {bytes_of(kContext), ends.bytes()});
+  const Digest digest = hmac_sha256(bytes_of(secret), {bytes_of(kFramesContext), ends.bytes()});
   SipKey key;
   std::memcpy(&key, digest.data(), sizeof key);
   return key;

@@ -36,6 +36,7 @@ Status ConnectedMesh::open() {
   HC_TRY(open_listeners(options_.interfaces, {options_.keepalive_s, options_.socket_buffer_bytes}, &listeners_,
                         &own_endpoint_));
   if (options_.shared_memory) open_arena();
+  if (!options_.fabric.empty()) open_fabric();
   if (arena_) own_endpoint_.arena_bytes = arena_->bytes();
   own_endpoint_.room_bytes = room_for_arenas();
   return Status::ok();
@@ -54,6 +55,18 @@ void ConnectedMesh::open_arena() {
   block->protocol = kProtocolVersion;
   block->magic = kArenaMagic;
   doorbell_.move_word(&block->asleep);
+}
+
+// What is wrong is told to all, so that all refuse alike.
+void ConnectedMesh::open_fabric() {
+  auto fabric = Fabric::open(options_.fabric, own_endpoint_.addresses);
+  if (!fabric.is_ok()) {
+    own_endpoint_.set_fabric_problem(fabric.status().text());
+    return;
+  }
+  fabric_ = fabric.take();
+  own_endpoint_.fabric_protocol = fabric_->protocol();
+  own_endpoint_.fabric_address = fabric_->address();
 }
 
 Status ConnectedMesh::watch(int fd, uint64_t token) {
@@ -94,19 +107,19 @@ void ConnectedMesh::wake_those_with_work() {
 
 Status ConnectedMesh::use_mpi(bool on) {
   for (int r : tcp_peers_)
-    if (peers_[r].mpi) HC_TRY(peers_[r].mpi->use(on), peers_[r].name);
+    if (peers_[r].messages) HC_TRY(peers_[r].messages->use(on), peers_[r].name);
   return Status::ok();
 }
 
-bool ConnectedMesh::moves_through_mpi() const {
-  return mpi_ && std::any_of(tcp_peers_.begin(), tcp_peers_.end(),
-                             [&](int r) { return peers_[r].mpi && peers_[r].mpi->under_way(); });
+bool ConnectedMesh::moves_by_messages() const {
+  return (mpi_ || fabric_) && std::any_of(tcp_peers_.begin(), tcp_peers_.end(),
+                                          [&](int r) { return peers_[r].messages && peers_[r].messages->under_way(); });
 }
 
-bool ConnectedMesh::moves_silently() const { return traffic_.lingering.value() != 0 || moves_through_mpi(); }
+bool ConnectedMesh::moves_silently() const { return traffic_.lingering.value() != 0 || moves_by_messages(); }
 
 int ConnectedMesh::silent_look_us() {
-  int soonest = moves_through_mpi() ? kSilentLookUs : 0;
+  int soonest = moves_by_messages() ? kSilentLookUs : 0;
   for (size_t i = 0; traffic_.lingering.value() != 0 && i < tcp_peers_.size(); ++i) {
     const int us = peers_[tcp_peers_[i]].channel->look_again_us();
     if (us > 0) soonest = soonest == 0 ? us : std::min(soonest, us);
@@ -137,13 +150,14 @@ void ConnectedMesh::close() {
   listeners_ = {};
   links_.reset();  // first: who sees a connection end finds that nobody listens any more
   for (Peer& peer : peers_) {
-    if (peer.mpi) peer.mpi->close();
+    if (peer.messages) peer.messages->close();
     if (peer.tcp) peer.tcp->close();
     peer.doorbell = {};
     peer.doorbell_fd.reset();
     peer.liveness.reset();
     peer.process.reset();
   }
+  if (fabric_) fabric_->close();
   epoll_.reset();
   doorbell_.close();
 }
@@ -152,8 +166,9 @@ void ConnectedMesh::close() {
 // whereas shutdown or epoll_ctl would not.
 void ConnectedMesh::after_fork_child() {
   doorbell_.forget();
+  if (fabric_) fabric_->abandon();
   for (Peer& peer : peers_) {
-    if (peer.mpi) peer.mpi->abandon();
+    if (peer.messages) peer.messages->abandon();
     if (peer.tcp) peer.tcp->abandon();
     if (peer.arena) peer.arena->remap_private();
   }

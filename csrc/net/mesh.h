@@ -38,6 +38,7 @@ struct MeshOptions {
   int tcp_streams = defaults::tcp_streams;                  // connections for data of a pair
   double keepalive_s = defaults::keepalive_s;               // TCP keep-alive and user timeout
   Locality locality;                                        // where in its machine this rank runs
+  std::string fabric;                                       // libfabric's provider for data between nodes; empty: none
   std::string node;  // ranks with different texts are different nodes (tests of several nodes on one host)
   // With more ranks than this on a node a rank looks at those rings only of which there is news: each look at a ring
   // may miss the caches and the page tables, which a small node's rings do not.
@@ -108,6 +109,8 @@ class Mesh {
   virtual bool shares_memory(int rank) const = 0;
   virtual const std::shared_ptr<Arena>& arena(int rank) const = 0;  // null unless shares_memory
   virtual Channel& channel(int rank) = 0;                           // rank != own
+  // Whether data between nodes goes through libfabric.
+  virtual bool has_fabric() const = 0;
   // Whether there is MPI between some of the nodes, and to send data that way from now on, or over TCP. All ranks
   // change it between the same operations, none of which moves data.
   virtual bool has_mpi() const = 0;

@@ -1,3 +1,4 @@
+#include <poll.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -9,6 +10,7 @@ namespace hc {
 namespace {
 
 constexpr size_t kNamedWithValue = 8;  // with each value of a setting
+constexpr double kGreetingS = 30;
 
 // Empty: all say the same. Else each value with its ranks: "1 on ranks 0, 2; 0 on rank 1".
 std::string values_of(const std::vector<Endpoint>& endpoints, size_t setting) {
@@ -139,6 +141,7 @@ Status ConnectedMesh::connect(const MeshMembers& members) {
   HC_TRY(read_endpoints(members, &endpoints));
   number_nodes(endpoints);
   find_who_shares(endpoints);
+  HC_TRY(check_fabric(endpoints, members));
   HC_TRY(prepare_rings(), "shared memory for ", local_size_, " local ranks");
   if (!no_arena_because_.empty() && members.say)
     members.say("no shared memory, TCP is used instead: " + no_arena_because_);
@@ -164,6 +167,7 @@ Status ConnectedMesh::connect(const MeshMembers& members) {
   }
   HC_TRY(make_channels(endpoints, links.take(), members));
   if (!tcp_peers_.empty()) HC_TRY(keep_links(members, endpoints, reached_at));
+  if (has_fabric()) HC_TRY(greet_through_fabric(members));
   listeners_ = {};  // without TCP nobody else is expected: from here on there is no port to attack
   connected_ = true;
   return Status::ok();
@@ -194,11 +198,94 @@ Status ConnectedMesh::make_channels(const std::vector<Endpoint>& endpoints, std:
                                                                 epoll_.get(), static_cast<uint64_t>(r) + 1, keys});
     peer.tcp = tcp.get();
     peer.channel = std::move(tcp);
-    if (mpi_) peer.mpi = std::make_unique<MpiChannel>(r, peer.channel.get(), mpi_, &traffic_, members.generation);
     tcp_peers_.push_back(r);
+    std::shared_ptr<MessageLibrary> library = mpi_;
+    if (fabric_) {
+      library = fabric_;
+      HC_TRY(
+          fabric_->add(r, e.fabric_address, frame_keys(members.secret, members.endpoints[rank_], members.endpoints[r])),
+          peer.name);
+    }
+    if (!library) continue;
+    peer.messages = std::make_unique<MessageChannel>(r, peer.channel.get(), library, &traffic_, members.generation);
+    if (fabric_) HC_TRY(peer.messages->use(true), peer.name);
   }
   all_shared_ = tcp_peers_.empty();
   return Status::ok();
+}
+
+// Every rank has all endpoints, so that all come to the same end by themselves.
+Status ConnectedMesh::check_fabric(const std::vector<Endpoint>& endpoints, const MeshMembers& members) const {
+  const bool all_share = every_rank_shares_ && local_size_ == size_;
+  if (options_.fabric.empty() || all_share) return Status::ok();
+  const std::string setting = text_of("HOROCLONE_FABRIC=", options_.fabric);
+  if (members.mpi)
+    return error(Code::kInvalidArgument, setting, " and HOROCLONE_CPU_OPERATIONS=mpi name two ways between the nodes; ",
+                 "unset one of them");
+  for (int r = 0; r < size_; ++r) {
+    const Endpoint& e = endpoints[r];
+    const std::string who = text_of(setting, ": rank ", r, " (", e.host_name, ", pid ", e.pid, ")");
+    if (!e.fabric_problem.empty())
+      return Status(Code::kUnsupported,
+                    text_of(who, " cannot use libfabric: ", e.fabric_problem, ". Install ", Fabric::kLibrary,
+                            " there (Debian: libfabric1), name a provider that fi_info lists on every host, or unset "
+                            "HOROCLONE_FABRIC, and data goes over TCP"),
+                    r);
+    if (e.fabric_protocol != endpoints[0].fabric_protocol)
+      return Status(Code::kMismatch,
+                    text_of(who, " speaks ", e.fabric_protocol, ", and rank 0 ", endpoints[0].fabric_protocol,
+                            ". Install the same libfabric on all hosts, or name one of the two in full"),
+                    r);
+  }
+  return Status::ok();
+}
+
+// One byte to and from each peer: finds what the provider cannot reach, before an operation waits for it.
+Status ConnectedMesh::greet_through_fabric(const MeshMembers& members) {
+  const double limit_s = std::min(members.timeout_s, kGreetingS);
+  struct Greeting {
+    std::byte bytes[2]{};
+    Transfer out, in;
+  };
+  std::vector<Greeting> greetings(tcp_peers_.size());
+  for (size_t i = 0; i < greetings.size(); ++i) {
+    Greeting& one = greetings[i];
+    one.out.tag = one.in.tag = {static_cast<uint16_t>(members.generation), 0, ~uint32_t{0}, 0};
+    one.out.data = &one.bytes[0];
+    one.in.data = &one.bytes[1];
+    one.out.bytes = one.in.bytes = 1;
+    peers_[tcp_peers_[i]].messages->post_receive(&one.in);
+    peers_[tcp_peers_[i]].messages->post_send(&one.out);
+  }
+  Status outcome;
+  for (const Deadline deadline = Deadline::in(limit_s); outcome.is_ok();) {
+    bool moved = false;
+    int missing = -1;
+    for (size_t i = 0; i < greetings.size() && outcome.is_ok(); ++i) {
+      if (greetings[i].in.done && peers_[tcp_peers_[i]].messages->flushed()) continue;
+      const int r = tcp_peers_[i];
+      if (missing < 0) missing = r;
+      outcome = peers_[r].messages->progress(&moved).with(peers_[r].name);
+    }
+    if (missing < 0) break;
+    if (!outcome.is_ok() || moved) continue;
+    if (members.cancelled && members.cancelled()) outcome = error(Code::kAborted, "cancelled");
+    if (deadline.passed())
+      outcome = Status(Code::kTimeout,
+                       text_of("HOROCLONE_FABRIC=", options_.fabric, ": nothing came from ", peers_[missing].name,
+                               " through libfabric (", fabric_->protocol(), ") within ", limit_s,
+                               " s. Check that the provider reaches it with fi_pingpong; FI_TCP_IFACE, FI_VERBS_IFACE "
+                               "and HOROCLONE_NETWORK_INTERFACES choose its network; or unset HOROCLONE_FABRIC"),
+                       missing);
+    pollfd ready{epoll_.get(), POLLIN, 0};
+    static_cast<void>(::poll(&ready, 1, 1));
+  }
+  if (outcome.is_ok()) return outcome;
+  for (size_t i = 0; i < greetings.size(); ++i) {
+    peers_[tcp_peers_[i]].messages->forget(&greetings[i].in);
+    peers_[tcp_peers_[i]].messages->forget(&greetings[i].out);
+  }
+  return outcome;
 }
 
 Status ConnectedMesh::keep_links(const MeshMembers& members, const std::vector<Endpoint>& endpoints,

@@ -13,7 +13,7 @@ struct alignas(16) AnyStatus {
 };
 }  // namespace
 
-Result<std::shared_ptr<const MpiApi>> MpiApi::load(const MpiLink& link) {
+Result<std::shared_ptr<MpiApi>> MpiApi::load(const MpiLink& link) {
   auto library = Library::loaded(link.library);  // stays loaded: whoever brought it uses it
   if (!library) return error(Code::kUnsupported, link.library, " is not loaded in this process");
   MpiFunctions found;
@@ -22,7 +22,7 @@ Result<std::shared_ptr<const MpiApi>> MpiApi::load(const MpiLink& link) {
   if (!found.name) return error(Code::kUnsupported, link.library, " has no ", #name);
   HC_MPI_SYMBOLS(HC_RESOLVE)
 #undef HC_RESOLVE
-  return std::shared_ptr<const MpiApi>(std::make_shared<MpiApi>(found, link));
+  return std::make_shared<MpiApi>(found, link);
 }
 
 Status MpiApi::check(int result, const char* call) const {
@@ -33,17 +33,17 @@ Status MpiApi::check(int result, const char* call) const {
   return error(Code::kInternal, call, ": ", *text ? text : "an error without a text");
 }
 
-Status MpiApi::send(const void* data, size_t bytes, int rank, int tag, MpiRequest* request) const {
+Status MpiApi::send(const void* data, size_t bytes, int rank, int tag, MessageRequest* request) {
   return check(mpi_.MPI_Isend(data, static_cast<int>(bytes), link_.byte_type, rank, tag, link_.communicator, request),
                "MPI_Isend");
 }
 
-Status MpiApi::receive(void* data, size_t bytes, int rank, int tag, MpiRequest* request) const {
+Status MpiApi::receive(void* data, size_t bytes, int rank, int tag, MessageRequest* request) {
   return check(mpi_.MPI_Irecv(data, static_cast<int>(bytes), link_.byte_type, rank, tag, link_.communicator, request),
                "MPI_Irecv");
 }
 
-Status MpiApi::test(MpiRequest* request, bool* done) const {
+Status MpiApi::test(MessageRequest* request, bool* done) {
   AnyStatus status;
   int flag = 0;
   HC_TRY(check(mpi_.MPI_Test(request, &flag, &status), "MPI_Test"));
@@ -51,7 +51,7 @@ Status MpiApi::test(MpiRequest* request, bool* done) const {
   return Status::ok();
 }
 
-bool MpiApi::cancel(MpiRequest* request, double limit_s) const {
+bool MpiApi::cancel_receive(MessageRequest* request, double limit_s) {
   (void)mpi_.MPI_Cancel(request);
   const Deadline deadline = Deadline::in(limit_s);
   for (bool done = false;;) {
@@ -59,6 +59,12 @@ bool MpiApi::cancel(MpiRequest* request, double limit_s) const {
     if (deadline.passed()) return false;
     ::sched_yield();
   }
+}
+
+bool MpiApi::cancel_send(MessageRequest* request, double) {
+  bool done = *request == MessageRequest{};
+  if (!done) (void)test(request, &done);
+  return done;
 }
 
 }  // namespace hc

@@ -57,13 +57,16 @@ class Offer:
 def offer(environ: Mapping[str, str], job: str, known: Mapping[str, str] | None = None) -> Offer:
     """This rank's, with the ways that it remembers.
 
-    It takes the MPI that is initialised, if any, unless HOROCLONE_CPU_OPERATIONS names another way.
+    It takes the MPI that is initialised, if any, unless HOROCLONE_CPU_OPERATIONS or HOROCLONE_FABRIC names another
+    way.
     """
     word = setting(environ, "CPU_OPERATIONS", "auto")
     forced = word == "mpi"
     node = _node(environ)
     if word not in ("mpi", "auto"):
         return Offer(node, why=f"HOROCLONE_CPU_OPERATIONS is {word} there")
+    if not forced and (fabric := setting(environ, "FABRIC", "")):
+        return Offer(node, why=f"HOROCLONE_FABRIC is {fabric} there")
     mpi = launchers.initialised_mpi()
     if mpi is None and forced and importlib.util.find_spec("mpi4py") is None:
         return Offer(node, forced, why="mpi4py is not installed there (pip install mpi4py)")

@@ -14,6 +14,7 @@ core = pytest.importorskip("horoclone._core", reason="the native module is not b
 REFUSED = {
     "SHARED_MEMORY": ("1", "0"),
     "CONTROL_FANOUT": ("8", "2"),
+    "FABRIC": ("tcp", "shm"),
 }
 # What results and the course of operations depend on: rank 0's holds, or the ranks agree as they go.
 MAY_DIFFER = {

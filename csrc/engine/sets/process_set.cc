@@ -410,8 +410,9 @@ Status ProcessSet::declare(int id, std::shared_ptr<const BucketSet> buckets, boo
   const Mesh& mesh = *parts_.context.mesh;
   const Arena* arena = mesh.shares_memory(mesh.rank()) ? mesh.arena(mesh.rank()).get() : nullptr;
   const bool anywhere = scope == Scope::kNodes && !(may_be_two_level_ && parts_.tuner.agreed().two_level);
-  // Settings that are searched for come with plans, and what MPI has begun cannot be withdrawn.
-  const bool may_persist = scope != Scope::kNodes || (!mesh.has_mpi() && !parts_.tuner.is_searching());
+  // Settings that are searched for come with plans, and what MPI or libfabric has begun cannot be withdrawn.
+  const bool may_persist =
+      scope != Scope::kNodes || (!mesh.has_mpi() && !mesh.has_fabric() && !parts_.tuner.is_searching());
   mine->persistent = has_flags && may_persist &&
                      std::all_of(buckets->buckets.begin(), buckets->buckets.end(), [&](const BucketSet::Bucket& b) {
                        return b.bytes() && (anywhere || (arena && arena->contains(b.data, b.bytes())));

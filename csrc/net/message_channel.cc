@@ -1,4 +1,4 @@
-#include "net/mpi_channel.h"
+#include "net/message_channel.h"
 
 #include <algorithm>
 #include <cstring>
@@ -14,20 +14,20 @@ constexpr size_t kSpare = 16;
 
 }  // namespace
 
-MpiChannel::MpiChannel(int rank, FramedChannel* control, std::shared_ptr<const MpiApi> api, Traffic* traffic,
-                       uint64_t generation)
+MessageChannel::MessageChannel(int rank, FramedChannel* control, std::shared_ptr<MessageLibrary> library,
+                               Traffic* traffic, uint64_t generation)
     : rank_(rank),
       control_(control),
-      api_(std::move(api)),
+      library_(std::move(library)),
       traffic_(traffic),
       // The low half counts; the high half is that of whoever counts, and changes the remainder.
       tag_base_(static_cast<int>(static_cast<uint32_t>(generation) % kLives) * kTagsPerLife) {}
 
-int MpiChannel::data_tag(uint32_t number) const {
+int MessageChannel::data_tag(uint32_t number) const {
   return tag_base_ + 1 + static_cast<int>(number % (kTagsPerLife - 1));
 }
 
-Status MpiChannel::use(bool on) {
+Status MessageChannel::use(bool on) {
   if (on && !listening_) {
     listening_ = true;
     for (size_t index = 0; index < kNotices; ++index) HC_TRY(post_notice(index));
@@ -36,21 +36,31 @@ Status MpiChannel::use(bool on) {
   return Status::ok();
 }
 
-Status MpiChannel::post_notice(size_t index) {
-  return api_->receive(&notices_[index], sizeof(Notice), rank_, notice_tag(), &notice_requests_[index]);
+Status MessageChannel::post_notice(size_t index) {
+  return library_->receive(&notices_[index], sizeof(Notice), rank_, notice_tag(), &notice_requests_[index]);
 }
 
-void MpiChannel::fail(const Status& status) {
-  if (failed_.is_ok()) failed_ = Status(status.code(), text_of("data through MPI: ", status.text()), rank_);
+void MessageChannel::fail(const Status& status) {
+  if (!failed_.is_ok()) return;
+  failed_ =
+      Status(status.code(), text_of(control_->peer(), ": data through ", library_->name(), ": ", status.text()), rank_);
 }
 
-bool MpiChannel::is_over(MpiRequest* request) {
+bool MessageChannel::is_over(MessageRequest* request) {
   bool done = false;
-  if (Status status = api_->test(request, &done); !status.is_ok()) fail(status);
+  Status status = library_->test(request, &done);
+  if (!status.is_ok()) fail(status);
+  return done && status.is_ok();
+}
+
+// Whatever became of it.
+bool MessageChannel::is_released(MessageRequest* request) {
+  bool done = *request == MessageRequest{};
+  if (!done) (void)library_->test(request, &done);
   return done;
 }
 
-void MpiChannel::post_send(Transfer* transfer) {
+void MessageChannel::post_send(Transfer* transfer) {
   if (!on_) return control_->post_send(transfer);
   transfer->moved = 0;
   transfer->done = false;
@@ -65,9 +75,9 @@ void MpiChannel::post_send(Transfer* transfer) {
   const bool rides = transfer->bytes <= kInlineBytes;
   out.transfer = rides ? nullptr : transfer;
   if (rides && transfer->bytes > 0) std::memcpy(out.notice.data, transfer->data, transfer->bytes);
-  Status status = api_->send(&out.notice, bytes_of(out.notice.header), rank_, notice_tag(), &out.notice_request);
+  Status status = library_->send(&out.notice, bytes_of(out.notice.header), rank_, notice_tag(), &out.notice_request);
   if (status.is_ok() && !rides)
-    status = api_->send(transfer->data, transfer->bytes, rank_, data_tag(sent_number_++), &out.data_request);
+    status = library_->send(transfer->data, transfer->bytes, rank_, data_tag(sent_number_++), &out.data_request);
   if (!status.is_ok()) return fail(status);
   traffic_->segments_sent.add(1);
   traffic_->bytes_sent.add(sizeof(SegmentHeader) + transfer->bytes);
@@ -76,7 +86,7 @@ void MpiChannel::post_send(Transfer* transfer) {
   transfer->done = true;
 }
 
-void MpiChannel::post_receive(Transfer* transfer) {
+void MessageChannel::post_receive(Transfer* transfer) {
   if (!on_) return control_->post_receive(transfer);
   transfer->moved = 0;
   transfer->done = false;
@@ -93,7 +103,8 @@ void MpiChannel::post_receive(Transfer* transfer) {
 }
 
 // `data`: it has come already; else segment `number` follows.
-Status MpiChannel::deliver(const SegmentHeader& header, const std::byte* data, uint32_t number, Transfer* transfer) {
+Status MessageChannel::deliver(const SegmentHeader& header, const std::byte* data, uint32_t number,
+                               Transfer* transfer) {
   HC_TRY(check_match(header, *transfer));
   if (header.bytes <= kInlineBytes) {
     if (header.bytes > 0) std::memcpy(transfer->data, data, header.bytes);
@@ -102,10 +113,10 @@ Status MpiChannel::deliver(const SegmentHeader& header, const std::byte* data, u
     return Status::ok();
   }
   arriving_.push_back({transfer, header, {}});
-  return api_->receive(transfer->data, transfer->bytes, rank_, data_tag(number), &arriving_.back().request);
+  return library_->receive(transfer->data, transfer->bytes, rank_, data_tag(number), &arriving_.back().request);
 }
 
-Status MpiChannel::take(const Notice& notice) {
+Status MessageChannel::take(const Notice& notice) {
   const SegmentHeader& header = notice.header;
   HC_TRY(check_header(header));
   traffic_->segments_received.add(1);
@@ -130,7 +141,7 @@ Status MpiChannel::take(const Notice& notice) {
   return Status::ok();
 }
 
-bool MpiChannel::take_notices() {
+bool MessageChannel::take_notices() {
   bool any = false;
   while (failed_.is_ok() && kept_bytes_ <= kMaxUnexpectedBytes && is_over(&notice_requests_[next_notice_])) {
     any = true;
@@ -142,7 +153,7 @@ bool MpiChannel::take_notices() {
   return any;
 }
 
-bool MpiChannel::finish_arriving() {
+bool MessageChannel::finish_arriving() {
   bool any = false;
   while (failed_.is_ok() && !arriving_.empty() && is_over(&arriving_.front().request)) {
     Transfer* transfer = arriving_.front().transfer;
@@ -158,7 +169,7 @@ bool MpiChannel::finish_arriving() {
   return any;
 }
 
-bool MpiChannel::finish_leaving() {
+bool MessageChannel::finish_leaving() {
   bool any = false;
   while (failed_.is_ok() && !leaving_.empty()) {
     Leaving& out = leaving_.front();
@@ -179,47 +190,54 @@ bool MpiChannel::finish_leaving() {
   return any;
 }
 
-Status MpiChannel::progress(bool* moved) {
+Status MessageChannel::progress(bool* moved) {
   Status status = control_->progress(moved);
   if (listening_ && failed_.is_ok()) {
+    library_->progress();
     bool any = take_notices();
     any |= finish_arriving();
     any |= finish_leaving();
     if (any) *moved = true;
   }
-  // Whatever MPI says first: why a peer has gone is what control says.
+  // Whatever the library says first: why a peer has gone is what control says.
   return status.is_ok() ? failed_ : status;
 }
 
-// MPI cannot take back what the peer has begun to read or write; then the operation's end is waited for, not for ever.
-void MpiChannel::forget(Transfer* transfer) {
+// A library cannot take back what the peer has begun to read or write; then the operation's end is waited for, not for
+// ever.
+void MessageChannel::forget(Transfer* transfer) {
   if (transfer->done) return;
   if (std::erase(posted_, transfer) > 0) return;
   auto in = std::find_if(arriving_.begin(), arriving_.end(), [&](const Arriving& a) { return a.transfer == transfer; });
   auto out = std::find_if(leaving_.begin(), leaving_.end(), [&](const Leaving& l) { return l.transfer == transfer; });
   if (in == arriving_.end() && out == leaving_.end()) return control_->forget(transfer);
   if (in != arriving_.end()) {
-    (void)api_->cancel(&in->request, kLetGoS);
+    (void)library_->cancel_receive(&in->request, kLetGoS);
     arriving_.erase(in);
   } else {
+    if (!library_->cancel_send(&out->data_request, kLetGoS)) out->data_request = {};  // it goes on by itself
     out->transfer = nullptr;
   }
   fail(error(Code::kAborted, "a transfer was withdrawn half-way, the stream cannot go on"));
 }
 
-void MpiChannel::close() {
+void MessageChannel::close() {
   if (!listening_) return;
   listening_ = on_ = false;
   posted_.clear();
-  for (MpiRequest& request : notice_requests_) (void)api_->cancel(&request, kLetGoS);
-  for (Arriving& one : arriving_) (void)api_->cancel(&one.request, kLetGoS);
+  for (MessageRequest& request : notice_requests_) (void)library_->cancel_receive(&request, kLetGoS);
+  for (Arriving& one : arriving_) (void)library_->cancel_receive(&one.request, kLetGoS);
   arriving_.clear();
-  // Notices are small enough to have left already. One that has not keeps its memory for good.
-  for (Deadline deadline = Deadline::in(kLetGoS); !leaving_.empty() && !deadline.passed();) {
-    failed_ = Status::ok();
-    leaving_.front().transfer = nullptr;
-    (void)finish_leaving();
+  // Notices are small enough to have left already. What has not keeps its memory for good.
+  for (Deadline deadline = Deadline::in(kLetGoS);;) {
+    library_->progress();
+    std::erase_if(leaving_,
+                  [&](Leaving& out) { return is_released(&out.notice_request) && is_released(&out.data_request); });
+    if (leaving_.empty() || deadline.passed()) break;
   }
+  std::erase_if(leaving_, [&](Leaving& out) {
+    return library_->cancel_send(&out.notice_request, 0) && library_->cancel_send(&out.data_request, 0);
+  });
   if (!leaving_.empty()) static_cast<void>(new std::list<Leaving>(std::move(leaving_)));
 }
 

@@ -12,7 +12,8 @@
 #include <string>
 #include <vector>
 
-#include "net/mpi_channel.h"
+#include "net/message_channel.h"
+#include "net/mpi_api.h"
 #include "net/tcp_channel.h"
 
 using namespace hc;
@@ -43,7 +44,7 @@ struct MpiDouble {
     return std::count_if(messages.begin(), messages.end(),
                          [&](const Message& m) { return !m.is_send && m.to == rank; });
   }
-  void add(Message m, MpiRequest* request) {
+  void add(Message m, MessageRequest* request) {
     m.id = next_id++;
     std::memcpy(request->handle, &m.id, sizeof(m.id));
     if (m.is_send && m.bytes <= kEagerBytes) {
@@ -74,26 +75,26 @@ struct MpiDouble {
 };
 MpiDouble* mpi = nullptr;
 
-int64_t id_of(const MpiRequest& request) {
+int64_t id_of(const MessageRequest& request) {
   int64_t id;
   std::memcpy(&id, request.handle, sizeof(id));
   return id;
 }
 
 // The communicator is the rank that calls.
-int fake_send(const void* data, int bytes, intptr_t, int to, int tag, intptr_t me, MpiRequest* request) {
+int fake_send(const void* data, int bytes, intptr_t, int to, int tag, intptr_t me, MessageRequest* request) {
   if (mpi->fail_after == 0) return 13;
   if (mpi->fail_after > 0) --mpi->fail_after;
   auto* at = static_cast<std::byte*>(const_cast<void*>(data));
   mpi->add({0, static_cast<int>(me), to, tag, true, false, at, static_cast<size_t>(bytes), {}}, request);
   return 0;
 }
-int fake_receive(void* data, int bytes, intptr_t, int from, int tag, intptr_t me, MpiRequest* request) {
+int fake_receive(void* data, int bytes, intptr_t, int from, int tag, intptr_t me, MessageRequest* request) {
   auto* at = static_cast<std::byte*>(data);
   mpi->add({0, from, static_cast<int>(me), tag, false, false, at, static_cast<size_t>(bytes), {}}, request);
   return 0;
 }
-int fake_test(MpiRequest* request, int* flag, void*) {
+int fake_test(MessageRequest* request, int* flag, void*) {
   const int64_t id = id_of(*request);
   Message* m = id == 0 ? nullptr : mpi->find(id);
   *flag = !m || m->done;
@@ -103,7 +104,7 @@ int fake_test(MpiRequest* request, int* flag, void*) {
   }
   return 0;
 }
-int fake_cancel(MpiRequest* request) {
+int fake_cancel(MessageRequest* request) {
   if (Message* m = mpi->find(id_of(*request)); m && !m->is_send) m->done = true, m->tag = -1;
   return 0;
 }
@@ -124,7 +125,7 @@ struct Pair {
                                                TcpChannel::Sockets{Fd(control[side]), Fd(data[side]), -1, 0});
       auto api = std::make_shared<MpiApi>(MpiFunctions{fake_send, fake_receive, fake_test, fake_cancel, fake_text},
                                           MpiLink{"", side, 0, true});
-      channel[side] = std::make_unique<MpiChannel>(1 - side, tcp[side].get(), api, &traffic[side], 5);
+      channel[side] = std::make_unique<MessageChannel>(1 - side, tcp[side].get(), api, &traffic[side], 5);
       REQUIRE(channel[side]->use(true).is_ok());
     }
   }
@@ -138,7 +139,7 @@ struct Pair {
   MpiDouble mpi_double;
   Traffic traffic[2];
   std::unique_ptr<TcpChannel> tcp[2];
-  std::unique_ptr<MpiChannel> channel[2];
+  std::unique_ptr<MessageChannel> channel[2];
   Status status[2];
 };
 
@@ -155,7 +156,7 @@ struct Segment {
 
 }  // namespace
 
-TEST_CASE("mpi channel: segments of every size arrive, whoever comes first") {
+TEST_CASE("message channel: segments of every size arrive, whoever comes first") {
   for (int order = 0; order < 3; ++order) {
     CAPTURE(order);
     Pair pair;
@@ -197,7 +198,7 @@ TEST_CASE("mpi channel: segments of every size arrive, whoever comes first") {
   }
 }
 
-TEST_CASE("mpi channel: the backend changes between operations") {
+TEST_CASE("message channel: the backend changes between operations") {
   Pair pair;
   for (int round = 0; round < 6; ++round) {
     const bool on = round % 2 == 0;
@@ -213,7 +214,7 @@ TEST_CASE("mpi channel: the backend changes between operations") {
   }
 }
 
-TEST_CASE("mpi channel: what is withdrawn is not written to, and the channel says that it cannot go on") {
+TEST_CASE("message channel: what is withdrawn is not written to, and the channel says that it cannot go on") {
   Pair pair;
   Segment small(1, 0, 10, 0), large(2, 0, 100000, 0);
   pair.channel[1]->post_receive(&small.transfer);
@@ -227,7 +228,7 @@ TEST_CASE("mpi channel: what is withdrawn is not written to, and the channel say
 
   // Announced, and the payload not there: like a peer that died in between.
   SegmentHeader header(large.transfer.tag, 100000);
-  MpiRequest request;
+  MessageRequest request;
   REQUIRE(fake_send(&header, sizeof(header), 0, 1, 5 % 3 * 10000, 0, &request) == 0);
   pair.channel[1]->post_receive(&large.transfer);
   pair.until([n = 0]() mutable { return ++n > 100; });
@@ -239,7 +240,7 @@ TEST_CASE("mpi channel: what is withdrawn is not written to, and the channel say
   CHECK(status.culprit() == 0);
 }
 
-TEST_CASE("mpi channel: a stream out of step, a damaged announcement and MPI's own error are told") {
+TEST_CASE("message channel: a stream out of step, a damaged announcement and MPI's own error are told") {
   SUBCASE("out of step") {
     Pair pair;
     Segment sent(1, 4, 10, 5), received(1, 5, 10, 0);
@@ -251,7 +252,7 @@ TEST_CASE("mpi channel: a stream out of step, a damaged announcement and MPI's o
   SUBCASE("damaged") {
     Pair pair;
     SegmentHeader header(Tag{}, 0xffffffff);
-    MpiRequest request;
+    MessageRequest request;
     REQUIRE(fake_send(&header, sizeof(header), 0, 1, 5 % 3 * 10000, 0, &request) == 0);
     pair.until([&] { return !pair.status[1].is_ok(); });
     CHECK(pair.status[1].text().find("a damaged data header") != std::string::npos);
@@ -268,7 +269,7 @@ TEST_CASE("mpi channel: a stream out of step, a damaged announcement and MPI's o
   }
 }
 
-TEST_CASE("mpi channel: a peer that dies is told by control, and closing leaves nothing with MPI") {
+TEST_CASE("message channel: a peer that dies is told by control, and closing leaves nothing with MPI") {
   Pair pair;
   Segment received(1, 0, 100000, 0);
   pair.channel[1]->post_receive(&received.transfer);
