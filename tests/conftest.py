@@ -199,6 +199,9 @@ FAKES = (
     ("nvrtc", "libnvrtc.so.13"),
     ("nvrtc_builtins", "libnvrtc-builtins.so.13.0"),
     ("nvrtc", "incomplete/libnvrtc.so.13", "-DHC_FAKE_WITHOUT_PTX"),
+    ("cuda", "hip/libamdhip64.so", "-DHC_FAKE_HIP"),
+    ("nccl", "hip/librccl.so", "-DHC_FAKE_HIP"),
+    ("nvrtc", "hip/libhiprtc.so", "-DHC_FAKE_HIP"),
 )
 
 
@@ -224,7 +227,7 @@ def build_fakes(compiler: str, folder: Path) -> None:
 
 @pytest.fixture(scope="session")
 def fakes() -> Path:
-    """Folder with the fakes of libcuda.so.1, libnccl.so.2 and libnvrtc.so.13 (tests/fakes): no GPU takes part where they are used.
+    """Folder with the fakes of CUDA's driver, NCCL and NVRTC, and of HIP, RCCL and hipRTC (tests/fakes): no GPU takes part where they are used.
 
     They are built once for all processes that run tests, and again where their sources change.
     """
@@ -256,6 +259,16 @@ def on_fakes(fakes: Path) -> dict[str, str]:
         "HOROCLONE_NCCL_LIBRARY": str(fakes / "libnccl.so.2"),
         "HOROCLONE_NVRTC_LIBRARY": str(fakes / "libnvrtc.so.13"),
         "HOROCLONE_KERNEL_CACHE": "off",
+    }
+
+
+@pytest.fixture(scope="session")
+def on_hip(fakes: Path) -> dict[str, str]:
+    """What takes the place of on_fakes for a rank whose HIP, RCCL and hipRTC are the fakes."""
+    return {
+        "HOROCLONE_CUDA_LIBRARY": str(fakes / "hip" / "libamdhip64.so"),
+        "HOROCLONE_NCCL_LIBRARY": str(fakes / "hip" / "librccl.so"),
+        "HOROCLONE_NVRTC_LIBRARY": str(fakes / "hip" / "libhiprtc.so"),
     }
 
 

@@ -83,7 +83,7 @@ constexpr SettingRow kRows[] = {
     {&Config::gpu_register, "GPU_REGISTER", "", flag(),
      "Gradients on GPUs lie in memory that NCCL knows in advance, where NCCL (from 2.19 on) can do that."},
     {&Config::cuda_library, "CUDA_LIBRARY", "", text(),
-     "File that is loaded as CUDA's driver library; empty: libcuda.so.1."},
+     "File that is loaded as CUDA's driver library or HIP; empty: libcuda.so.1, else libamdhip64.so."},
     {&Config::nccl_library, "NCCL_LIBRARY", "", text(),
      "File that is loaded as NCCL; empty: the copy that the process has loaded, pip's, the system's."},
     {&Config::nccl_folders, "NCCL_FOLDERS", "", text(),

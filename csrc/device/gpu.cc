@@ -49,9 +49,8 @@ Gpu::Current::Current(const Gpu& gpu, For what) : gpu_(gpu), outer_(here.gpu) {
     return;
   }
   if (here.gpu != &gpu) {
-    CuContext now = nullptr;
-    if (cuda.cuCtxGetCurrent(&now) != kCuSuccess || now != gpu.context_)
-      pushed_ = cuda.cuCtxPushCurrent(gpu.context_) == kCuSuccess;
+    if (cuda.cuCtxGetCurrent(&before_) != kCuSuccess || before_ != gpu.context_)
+      changed_ = cuda.cuCtxSetCurrent(gpu.context_) == kCuSuccess;
     here.gpu = &gpu;
   }
   if (what == For::kStreams || here.relaxed) return;
@@ -64,8 +63,7 @@ Gpu::Current::~Current() {
     (void)gpu_.api_->cuThreadExchangeStreamCaptureMode(&mode_);
     here.relaxed = false;
   }
-  CuContext popped = nullptr;
-  if (pushed_) (void)gpu_.api_->cuCtxPopCurrent(&popped);
+  if (changed_) (void)gpu_.api_->cuCtxSetCurrent(before_);
   here.gpu = outer_;
 }
 
@@ -102,8 +100,8 @@ Result<std::shared_ptr<Gpu>> Gpu::adopt(std::shared_ptr<const CudaApi> api, int 
   HC_TRY(cuda.check(cuda.cuDeviceGet(&gpu->device_, index), "cuDeviceGet"), "device ", index);
   HC_TRY(cuda.check(cuda.cuDevicePrimaryCtxGetState(gpu->device_, &flags, &active), "cuDevicePrimaryCtxGetState"));
   if (!active)
-    return error(Code::kUnsupported, "device ", index,
-                 " has no CUDA context in this process: the tensor's framework makes it, and did not for this device");
+    return error(Code::kUnsupported, "device ", index, " has no ", cuda.platform.name(),
+                 " context in this process: the tensor's framework makes it, and did not for this device");
   // Not cuDeviceGetUuid_v2, which tells the instances of one GPU (MIG) apart: NCCL refuses two ranks on one GPU,
   // whatever their instances.
   HC_TRY(cuda.check(cuda.cuDeviceGetUuid(&gpu->uuid_, gpu->device_), "cuDeviceGetUuid"));
@@ -196,7 +194,7 @@ CuMemPool Gpu::pool() {
   int has_pools = 0;
   CuMemPoolProps props;
   props.device = device_;
-  if (api_->cuDeviceGetAttribute(&has_pools, kCuMemoryPools, device_) != kCuSuccess || !has_pools ||
+  if (api_->cuDeviceGetAttribute(&has_pools, api_->attributes.memory_pools, device_) != kCuSuccess || !has_pools ||
       api_->cuMemPoolCreate(&pool_, &props) != kCuSuccess)
     return pool_ = nullptr;
   // Else, where memory is short, CUDA makes a stream wait for work of another one, which may wait for another rank.

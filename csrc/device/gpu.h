@@ -104,7 +104,8 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
    private:
     const Gpu& gpu_;
     const Gpu* const outer_;  // of the scope around this one, or null
-    bool pushed_ = false, exchanged_ = false;
+    bool changed_ = false, exchanged_ = false;
+    CuContext before_ = nullptr;    // current on the thread, outside of the scope
     int mode_ = kCuCaptureRelaxed;  // of the thread, outside of the scope
   };
   // The calling thread is the library's own: the context stays current there and nothing that it does disturbs a

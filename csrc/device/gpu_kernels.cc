@@ -41,14 +41,6 @@ unsigned blocks_for(size_t bytes, unsigned most) {
   return static_cast<unsigned>(std::clamp<size_t>((bytes + per_block - 1) / per_block, 1, most));
 }
 
-Result<int> capability_of(const Gpu& gpu) {
-  const CudaApi& cuda = gpu.api();
-  int major = 0, minor = 0;
-  HC_TRY(cuda.check(cuda.cuDeviceGetAttribute(&major, kCuCapabilityMajor, gpu.device()), "cuDeviceGetAttribute"));
-  HC_TRY(cuda.check(cuda.cuDeviceGetAttribute(&minor, kCuCapabilityMinor, gpu.device()), "cuDeviceGetAttribute"));
-  return major * 10 + minor;
-}
-
 Result<CuModule> loaded(const Gpu& gpu, const KernelImage& image) {
   const Gpu::Current current(gpu);
   CuModule module = nullptr;
@@ -60,16 +52,17 @@ Result<CuModule> loaded(const Gpu& gpu, const KernelImage& image) {
 
 Result<std::unique_ptr<GpuKernels>> GpuKernels::load(Gpu* gpu, const KernelOptions& options) {
   if (options.off) return error(Code::kUnsupported, "HOROCLONE_GPU_KERNELS is off");
-  auto capability = capability_of(*gpu);
-  HC_TRY(capability.status());
+  const GpuPlatform& platform = gpu->api().platform;
+  auto architecture = gpu->api().architecture(gpu->device());
+  HC_TRY(architecture.status());
   std::string before;
   KernelImage image = built_in_kernels();
-  if (!image.code.empty()) {
+  if (!image.code.empty() && !platform.is_hip) {
     auto module = loaded(*gpu, image);
     if (module.is_ok()) return made_of(gpu, module.value(), image);
     before = module.status().text() + "; ";  // an older driver, or a GPU that nobody knew then
   }
-  auto compiled = compiled_kernels(options, capability.value(), gpu->api().version);
+  auto compiled = compiled_kernels(options, architecture.value(), platform);
   HC_TRY(compiled.status(), before, "the kernels");
   image = compiled.take();
   auto module = loaded(*gpu, image);
@@ -80,7 +73,7 @@ Result<std::unique_ptr<GpuKernels>> GpuKernels::load(Gpu* gpu, const KernelOptio
 Result<std::unique_ptr<GpuKernels>> GpuKernels::made_of(Gpu* gpu, CuModule module, const KernelImage& image) {
   std::unique_ptr<GpuKernels> kernels(new GpuKernels(gpu, module, image.origin));
   int processors = 0;
-  HC_TRY(gpu->api().check(gpu->api().cuDeviceGetAttribute(&processors, kCuProcessors, gpu->device()),
+  HC_TRY(gpu->api().check(gpu->api().cuDeviceGetAttribute(&processors, gpu->api().attributes.processors, gpu->device()),
                           "cuDeviceGetAttribute"));
   kernels->most_blocks_ = kBlocksPerProcessor * static_cast<unsigned>(std::max(processors, 1));
   kernels->look_up_all();

@@ -107,8 +107,9 @@ KernelImage built_in_kernels() {
 #endif
 }
 
-Result<KernelImage> compiled_kernels(const KernelOptions& options, int capability, int cuda_version) {
-  auto nvrtc = NvrtcApi::load(options.nvrtc_library, options.nvrtc_folders, cuda_version);
+Result<KernelImage> compiled_kernels(const KernelOptions& options, const std::string& architecture,
+                                     const GpuPlatform& platform) {
+  auto nvrtc = NvrtcApi::load(options.nvrtc_library, options.nvrtc_folders, platform);
   HC_TRY(nvrtc.status());
   const NvrtcApi& api = *nvrtc.value();
   const std::string version = text_of(api.major, ".", api.minor);
@@ -118,13 +119,14 @@ Result<KernelImage> compiled_kernels(const KernelOptions& options, int capabilit
   hash.update(bytes_of(hc_kernel_source));
   // The file as well: another build of one version may differ, and the tests' fake does.
   hash.update(bytes_of(api.file));
-  const std::string key = text_of("kernels-sm_", capability, "-nvrtc-", version, "-", hex(hash.finish()));
+  const std::string key =
+      text_of("kernels-", architecture, platform.is_hip ? "-hiprtc-" : "-nvrtc-", version, "-", hex(hash.finish()));
   MutexLock lock(made_mu);  // whoever comes second waits for the first's result
   if (const auto at = made().find(key); at != made().end()) return at->second;
   const std::string folder = cache_folder(options.cache), path = folder + "/" + key;
-  KernelImage image{folder.empty() ? "" : read_cached(path), text_of("NVRTC ", version, " for sm_", capability)};
+  KernelImage image{folder.empty() ? "" : read_cached(path), text_of(api.name(), " ", version, " for ", architecture)};
   if (image.code.empty()) {
-    auto code = api.compile(kernel_source(), capability);
+    auto code = api.compile(kernel_source(), architecture);
     HC_TRY(code.status());
     image.code = code.take();
     if (!folder.empty()) write_cached(folder, path, image.code);

@@ -22,11 +22,12 @@ struct KernelImage {
   std::string origin;  // "NVRTC 13.0 for sm_90", ...
 };
 
-// Empty code: this library was built without nvcc.
+// Of NVIDIA's GPUs. Empty code: this library was built without nvcc.
 KernelImage built_in_kernels();
 // The source, for whoever compiles it.
 NvrtcApi::Source kernel_source();
-// capability: 90 is 9.0; cuda_version: the driver's.
-Result<KernelImage> compiled_kernels(const KernelOptions& options, int capability, int cuda_version);
+// architecture: as CudaApi says it.
+Result<KernelImage> compiled_kernels(const KernelOptions& options, const std::string& architecture,
+                                     const GpuPlatform& platform);
 
 }  // namespace hc

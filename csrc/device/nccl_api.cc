@@ -4,6 +4,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <span>
 
 #include "base/hash.h"
 
@@ -11,14 +12,17 @@ namespace hc {
 
 namespace {
 
-constexpr const char* kName = "libnccl.so.2";
+constexpr const char* kNcclNames[] = {"libnccl.so.2"};
+// torch's packages for ROCm bring the one without a number.
+constexpr const char* kRcclNames[] = {"librccl.so", "librccl.so.1"};
 
-std::string how_to_get_nccl(int cuda_version) {
-  return text_of("pip install nvidia-nccl-cu", cuda_version >= 13000 ? 13 : 12);
+std::string how_to_get_nccl(const GpuPlatform& platform, bool newer) {
+  if (platform.is_hip) return newer ? "update ROCm" : "RCCL comes with ROCm and with torch for it";
+  return text_of("pip install nvidia-nccl-cu", platform.version >= 13000 ? 13 : 12, newer ? " --upgrade" : "");
 }
 
 // Where NCCL is: the setting, the process, pip's folders, the system. `tried` collects why not.
-std::shared_ptr<Library> find(const std::string& path, const std::string& folders, std::string* found,
+std::shared_ptr<Library> find(const std::string& path, const std::string& folders, bool is_hip, std::string* found,
                               std::string* tried) {
   if (!path.empty()) {
     *found = "HOROCLONE_NCCL_LIBRARY";
@@ -26,12 +30,14 @@ std::shared_ptr<Library> find(const std::string& path, const std::string& folder
     if (!opened.is_ok()) *tried = opened.status().text() + " (HOROCLONE_NCCL_LIBRARY names this file)";
     return opened.is_ok() ? opened.take() : nullptr;
   }
+  const auto names = is_hip ? std::span<const char* const>(kRcclNames) : std::span<const char* const>(kNcclNames);
   *found = "already loaded in this process";
-  if (auto library = Library::loaded(kName)) return library;
+  for (const char* name : names)
+    if (auto library = Library::loaded(name)) return library;
   *found = "pip package";
   for (size_t at = 0; at < folders.size();) {
     const size_t end = std::min(folders.find(':', at), folders.size());
-    const std::string file = folders.substr(at, end - at) + "/" + kName;
+    const std::string file = folders.substr(at, end - at) + "/" + names.front();
     at = end + 1;
     if (::access(file.c_str(), R_OK) != 0) continue;
     auto opened = Library::open(file);
@@ -39,9 +45,11 @@ std::shared_ptr<Library> find(const std::string& path, const std::string& folder
     *tried += opened.status().text() + "; ";
   }
   *found = "system library path";
-  auto opened = Library::open(kName);
-  if (opened.is_ok()) return opened.take();
-  *tried += opened.status().text();
+  for (const char* name : names) {
+    auto opened = Library::open(name);
+    if (opened.is_ok()) return opened.take();
+    *tried += (name == names.front() ? "" : "; ") + opened.status().text();
+  }
   return nullptr;
 }
 
@@ -86,26 +94,29 @@ bool nccl_refuses(const NcclPlace& a, const NcclPlace& b) {
 }
 
 Result<std::shared_ptr<const NcclApi>> NcclApi::load(const std::string& path, const std::string& folders,
-                                                     int cuda_version) {
+                                                     const GpuPlatform& platform) {
   auto api = std::make_shared<NcclApi>();
   std::string tried;
-  api->library = find(path, folders, &api->found, &tried);
+  api->is_rccl = platform.is_hip;
+  api->library = find(path, folders, platform.is_hip, &api->found, &tried);
   if (!api->library)
-    return error(Code::kUnsupported, "NCCL was not found: ", tried, "; ",
-                 path.empty() ? how_to_get_nccl(cuda_version) : "unset it to have NCCL looked for elsewhere");
+    return error(Code::kUnsupported, platform.is_hip ? "RCCL" : "NCCL", " was not found: ", tried, "; ",
+                 path.empty() ? how_to_get_nccl(platform, false) : "unset it to have it looked for elsewhere");
   api->file = api->library->file();
   if (Status usable = resolve(api.get()); !usable.is_ok())
-    return error(Code::kUnsupported, usable.text(), "; ", how_to_get_nccl(cuda_version), " --upgrade");
+    return error(Code::kUnsupported, usable.text(), "; ", how_to_get_nccl(platform, true));
   return std::shared_ptr<const NcclApi>(std::move(api));
 }
 
 NcclApi::Registration NcclApi::registration() const {
-  if (!ncclMemAlloc || !ncclMemFree) return Registration::kNone;
+  if (!ncclMemAlloc || !ncclMemFree || is_rccl) return Registration::kNone;
   if (version >= kNcclHasWindows && ncclCommWindowRegister && ncclCommWindowDeregister) return Registration::kWindows;
   return registers_buffers() ? Registration::kBuffers : Registration::kNone;
 }
 
-bool NcclApi::registers_buffers() const { return version >= kNcclRegisters && ncclCommRegister && ncclCommDeregister; }
+bool NcclApi::registers_buffers() const {
+  return version >= kNcclRegisters && ncclCommRegister && ncclCommDeregister && !is_rccl;
+}
 
 Status NcclApi::check(NcclResult result, const char* call, NcclHandle comm) const {
   if (result == kNcclSuccess || result == kNcclInProgress) return Status::ok();

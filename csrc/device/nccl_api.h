@@ -1,6 +1,6 @@
-// What is used of NCCL (libnccl.so.2): types and the list of functions, declared here so that no header of NCCL is
-// needed; facts from NCCL's public reference. Loaded at run time: the copy that the framework has loaded first, then
-// pip's packages, then the system's. Thread: any.
+// What is used of NCCL (libnccl.so.2), or of RCCL (librccl.so.1), which has the same functions: types and the list of
+// functions, declared here so that no header is needed; facts from NCCL's public reference. Loaded at run time: the
+// copy that the framework has loaded first, then pip's packages, then the system's. Thread: any.
 #pragma once
 
 #include <cstddef>
@@ -98,13 +98,14 @@ struct NcclApi {
   std::string file;
   std::string found;  // where: "already loaded in this process", "pip package", ...
   int version = 0;    // 22809 is 2.28.9
+  bool is_rccl = false;
 
   // `path`: a file to load instead of searching. `folders`: pip's package folders, colon-separated. Unsupported says
-  // what was missing or too old and what to do. `cuda_version` chooses the package that the advice names (0: unknown).
+  // what was missing or too old and what to do. `platform` chooses between NCCL and RCCL, and the advice.
   static Result<std::shared_ptr<const NcclApi>> load(const std::string& path, const std::string& folders,
-                                                     int cuda_version);
+                                                     const GpuPlatform& platform);
   // How NCCL can be told of memory in advance, which must be its own (ncclMemAlloc): a window, the same on all ranks;
-  // else each rank's buffer by itself.
+  // else each rank's buffer by itself. Not RCCL: whether its calls of these names do that was never tried.
   enum class Registration { kNone, kBuffers, kWindows };
   Registration registration() const;
   bool registers_buffers() const;

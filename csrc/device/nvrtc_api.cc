@@ -3,7 +3,10 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
+#include <cstring>
 #include <iterator>
+#include <span>
 
 namespace hc {
 
@@ -11,6 +14,8 @@ namespace {
 
 constexpr const char* kNames[] = {"libnvrtc.so.13", "libnvrtc.so.12"};  // newest first
 constexpr int kNewestMajor = 13;
+// torch's packages for ROCm bring the one without a number.
+constexpr const char* kHiprtcNames[] = {"libhiprtc.so", "libhiprtc.so.7", "libhiprtc.so.6"};
 
 struct Search {
   std::string found, tried;
@@ -37,39 +42,57 @@ bool look_in(const std::string& folders, const char* name, Search* search) {
   return false;
 }
 
-Search find(const std::string& path, const std::string& folders, int cuda_version) {
+Search find(const std::string& path, const std::string& folders, const GpuPlatform& platform) {
   Search search;
   if (!path.empty()) {
     if (!search.open(path, "HOROCLONE_NVRTC_LIBRARY")) search.tried += " (HOROCLONE_NVRTC_LIBRARY names this file)";
     return search;
   }
+  const auto is_loaded = [&search](const char* name) {
+    search.library = Library::loaded(name);
+    if (search.library) search.found = "already loaded in this process";
+    return search.library != nullptr;
+  };
+  if (platform.is_hip) {
+    if (std::any_of(std::begin(kHiprtcNames), std::end(kHiprtcNames), is_loaded)) return search;
+    for (const char* name : kHiprtcNames)
+      if (search.open(name, "system library path")) break;
+    return search;
+  }
   int major = kNewestMajor;
   for (const char* name : kNames) {
-    if (cuda_version && major-- > cuda_version / 1000) continue;
-    if ((search.library = Library::loaded(name))) {
-      search.found = "already loaded in this process";
-      return search;
-    }
+    if (platform.version && major-- > platform.version / 1000) continue;
+    if (is_loaded(name)) return search;
     if (look_in(folders, name, &search) || search.open(name, "system library path")) return search;
   }
   return search;
 }
 
-std::string how_to_get_nvrtc(int cuda_version) {
-  return cuda_version >= 13000 ? "pip install nvidia-cuda-nvrtc" : "pip install nvidia-cuda-nvrtc-cu12";
+std::string how_to_get_nvrtc(const GpuPlatform& platform, bool newer) {
+  if (platform.is_hip) return newer ? "update ROCm" : "hipRTC comes with ROCm and with torch for it";
+  return text_of("pip install nvidia-cuda-nvrtc", platform.version >= 13000 ? "" : "-cu12", newer ? " --upgrade" : "");
 }
 
 Status resolve(NvrtcApi* api) {
-#define HC_NEED(name, type, arguments)                                          \
-  api->name = reinterpret_cast<type(*) arguments>(api->library->symbol(#name)); \
-  if (!api->name) return error(Code::kUnsupported, api->file, " (", api->found, ") has no ", #name);
+#define HC_RESOLVE(name, exported, type, arguments)                                \
+  api->name = reinterpret_cast<type(*) arguments>(api->library->symbol(exported)); \
+  if (!api->name) return error(Code::kUnsupported, api->file, " (", api->found, ") has no ", exported);
+#define HC_NEED(name, hip, type, arguments) HC_RESOLVE(name, (api->is_hip ? #hip : #name), type, arguments)
+#define HC_NEED_OWN(name, type, arguments) HC_RESOLVE(name, #name, type, arguments)
   HC_NVRTC_SYMBOLS(HC_NEED)
+  if (!api->is_hip) {
+    HC_NVRTC_OWN_SYMBOLS(HC_NEED_OWN)
+  }
+#undef HC_NEED_OWN
 #undef HC_NEED
+#undef HC_RESOLVE
   int count = 0;
-  if (api->nvrtcVersion(&api->major, &api->minor) != 0 || api->nvrtcGetNumSupportedArchs(&count) != 0 || count <= 0)
-    return error(Code::kUnsupported, api->file, " (", api->found, ") does not tell its version: it is no NVRTC");
+  if (api->nvrtcVersion(&api->major, &api->minor) != 0 ||
+      (!api->is_hip && (api->nvrtcGetNumSupportedArchs(&count) != 0 || count <= 0)))
+    return error(Code::kUnsupported, api->file, " (", api->found, ") does not tell its version: it is no ",
+                 api->name());
   api->capabilities.resize(static_cast<size_t>(count));
-  if (api->nvrtcGetSupportedArchs(api->capabilities.data()) != 0)
+  if (count && api->nvrtcGetSupportedArchs(api->capabilities.data()) != 0)
     return error(Code::kUnsupported, api->file, " (", api->found, ") does not tell what it compiles for");
   std::sort(api->capabilities.begin(), api->capabilities.end());
   return Status::ok();
@@ -96,53 +119,75 @@ std::string log_of(const NvrtcApi& api, NvrtcProgram program) {
   return ": " + log.substr(0, kEnough);
 }
 
-Result<std::string> compiled(const NvrtcApi& api, NvrtcProgram program, int capability, bool machine_code) {
-  const std::string target = text_of("--gpu-architecture=", machine_code ? "sm_" : "compute_", capability);
+// The program, made for what `target` says.
+Status compile_for(const NvrtcApi& api, NvrtcProgram program, const std::string& target) {
   // As the host: no fused multiply-add. The headers' constexpr functions are evaluated by the compiler, which NVRTC
   // allows in code for devices only.
-  const char* options[] = {target.c_str(), "--std=c++17", "--fmad=false", "--device-as-default-execution-space"};
-  if (const NvrtcResult bad = api.nvrtcCompileProgram(program, static_cast<int>(std::size(options)), options))
-    return error(Code::kUnsupported, "NVRTC ", api.major, ".", api.minor, " (", api.file, ") with ", target, ": ",
-                 api.nvrtcGetErrorString(bad), log_of(api, program));
+  const char* for_cuda[] = {target.c_str(), "--std=c++17", "--fmad=false", "--device-as-default-execution-space"};
+  const char* for_hip[] = {target.c_str(), "--std=c++17", "-ffp-contract=off"};
+  const auto options = api.is_hip ? std::span<const char*>(for_hip) : std::span<const char*>(for_cuda);
+  const NvrtcResult bad = api.nvrtcCompileProgram(program, static_cast<int>(options.size()), options.data());
+  if (bad == 0) return Status::ok();
+  return error(Code::kUnsupported, api.name(), " ", api.major, ".", api.minor, " (", api.file, ") with ", target, ": ",
+               api.nvrtcGetErrorString(bad), log_of(api, program));
+}
+
+Result<std::string> compiled(const NvrtcApi& api, NvrtcProgram program, const std::string& target, bool machine_code) {
+  HC_TRY(compile_for(api, program, target));
   size_t bytes = 0;
   NvrtcResult got = machine_code ? api.nvrtcGetCUBINSize(program, &bytes) : api.nvrtcGetPTXSize(program, &bytes);
   std::string image(bytes, '\0');
   if (got == 0) got = machine_code ? api.nvrtcGetCUBIN(program, image.data()) : api.nvrtcGetPTX(program, image.data());
   if (got != 0 || image.empty())
-    return error(Code::kUnsupported, "NVRTC gives no code for ", target, ": ", api.nvrtcGetErrorString(got));
+    return error(Code::kUnsupported, api.name(), " gives no code for ", target, ": ", api.nvrtcGetErrorString(got));
   return image;
+}
+
+struct Target {
+  std::string option;
+  bool machine_code = true;
+};
+
+Result<Target> target_of(const NvrtcApi& api, const std::string& architecture) {
+  if (api.is_hip) return Target{"--offload-arch=" + architecture};
+  const int capability = std::atoi(architecture.c_str() + std::strlen("sm_"));
+  const auto above = std::upper_bound(api.capabilities.begin(), api.capabilities.end(), capability);
+  if (above == api.capabilities.begin())
+    return error(Code::kUnsupported, "NVRTC ", api.major, ".", api.minor, " (", api.file,
+                 ") compiles for GPUs from compute capability ", api.capabilities.front(), " on, and this one has ",
+                 capability);
+  const bool is_known = *(above - 1) == capability;
+  return Target{text_of("--gpu-architecture=", is_known ? "sm_" : "compute_", *(above - 1)), is_known};
 }
 
 }  // namespace
 
 Result<std::shared_ptr<const NvrtcApi>> NvrtcApi::load(const std::string& path, const std::string& folders,
-                                                       int cuda_version) {
+                                                       const GpuPlatform& platform) {
   auto api = std::make_shared<NvrtcApi>();
-  Search search = find(path, folders, cuda_version);
+  api->is_hip = platform.is_hip;
+  Search search = find(path, folders, platform);
   if (!search.library)
-    return error(Code::kUnsupported, "NVRTC was not found: ", search.tried, "; ", how_to_get_nvrtc(cuda_version));
+    return error(Code::kUnsupported, api->name(), " was not found: ", search.tried, "; ",
+                 how_to_get_nvrtc(platform, false));
   api->library = std::move(search.library);
   api->found = std::move(search.found);
   api->file = api->library->file();
   if (Status usable = resolve(api.get()); !usable.is_ok())
-    return error(Code::kUnsupported, usable.text(), "; ", how_to_get_nvrtc(cuda_version), " --upgrade");
-  api->builtins = builtins_beside(*api);
+    return error(Code::kUnsupported, usable.text(), "; ", how_to_get_nvrtc(platform, true));
+  if (!api->is_hip) api->builtins = builtins_beside(*api);
   return std::shared_ptr<const NvrtcApi>(std::move(api));
 }
 
-Result<std::string> NvrtcApi::compile(const Source& source, int capability) const {
-  const auto above = std::upper_bound(capabilities.begin(), capabilities.end(), capability);
-  if (above == capabilities.begin())
-    return error(Code::kUnsupported, "NVRTC ", major, ".", minor, " (", file,
-                 ") compiles for GPUs from compute capability ", capabilities.front(), " on, and this one has ",
-                 capability);
-  const int target = *(above - 1);
+Result<std::string> NvrtcApi::compile(const Source& source, const std::string& architecture) const {
+  auto target = target_of(*this, architecture);
+  HC_TRY(target.status());
   NvrtcProgram program = nullptr;
   if (const NvrtcResult bad =
           nvrtcCreateProgram(&program, source.text, "kernels.cu", static_cast<int>(source.headers.size()),
                              source.headers.data(), source.header_names.data()))
     return error(Code::kUnsupported, "nvrtcCreateProgram: ", nvrtcGetErrorString(bad));
-  auto image = compiled(*this, program, target, target == capability);
+  auto image = compiled(*this, program, target.value().option, target.value().machine_code);
   (void)nvrtcDestroyProgram(&program);
   return image;
 }

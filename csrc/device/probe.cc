@@ -21,8 +21,8 @@ std::string describe(const CudaApi& cuda) {
     if (cuda.cuDeviceGet(&device, i) == kCuSuccess) (void)cuda.cuDeviceGetName(name, sizeof(name), device);
     devices += (i ? "," : "") + json_string(name);
   }
-  return text_of("{\"found\":true,\"file\":", json_string(cuda.file), ",\"version\":\"", cuda.version / 1000, ".",
-                 cuda.version % 1000 / 10, "\",\"devices\":[", devices, "]}");
+  return text_of("{\"found\":true,\"platform\":\"", cuda.platform.name(), "\",\"file\":", json_string(cuda.file),
+                 ",\"version\":\"", cuda.platform.version_text(), "\",\"devices\":[", devices, "]}");
 }
 
 std::string describe(const NcclApi& nccl) {
@@ -36,27 +36,24 @@ std::string describe(const NcclApi& nccl) {
 }
 
 // The first device's, or what every GPU of today has where there is none.
-int capability_to_try(const CudaApi* cuda) {
-  constexpr int kCommon = 80;
+std::string architecture_to_try(const CudaApi* cuda) {
   CuDevice device = 0;
-  int major = 0, minor = 0;
-  if (!cuda || cuda->cuDeviceGet(&device, 0) != kCuSuccess ||
-      cuda->cuDeviceGetAttribute(&major, kCuCapabilityMajor, device) != kCuSuccess ||
-      cuda->cuDeviceGetAttribute(&minor, kCuCapabilityMinor, device) != kCuSuccess)
-    return kCommon;
-  return major * 10 + minor;
+  if (!cuda || cuda->cuDeviceGet(&device, 0) != kCuSuccess) return "sm_80";
+  auto told = cuda->architecture(device);
+  return told.is_ok() ? told.take() : "sm_80";
 }
 
 // They are compiled, as the first tensor would have it done; what has been made is kept for it. Whether they run on a
 // device is seen when there is one.
 std::string describe_kernels(const KernelOptions& options, const CudaApi* cuda) {
-  const int cuda_version = cuda ? cuda->version : 0;
+  const GpuPlatform platform = cuda ? cuda->platform : GpuPlatform{};
   if (options.off) return absent(error(Code::kUnsupported, "HOROCLONE_GPU_KERNELS is off"));
-  if (!built_in_kernels().code.empty()) return "{\"found\":true,\"where\":\"built in\",\"version\":\"\",\"file\":\"\"}";
-  auto nvrtc = NvrtcApi::load(options.nvrtc_library, options.nvrtc_folders, cuda_version);
+  if (!built_in_kernels().code.empty() && !platform.is_hip)
+    return "{\"found\":true,\"where\":\"built in\",\"version\":\"\",\"file\":\"\"}";
+  auto nvrtc = NvrtcApi::load(options.nvrtc_library, options.nvrtc_folders, platform);
   if (!nvrtc.is_ok()) return absent(nvrtc.status());
   const NvrtcApi& api = *nvrtc.value();
-  auto compiled = compiled_kernels(options, capability_to_try(cuda), cuda_version);
+  auto compiled = compiled_kernels(options, architecture_to_try(cuda), platform);
   if (!compiled.is_ok()) return absent(compiled.status());
   return text_of("{\"found\":true,\"where\":", json_string(api.found), ",\"version\":\"", api.major, ".", api.minor,
                  "\",\"file\":", json_string(api.file), ",\"compiled\":", json_string(compiled.value().origin), "}");
@@ -66,8 +63,8 @@ std::string describe_kernels(const KernelOptions& options, const CudaApi* cuda) 
 
 std::string device_report_json(const DeviceLibraries& libraries) {
   auto cuda = CudaApi::load(libraries.cuda);
-  const int version = cuda.is_ok() ? cuda.value()->version : 0;
-  auto nccl = NcclApi::load(libraries.nccl, libraries.nccl_folders, version);
+  const GpuPlatform platform = cuda.is_ok() ? cuda.value()->platform : GpuPlatform{};
+  auto nccl = NcclApi::load(libraries.nccl, libraries.nccl_folders, platform);
   return text_of("{\"cuda\":", cuda.is_ok() ? describe(*cuda.value()) : absent(cuda.status()),
                  ",\"nccl\":", nccl.is_ok() ? describe(*nccl.value()) : absent(nccl.status()),
                  ",\"kernels\":", describe_kernels(libraries.kernels, cuda.is_ok() ? cuda.value().get() : nullptr),

@@ -14,9 +14,9 @@ struct DeviceLibraries {  // settings; empty: search
   KernelOptions kernels;
 };
 
-// {"cuda": {"found", "file", "version", "devices": [name...]}, "nccl": {"found", "file", "where", "version",
-// "features": {...}}, "kernels": {"found", "where", "version", "file"}}; what is not found has {"found": false,
-// "reason"}. Makes no context on any device.
+// {"cuda": {"found", "platform", "file", "version", "devices": [name...]}, "nccl": {"found", "file", "where",
+// "version", "features": {...}}, "kernels": {"found", "where", "version", "file"}}; what is not found has {"found":
+// false, "reason"}. Makes no context on any device.
 std::string device_report_json(const DeviceLibraries& libraries);
 
 }  // namespace hc

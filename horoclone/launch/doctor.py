@@ -189,7 +189,9 @@ def _devices() -> Iterator[Finding]:
         pass
     if count or cuda.found:
         yield Finding(
-            "GPU", OK, (f"{count} visible" if count else "only CUDA sees some, /dev has none") + driver
+            "GPU",
+            OK,
+            (f"{count} visible" if count else f"only {cuda.name} sees some, /dev has none") + driver,
         )
         return
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -285,7 +287,7 @@ def _is_idle(finding: Finding, on_gpus: bool) -> bool:
     """What GPUs or RDMA would use, where there are none, packages that nobody asked for, and which algorithms run."""
     if finding.status == OK and finding.topic.startswith(("algorithms", "measured")):
         return True
-    unused = finding.topic in ("CUDA", "NCCL", "GPU kernels", "CuPy") and not on_gpus
+    unused = finding.topic in ("CUDA", "HIP", "NCCL", "GPU kernels", "CuPy") and not on_gpus
     if finding.topic == "memlock":
         unused = not on_gpus and not os.path.exists("/sys/class/infiniband")
     return unused or (finding.status == NOTE and finding.text.startswith("not installed"))

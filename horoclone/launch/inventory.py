@@ -134,13 +134,13 @@ def _device_part(name: str, part: str) -> dict[str, Any] | Item:
 
 
 def gpu_driver() -> Item:
-    """CUDA's driver: version, file and devices, or why there is none."""
+    """The driver, CUDA's or HIP: version, file and devices, or why there is none."""
     cuda = _device_part("CUDA", "cuda")
     if isinstance(cuda, Item):
         return cuda
     devices = cuda["devices"]
     seen = f"{len(devices)} visible: {', '.join(sorted(set(devices)))}" if devices else "no device is visible"
-    return Item("CUDA", bool(devices), f"{cuda['version']}, {cuda['file']}, {seen}")
+    return Item(cuda["platform"], bool(devices), f"{cuda['version']}, {cuda['file']}, {seen}")
 
 
 def nccl_library() -> Item:

@@ -17,17 +17,20 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """Returns NCCL's version code (22809 is 2.28.9), 0 when it or CUDA's driver does not load: `horoclone doctor` says
-    why."""
+    """Returns the version code (22809 is 2.28.9) of NCCL, or of RCCL, 0 when it or the driver does not load: `horoclone
+    doctor` says why."""
     import ctypes
     import os
 
     from horoclone.runtime.gpu_libraries import nccl_folders
 
-    if not cuda_built():
+    if cuda_built():
+        files = ["libnccl.so.2", *(f"{folder}/libnccl.so.2" for folder in nccl_folders())]
+    elif rocm_built():
+        files = ["librccl.so", "librccl.so.1"]
+    else:
         return 0
-    files = [f"{folder}/libnccl.so.2" for folder in nccl_folders()]
-    for file in [os.environ.get("HOROCLONE_NCCL_LIBRARY") or "libnccl.so.2", *files]:
+    for file in [os.environ.get("HOROCLONE_NCCL_LIBRARY") or files[0], *files[1:]]:
         version = ctypes.c_int(0)
         try:
             if ctypes.CDLL(file).ncclGetVersion(ctypes.byref(version)) == 0:
@@ -54,16 +57,24 @@ def sycl_built() -> bool:
 
 def cuda_built() -> bool:
     """Returns whether CUDA's driver is here; torch.cuda.is_available() says whether a GPU is."""
-    import ctypes
-    import os
-
-    try:
-        ctypes.CDLL(os.environ.get("HOROCLONE_CUDA_LIBRARY") or "libcuda.so.1")
-    except OSError:
-        return False
-    return True
+    return _loads(("libcuda.so.1",), "cuInit") and not _loads((), "hipInit")
 
 
 def rocm_built() -> bool:
-    """Returns False: ROCm is not supported."""
+    """Returns whether HIP is here, and no driver of CUDA's."""
+    return not cuda_built() and _loads(("libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6"), "hipInit")
+
+
+def _loads(files: tuple[str, ...], function: str) -> bool:
+    """Whether the file that is set, or one of these, loads and has the function."""
+    import ctypes
+    import os
+
+    named = os.environ.get("HOROCLONE_CUDA_LIBRARY")
+    for file in (named,) if named else files:
+        try:
+            if hasattr(ctypes.CDLL(file), function):
+                return True
+        except OSError:
+            continue
     return False

@@ -55,6 +55,7 @@ def test_fake_file_version_and_devices_are_reported_without_a_context(fakes: Pat
     found = report({**cuda_of(fakes), "HOROCLONE_NCCL_FOLDERS": f"/nowhere:{fakes}"}, HC_FAKE_DEVICES="2")
     assert found["cuda"] == {
         "found": True,
+        "platform": "CUDA",
         "file": str(fakes / "libcuda.so.1"),
         "version": "12.8",
         "devices": ["Test fake 0 (no GPU)", "Test fake 1 (no GPU)"],
@@ -64,6 +65,29 @@ def test_fake_file_version_and_devices_are_reported_without_a_context(fakes: Pat
     assert nccl["file"] == str(fakes / "libnccl.so.2")
     assert nccl["features"] == {"mem_alloc": True, "buffers": True, "windows": True, "shrink": False}
     assert found["contexts"] == [0, 0, 0, 0], "asking made a context"
+
+
+def test_fake_hip_is_taken_with_rccl_and_hiprtc_where_the_process_has_it(
+    fakes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(fakes / "hip"))  # the folder has no fake of CUDA
+    found = report({}, preload=fakes / "hip" / "libamdhip64.so", HC_FAKE_DEVICES="1")
+    assert found["cuda"] == {
+        "found": True,
+        "platform": "HIP",
+        "file": str(fakes / "hip" / "libamdhip64.so"),
+        "version": "6.3",
+        "devices": ["Test fake 0 (no GPU)"],
+    }
+    assert found["nccl"]["file"] == str(fakes / "hip" / "librccl.so")
+    assert found["nccl"]["features"]["buffers"] is found["nccl"]["features"]["windows"] is False
+    assert found["kernels"]["compiled"] == "hipRTC 13.0 for gfx90a:sramecc+:xnack-"
+    failed = report({}, preload=fakes / "hip" / "libamdhip64.so", HC_FAKE_CUDA_FAIL="cuInit:1:3")["cuda"]
+    assert (
+        "hipInit: " in failed["reason"]
+        and "HIP error 3" in failed["reason"]
+        and "rocminfo" in failed["reason"]
+    )
 
 
 def test_fake_the_copy_that_the_process_has_loaded_wins(fakes: Path) -> None:
@@ -194,8 +218,12 @@ def test_fake_the_doctor_and_check_build_say_what_was_found(fakes: Path) -> None
 
 
 def test_fake_what_is_built_answers_with_the_version(fakes: Path) -> None:
-    code = "import horoclone as hvd; print(hvd.cuda_built(), hvd.nccl_built())"
-    env = {"HOROCLONE_CUDA_LIBRARY": "libcuda.so.1", "HOROCLONE_NCCL_LIBRARY": "libnccl.so.2"}
-    here = {name: str(fakes / file) for name, file in env.items()}
-    done = run_python(code, env=environment(**here))
-    assert done.stdout.split() == ["True", "22809"], done.stderr
+    code = "import horoclone as hvd; print(hvd.cuda_built(), hvd.rocm_built(), hvd.nccl_built())"
+    for cuda, nccl, said in (
+        ("libcuda.so.1", "libnccl.so.2", ["True", "False", "22809"]),
+        ("hip/libamdhip64.so", "hip/librccl.so", ["False", "True", "22809"]),
+        ("absent.so", "libnccl.so.2", ["False", "False", "0"]),
+    ):
+        env = {"HOROCLONE_CUDA_LIBRARY": str(fakes / cuda), "HOROCLONE_NCCL_LIBRARY": str(fakes / nccl)}
+        done = run_python(code, env=environment(**env))
+        assert done.stdout.split() == said, done.stderr

@@ -1,6 +1,7 @@
-// A FAKE of NVIDIA's driver library, built as libcuda.so.1 for the tests only: no GPU takes part. Device memory
-// is host memory, a stream is a worker thread with a queue, an event is a ticket in that queue. It is stricter than the
-// original: a device pointer must lie in what cuMemAlloc gave, and most calls need a current context.
+// A FAKE of NVIDIA's driver library, built as libcuda.so.1 for the tests only: no GPU takes part. With -DHC_FAKE_HIP it
+// is one of AMD's, built as libamdhip64.so: the tests go on to use the names here, the library finds HIP's. Device
+// memory is host memory, a stream is a worker thread with a queue, an event is a ticket in that queue. It is stricter
+// than the original: a device pointer must lie in what cuMemAlloc gave, and most calls need a current context.
 //   HC_FAKE_DEVICES=n        devices (default 4)
 //   HC_FAKE_DELAY_US=n       before each thing that a stream does (default 0); n@d: on device d only
 //   HC_FAKE_CUDA_FAIL=f:n:r  the n-th call (from 1) of function f returns r
@@ -37,6 +38,7 @@
 #include <vector>
 
 #include "capture.h"
+#include "device/cuda_api.h"
 #include "device/kernels/kernels.cu"
 
 #define FAKE_API extern "C" __attribute__((visibility("default")))
@@ -418,7 +420,11 @@ FAKE_API int cuInit(unsigned) {
 }
 FAKE_API int cuDriverGetVersion(int* version) {
   CALLED;
+#ifdef HC_FAKE_HIP
+  *version = 60342131;
+#else
   *version = static_cast<int>(number_from("HC_FAKE_CUDA_VERSION", 12080));
+#endif
   return kSuccess;
 }
 FAKE_API int cuGetErrorString(int result, const char** text) {
@@ -866,11 +872,25 @@ FAKE_API int cuDeviceGetAttribute(int* value, int attribute, int device) {
   CALLED;
   MAY_FAIL;
   if (device < 0 || device >= number_from("HC_FAKE_DEVICES", 4)) return kInvalidDevice;
+#ifdef HC_FAKE_HIP
+  constexpr hc::CuAttributes attributes = hc::kHipAttributes;
+#else
+  constexpr hc::CuAttributes attributes;
+#endif
   const int capability = static_cast<int>(number_from("HC_FAKE_CAPABILITY", 90));
-  *value = attribute == 75 ? capability / 10 : attribute == 76 ? capability % 10 : attribute == 16 ? 132 : 0;
-  if (attribute == 115) *value = !number_from("HC_FAKE_WITHOUT_POOLS", 0);
+  *value = attribute == hc::kCuCapabilityMajor ? capability / 10 : capability % 10;
+  if (attribute == attributes.processors) *value = 132;
+  if (attribute == attributes.memory_pools) *value = !number_from("HC_FAKE_WITHOUT_POOLS", 0);
   return kSuccess;
 }
+#ifdef HC_FAKE_HIP
+FAKE_API int hipGetDevicePropertiesR0600(char* properties, int) {
+  std::strcpy(properties + hc::kHipArchitectureAt, "gfx90a:sramecc+:xnack-");
+  return kSuccess;
+}
+#define HC_ALIAS(name, cuda, hip, arguments) asm(".globl " #hip "\n" #hip " = " cuda);
+HC_CUDA_SYMBOLS(HC_ALIAS)
+#endif
 FAKE_API int cuModuleLoadData(void** module, const void* image) {
   CALLED;
   NEEDS_CONTEXT;

@@ -172,7 +172,11 @@ using Enqueue = int (*)(void*, void (*)(void*), void*, void (*)(void*));
 using Holds = int (*)(const void*, size_t);
 template <class Function>
 Function from_cuda_fake(const char* name) {
+#ifdef HC_FAKE_HIP
+  void* library = dlopen("libamdhip64.so", RTLD_NOW | RTLD_NOLOAD);
+#else
   void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+#endif
   return library ? reinterpret_cast<Function>(dlsym(library, name)) : nullptr;
 }
 

@@ -4,7 +4,7 @@
 // at. (The real one compiles the same source in tests/core/test_gpu_kernels.py, without a GPU.)
 //   HC_FAKE_NVRTC_FAIL=f:n:r  the n-th call (from 1) of function f returns r
 //   HC_FAKE_NVRTC_US=n        time that a compilation takes
-// -DHC_FAKE_WITHOUT_PTX leaves a symbol out.
+// -DHC_FAKE_WITHOUT_PTX leaves a symbol out; with -DHC_FAKE_HIP it is a fake of AMD's hipRTC, built as libhiprtc.so.
 #include <dlfcn.h>
 #include <unistd.h>
 
@@ -14,6 +14,8 @@
 #include <map>
 #include <mutex>
 #include <string>
+
+#include "device/nvrtc_api.h"
 
 #define FAKE_API extern "C" __attribute__((visibility("default")))
 
@@ -100,10 +102,12 @@ FAKE_API int nvrtcCompileProgram(void* program, int count, const char* const* op
   auto* p = static_cast<Program*>(program);
   p->log = "kernels.cu(1): error: on demand";
   MAY_FAIL;
+#ifndef HC_FAKE_HIP
   if (!dlopen("libnvrtc-builtins.so.13.0", RTLD_NOW | RTLD_LOCAL)) {
     p->log = "nvrtc: error: failed to open libnvrtc-builtins.so.13.0.";
     return kBuiltins;
   }
+#endif
   if (const char* us = std::getenv("HC_FAKE_NVRTC_US")) ::usleep(static_cast<unsigned>(std::atoi(us)));
   p->code = entries_of(p->source);
   for (int i = 0; i < count; ++i) p->code += std::string("// ") + options[i] + "\n";
@@ -130,4 +134,8 @@ FAKE_API int nvrtcGetCUBIN(void* program, char* code) {
 FAKE_API int nvrtcGetPTXSize(void* program, size_t* bytes) { return nvrtcGetCUBINSize(program, bytes); }
 #ifndef HC_FAKE_WITHOUT_PTX
 FAKE_API int nvrtcGetPTX(void* program, char* code) { return nvrtcGetCUBIN(program, code); }
+#endif
+#ifdef HC_FAKE_HIP
+#define HC_ALIAS(name, hip, type, arguments) asm(".globl " #hip "\n" #hip " = " #name);
+HC_NVRTC_SYMBOLS(HC_ALIAS)
 #endif

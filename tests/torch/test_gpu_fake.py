@@ -150,6 +150,10 @@ def test_fake_operations_and_dtypes(ranks, way) -> None:
     ranks(operations, HOROCLONE_GPU_OPERATIONS=way)
 
 
+def test_fake_operations_and_dtypes_by_rccl_on_hip(ranks, on_hip: dict[str, str]) -> None:
+    ranks(operations, HOROCLONE_GPU_OPERATIONS="nccl", **on_hip)
+
+
 def one_gpu() -> None:
     operations()
     fake = ctypes.CDLL(os.environ["HOROCLONE_CUDA_LIBRARY"])

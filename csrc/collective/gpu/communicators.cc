@@ -12,7 +12,7 @@ void Communicators::load(const std::shared_ptr<Gpu>& gpu, const std::string& lib
   if (sought_ || !gpu) return;
   sought_ = true;
   gpu_ = gpu;
-  auto loaded = NcclApi::load(library, folders, gpu->api().version);
+  auto loaded = NcclApi::load(library, folders, gpu->api().platform);
   missing_ = loaded.status();
   if (loaded.is_ok()) nccl_ = loaded.take();
 }

@@ -131,7 +131,7 @@ void DeviceLinks::use(const std::shared_ptr<Gpu>& gpu, const DeviceOptions& opti
   gpu_ = gpu;
   options_ = options;
   if (options.operations == GpuOperations::kHost || options.operations == GpuOperations::kPeers) return;
-  auto loaded = NcclApi::load(options.nccl_library, options.nccl_folders, gpu->api().version);
+  auto loaded = NcclApi::load(options.nccl_library, options.nccl_folders, gpu->api().platform);
   if (loaded.is_ok()) nccl_ = loaded.take();
 }
 

@@ -14,16 +14,21 @@ struct Place {
 
 }  // namespace hc
 
-#ifdef __CUDACC__
+#if defined(__CUDACC__) || defined(__HIP__)
+#ifdef __HIP__
+#define HC_ARGUMENT
+#else
+#define HC_ARGUMENT __grid_constant__
+#endif
 #define HC_DEVICE __device__ __forceinline__
 #define HC_NOT_INLINED __device__ __noinline__
 #define HC_MAY_ALIAS
 #define HC_ONE_BY_ONE _Pragma("unroll 1")
-#define HC_KERNEL(name, Arguments, body)                                                                         \
-  extern "C" __global__ void __launch_bounds__(hc::kThreadsPerBlock) name(const __grid_constant__ Arguments a) { \
-    const hc::Place here{(unsigned long long)blockIdx.x * blockDim.x + threadIdx.x,                              \
-                         (unsigned long long)gridDim.x * blockDim.x, blockIdx.y};                                \
-    body(a, here);                                                                                               \
+#define HC_KERNEL(name, Arguments, body)                                                                   \
+  extern "C" __global__ void __launch_bounds__(hc::kThreadsPerBlock) name(const HC_ARGUMENT Arguments a) { \
+    const hc::Place here{(unsigned long long)blockIdx.x * blockDim.x + threadIdx.x,                        \
+                         (unsigned long long)gridDim.x * blockDim.x, blockIdx.y};                          \
+    body(a, here);                                                                                         \
   }
 #else
 #define HC_DEVICE inline
@@ -392,8 +397,8 @@ template <Reduce R, Kind K>
 constexpr bool kIsReduction = is_element_reduction(R, K);  // evaluated outside of device code
 template <class Lane>
 HC_DEVICE void reduce_by(const ReduceArguments& a, const Place& here) {
-#define HC_CASE(name, identity, kinds)                                                                \
-  case Reduce::k##name:                                                                               \
+#define HC_CASE(name, identity, kinds)                                                                     \
+  case Reduce::k##name:                                                                                    \
     if constexpr (kIsReduction<Reduce::k##name, Lane::kKind>) reduce_with<Lane, Reduce::k##name>(a, here); \
     return;
   switch (a.reduce) { HC_REDUCTIONS(HC_CASE) }

@@ -147,7 +147,7 @@ DeviceOptions GpuContext::options() const {
 
 Result<std::shared_ptr<const NcclApi>> GpuContext::nccl_of_memory(const Gpu& gpu) {
   if (!memory_nccl_) {
-    auto loaded = NcclApi::load(context_.config.nccl_library, context_.config.nccl_folders, gpu.api().version);
+    auto loaded = NcclApi::load(context_.config.nccl_library, context_.config.nccl_folders, gpu.api().platform);
     HC_TRY(loaded.status());
     memory_nccl_ = loaded.take();
   }

@@ -19,9 +19,11 @@
 
 namespace hc {
 
-inline const std::string kCudaFake = HC_FAKES "/libcuda.so.1";
-inline const std::string kNcclFake = HC_FAKES "/libnccl.so.2";
-inline const std::string kNvrtcFake = HC_FAKES "/libnvrtc.so.13";
+// With HC_FAKE_HIP=1 the same tests run on the fakes of AMD's libraries.
+inline const bool kIsHip = std::getenv("HC_FAKE_HIP") != nullptr;
+inline const std::string kCudaFake = kIsHip ? HC_FAKES "/libamdhip64.so" : HC_FAKES "/libcuda.so.1";
+inline const std::string kNcclFake = kIsHip ? HC_FAKES "/librccl.so" : HC_FAKES "/libnccl.so.2";
+inline const std::string kNvrtcFake = kIsHip ? HC_FAKES "/libhiprtc.so" : HC_FAKES "/libnvrtc.so.13";
 
 inline Settings gpu_settings(Settings more = {}) {
   Settings all = {{"HOROCLONE_CUDA_LIBRARY", kCudaFake},
@@ -84,15 +86,17 @@ class FrameworkOnGpu {
  public:
   explicit FrameworkOnGpu(int device) : device(device), api_(cuda_fake()) {
     (void)api_->cuDevicePrimaryCtxRetain(&context_, device);
-    (void)api_->cuCtxPushCurrent(context_);
+    (void)api_->cuCtxSetCurrent(context_);
     (void)api_->cuStreamCreateWithPriority(&stream, kCuStreamNonBlocking, 0);
   }
   ~FrameworkOnGpu() {  // perhaps on a thread that has no context: without one the stream is not waited for
-    (void)api_->cuCtxPushCurrent(context_);
+    CuContext before = nullptr;
+    (void)api_->cuCtxGetCurrent(&before);
+    (void)api_->cuCtxSetCurrent(context_);
     synchronize();
     for (const auto at : memory_) (void)api_->cuMemFree(at);
     (void)api_->cuStreamDestroy(stream);
-    (void)api_->cuCtxPopCurrent(nullptr);
+    (void)api_->cuCtxSetCurrent(before);
     (void)api_->cuDevicePrimaryCtxRelease(device);
   }
   FrameworkOnGpu(const FrameworkOnGpu&) = delete;

@@ -364,7 +364,7 @@ TEST_CASE("fake of CUDA and NCCL: one process drives one GPU, and makes no conte
     const Status refused = submit_gpu(engine, gpu, Op::kAllreduce, "x", data, data, {8}, DType::kF32, &handle,
                                       [](Submission& s) { s.place.index = 3; });
     CHECK(refused.code() == Code::kUnsupported);
-    CHECK(refused.text().find("no CUDA context") != std::string::npos);
+    CHECK(refused.text().find(kIsHip ? "no HIP context" : "no CUDA context") != std::string::npos);
   }));
   CHECK(fake_count("contexts", 3) == contexts);
 }

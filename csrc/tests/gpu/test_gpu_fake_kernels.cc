@@ -215,7 +215,18 @@ TEST_CASE("fake of CUDA: pack and unpack cast, scale and divide as the host does
   CHECK(fake_count("look-ups") == look_ups);
 }
 
-TEST_CASE("fake of CUDA and NVRTC: why there are no kernels, and where they come from") {
+TEST_CASE("fake of HIP and hipRTC: the device's own name for its architecture is what kernels are compiled for" *
+          doctest::skip(!kIsHip)) {
+  FrameworkOnGpu framework(0);
+  auto gpu = Gpu::adopt(cuda_fake(), 0);
+  CHECK(gpu.value()->api().platform.version_text() == "6.3");
+  auto loaded = gpu.value()->kernels(kernel_options());
+  CHECK(loaded.is_ok());
+  CHECK(loaded.value()->origin() == "hipRTC 13.0 for gfx90a:sramecc+:xnack-");
+  CHECK(cuda_fake()->check(2, "cuMemAlloc").text() == "hipMalloc: out of memory (HIP error 2)");
+}
+
+TEST_CASE("fake of CUDA and NVRTC: why there are no kernels, and where they come from" * doctest::skip(kIsHip)) {
   struct Row {
     Variables environment;
     std::string library, why;

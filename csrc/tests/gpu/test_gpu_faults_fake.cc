@@ -186,7 +186,7 @@ TEST_CASE("fake of CUDA and NCCL: after an error for good a GPU's tensors are re
     CHECK_LOCKED(!refused.is_ok());
     const bool says = refused.text().find("started anew") != std::string::npos &&
                       refused.text().find(text_of("rank ", rank)) != std::string::npos &&
-                      refused.text().find("CUDA error 700") != std::string::npos;
+                      refused.text().find(kIsHip ? "HIP error 700" : "CUDA error 700") != std::string::npos;
     if (!says) MESSAGE(refused.text());
     CHECK_LOCKED(says);
     all_are_here(engine, "on the host");

@@ -41,7 +41,8 @@ void learning_step(Engine& engine, FrameworkOnGpu& gpu) {
 
 }  // namespace
 
-TEST_CASE("fake of CUDA and NCCL: buckets are registered as this version of NCCL can, and forgotten in time") {
+TEST_CASE("fake of CUDA and NCCL: buckets are registered as this version of NCCL can, and forgotten in time" *
+          doctest::skip(kIsHip)) {
   struct Row {
     const char* version;
     int windows, buffers;
@@ -99,7 +100,8 @@ TEST_CASE("fake of CUDA and NCCL: buckets are registered as this version of NCCL
   }
 }
 
-TEST_CASE("fake of CUDA and NCCL: buckets that ranks drop at different moments are forgotten by all at once") {
+TEST_CASE("fake of CUDA and NCCL: buckets that ranks drop at different moments are forgotten by all at once" *
+          doctest::skip(kIsHip)) {
   World world(2, gpu_settings());
   std::barrier<> barrier(2);
   CHECK_OK(world.each([&](Engine& engine, int rank) {
@@ -123,7 +125,8 @@ TEST_CASE("fake of CUDA and NCCL: buckets that ranks drop at different moments a
   }));
 }
 
-TEST_CASE("fake of CUDA and NCCL: while NCCL is told of buckets other work goes on, and an abort is noticed") {
+TEST_CASE("fake of CUDA and NCCL: while NCCL is told of buckets other work goes on, and an abort is noticed" *
+          doctest::skip(kIsHip)) {
   constexpr double kTakesS = 2;  // whatever NCCL is called for
   FakeEnvironment slow(Variables{{"HC_FAKE_NCCL_IN_PROGRESS_US", std::to_string(int(kTakesS * 1e6))}});
   for (const bool aborts : {false, true}) {
@@ -166,7 +169,8 @@ TEST_CASE("fake of CUDA and NCCL: while NCCL is told of buckets other work goes 
   }
 }
 
-TEST_CASE("fake of CUDA and NCCL: while a thread allocates memory that NCCL is to know the others' work goes on") {
+TEST_CASE("fake of CUDA and NCCL: while a thread allocates memory that NCCL is to know the others' work goes on" *
+          doctest::skip(kIsHip)) {
   constexpr double kTakesS = 1.5;
   FakeEnvironment slow(Variables{{"HC_FAKE_NCCL_ALLOC_US", std::to_string(int(kTakesS * 1e6))}});
   World world(2, gpu_settings());
@@ -187,7 +191,8 @@ TEST_CASE("fake of CUDA and NCCL: while a thread allocates memory that NCCL is t
 }
 
 // NCCL's kernels for windows only sum. The fake says so when ranks launch different ones.
-TEST_CASE("fake of CUDA and NCCL: averages in windows are sums to NCCL, also beside ranks that have joined") {
+TEST_CASE("fake of CUDA and NCCL: averages in windows are sums to NCCL, also beside ranks that have joined" *
+          doctest::skip(kIsHip)) {
   const auto step = [](Gradients& gradients, float average) {
     for (int b = 0; b < kBuckets; ++b) {  // one by one, so that they are not packed
       gradients.submit(b, 3.0f);
@@ -218,7 +223,8 @@ TEST_CASE("fake of CUDA and NCCL: averages in windows are sums to NCCL, also bes
     }
 }
 
-TEST_CASE("fake of CUDA and NCCL: buckets of which one rank has other memory are registered by nobody") {
+TEST_CASE("fake of CUDA and NCCL: buckets of which one rank has other memory are registered by nobody" *
+          doctest::skip(kIsHip)) {
   World world(2, gpu_settings());
   std::barrier<> barrier(2);
   CHECK_OK(world.each([&](Engine& engine, int rank) {
@@ -233,7 +239,8 @@ TEST_CASE("fake of CUDA and NCCL: buckets of which one rank has other memory are
   CHECK(fake_registered("blocks") == 0);
 }
 
-TEST_CASE("fake of CUDA and NCCL: registered memory outlives an abort, and can be switched off") {
+TEST_CASE("fake of CUDA and NCCL: registered memory outlives an abort, and can be switched off" *
+          doctest::skip(kIsHip)) {
   World world(2, gpu_settings());
   std::barrier<> barrier(2);
   (void)world.each([&](Engine& engine, int rank) {

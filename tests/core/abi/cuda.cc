@@ -17,7 +17,7 @@ bool is_known(const std::string& ours, const std::string& header) {
 
 int main() {
   using namespace hc;
-#define COMPARE(name, exported, arguments)                                                            \
+#define COMPARE(name, exported, hip, arguments)                                                       \
   abi::expect(abi::SameCall<decltype(&name), CuResult(*) arguments>::value, "the call of " exported); \
   abi::expect(std::string(ABI_TEXT(name)) == exported || is_known(exported, ABI_TEXT(name)),          \
               "the header's name for " exported ": " ABI_TEXT(name));
@@ -34,6 +34,7 @@ int main() {
   ABI_VALUE(CU_EVENT_DISABLE_TIMING, kCuEventDisableTiming);
   ABI_VALUE(CU_STREAM_CAPTURE_MODE_RELAXED, kCuCaptureRelaxed);
   ABI_VALUE(CU_STREAM_CAPTURE_STATUS_NONE, 0);
+  ABI_VALUE(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, CuAttributes{}.processors);
   ABI_VALUE(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, kCuCapabilityMajor);
   ABI_VALUE(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, kCuCapabilityMinor);
   ABI_VALUE(CU_MEMHOSTALLOC_PORTABLE, 1);
@@ -47,7 +48,7 @@ int main() {
   ABI_VALUE(CU_MEM_HANDLE_TYPE_NONE, CuMemPoolProps{}.handles);
   ABI_VALUE(CU_MEM_LOCATION_TYPE_DEVICE, CuMemPoolProps{}.location);
   ABI_VALUE(CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, kCuPoolReleaseThreshold);
-  ABI_VALUE(CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED, kCuMemoryPools);
+  ABI_VALUE(CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED, CuAttributes{}.memory_pools);
   ABI_VALUE(sizeof(CUdeviceptr), sizeof(CuPointer));
   ABI_VALUE(sizeof(CUdevice), sizeof(CuDevice));
   ABI_VALUE(sizeof(CUresult), sizeof(CuResult));

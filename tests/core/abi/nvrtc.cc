@@ -8,7 +8,9 @@ int main() {
   using namespace hc;
 #define COMPARE(name, type, arguments) \
   abi::expect(abi::SameCall<decltype(&::name), type(*) arguments>::value, "the call of " #name);
-  HC_NVRTC_SYMBOLS(COMPARE)
+#define COMPARE_SHARED(name, hip, type, arguments) COMPARE(name, type, arguments)
+  HC_NVRTC_SYMBOLS(COMPARE_SHARED)
+  HC_NVRTC_OWN_SYMBOLS(COMPARE)
   ABI_VALUE(NVRTC_SUCCESS, 0);
   ABI_VALUE(sizeof(nvrtcProgram), sizeof(NvrtcProgram));
   return abi::report("NVRTC", 0);
