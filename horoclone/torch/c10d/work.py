@@ -12,7 +12,6 @@ import contextlib
 import copy
 import heapq
 import itertools
-import sys
 import threading
 import time
 import weakref
@@ -275,14 +274,6 @@ class Future(torch.futures.Future[list[torch.Tensor]]):
             self.set_result(_Failed(error))
 
 
-def _called_by_ddp() -> bool:
-    """Whether the caller's caller is C++ in a backward pass. The built-in hook FP16_COMPRESS takes only futures that
-    C++ has made; what Python can get of those has a result from the beginning."""
-    caller = sys._getframe(1).f_back
-    from_engine = caller is None or caller.f_code.co_name == "_engine_run_backward"
-    return from_engine and torch._C._current_graph_task_id() != -1
-
-
 @never_compiled
 class Work(dist.Work):
     """What torch.distributed returns for async_op=True. Thread: any."""
@@ -388,8 +379,10 @@ class Work(dist.Work):
             self._place is HOST
             and self._outputs
             and self._outputs[0].dtype is torch.float16
-            and _called_by_ddp()
+            and torch._C._current_graph_task_id() != -1
         ):
+            # DDP's built-in hook FP16_COMPRESS takes only futures that C++ has made; what Python can get of those has a
+            # result from the beginning.
             self.wait()
             return torch._C.fork(lambda: self._outputs)  # type: ignore[return-value]
         if not self._done and self._place is HOST and self._flight.runtime.advance(self.handle):
