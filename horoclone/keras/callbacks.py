@@ -75,13 +75,15 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
                 "as much data, or pass the same steps_per_epoch to fit() on all."
             )
         model = self.model
-        if not _is_built(model):
-            if self._ready_everywhere(False):
-                self._send(model)
-        else:
+        has_optimizer = bool(getattr(getattr(model, "optimizer", None), "built", False))
+        ready = bool(model.built) and not self._is_replaced()
+        everywhere = allgather_object((ready, _is_whole(model), has_optimizer))
+        is_whole = all(whole for _, whole, _ in everywhere)
+        if model.built and (is_whole or any(built for _, _, built in everywhere)):
             self._build_optimizer(model)
-            if self._ready_everywhere(not self._is_replaced()):
-                self._send(model)
+        if all(ready for ready, _, _ in everywhere):
+            self._send(model)
+            self._sent = is_whole  # else once more, with what the first step builds
         if not self._sent:
             steps.restart()
             steps.held = _steps_of_the_first_batch(model)
@@ -123,9 +125,6 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             for name, kind in mine.items()
         )
 
-    def _ready_everywhere(self, ready: bool) -> bool:
-        return all(allgather_object(ready))
-
     @staticmethod
     def _build_optimizer(model: Any) -> None:
         optimizer = getattr(model, "optimizer", None)
@@ -151,10 +150,11 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             steps.restart()
 
 
-def _is_built(model: Any) -> bool:
-    """Whether its weights exist. On TensorFlow model.build() may leave layers of a subclass to the first step."""
+def _is_whole(model: Any) -> bool:
+    """Whether all weights of a model that is built exist. On TensorFlow model.build() may leave layers of a subclass to
+    the first step, which also those are that no call reaches."""
     layers = model._flatten_layers() if backend() == "tensorflow" and not LEGACY else ()
-    return bool(model.built) and all(layer.built for layer in layers)
+    return all(layer.built for layer in layers)
 
 
 def _state_of(model: Any) -> list[Any]:

@@ -59,7 +59,9 @@ def install_hooks(
     def tell_and_chain(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         try:
             tensor_names.complete(error)
-            tell(kind, error, trace)
+            # Somebody who has caught it may call the hook, too, to have it printed.
+            if sys.exc_info()[1] is not error and threading.current_thread() is threading.main_thread():
+                tell(kind, error, trace)
         finally:
             previous(kind, error, trace)
 

@@ -194,8 +194,11 @@ def _check_groups(
             f"rank {root_rank} have {there}. Build the optimizer from the same model on every rank."
         )
     held = state.get("state") or ()
-    for at, (own, other) in enumerate(zip(_listed(optimizer), listed, strict=True)):
-        if own != other and at in held:
+    mine = _listed(optimizer)
+    # Other names alone say nothing: a checkpoint brings its own, as those of a wrapped model.
+    names_tell = sorted(name for name, _ in mine) == sorted(name for name, _ in listed)
+    for at, (own, other) in enumerate(zip(mine, listed, strict=True)):
+        if at in held and (own[1] != other[1] or (names_tell and own[0] != other[0])):
             raise ValueError(
                 f"broadcast_optimizer_state: parameter {at} of the optimizer is {own[0]!r} of shape {list(own[1])} "
                 f"here (rank {rank()}), and {other[0]!r} of shape {list(other[1])} on rank {root_rank}, whose state it "

@@ -242,6 +242,21 @@ def test_ctrl_c_at_any_moment_of_a_loop_leaves_no_operation_behind(worker_pool):
     assert team.wait(60) == [0, 0], team.outputs()
 
 
+def show_a_caught_exception_by_the_hook():
+    hvd.init()
+    try:
+        raise ValueError("caught")
+    except ValueError:
+        if hvd.rank() == 0:
+            sys.excepthook(*sys.exc_info())
+    assert hvd.allreduce(np.ones(1), op=hvd.Sum, name="goes on") == 2
+
+
+def test_a_caught_exception_that_the_hook_shows_ends_nothing(worker_pool):
+    team = worker_pool(show_a_caught_exception_by_the_hook, 2)
+    assert team.wait() == [0, 0] and "ValueError: caught" in team.output(0), team.outputs()
+
+
 def raise_with_a_hook():
     sys.excepthook = lambda kind, error, trace: print("my hook saw", error)
     hvd.init()

@@ -118,6 +118,28 @@ def sends_layers_that_the_first_step_builds() -> None:
     assert len(model.weights) == 4 and all(np.array_equal(a, b) for a, b in zip(*states, strict=True))
 
 
+def sends_weights_before_the_first_step_beside_a_layer_that_no_call_reaches() -> None:
+    import horoclone.keras as hvd
+
+    keras = the_keras()
+
+    class Model(keras.Model):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = keras.layers.Dense(1, use_bias=False), keras.layers.Dense(1)
+
+        def call(self, x: Any) -> Any:
+            return self.used(x)
+
+    model = Model()
+    model(np.zeros((1, 2), np.float32))
+    model.used.set_weights([np.full((2, 1), 100.0 if hvd.rank() else 1.0, np.float32)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    exact = np.ones((2, 2), np.float32), np.full((2, 1), 2.0, np.float32)
+    model.fit(*exact, verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    assert np.array_equal(model.used.get_weights()[0], [[1.0], [1.0]])
+
+
 def warns_of_statistics_that_are_not_synchronised() -> None:
     import horoclone.keras as hvd
 
@@ -488,6 +510,7 @@ def test_statistics_of_normalisation_that_are_each_ranks_own(on: On, backend: st
 
 def test_layers_that_model_build_leaves_to_the_first_step(on: On) -> None:
     on("tensorflow", sends_layers_that_the_first_step_builds)
+    on("tensorflow", sends_weights_before_the_first_step_beside_a_layer_that_no_call_reaches)
 
 
 @pytest.mark.in_turn("backend")

@@ -184,6 +184,14 @@ def test_state_of_a_wrapped_optimizer_and_of_groups_that_differ() -> None:
     plain = torch.optim.SGD([p for _, p in named], 0.1, momentum=0.9)
     swapped = hvd.DistributedOptimizer(plain, named)
     hvd.broadcast_optimizer_state(swapped, 0)  # it has nothing yet
+    resumed = torch.optim.SGD(alike_in_shape.named_parameters(), 0.1, momentum=0.9)
+    if hvd.rank() == 0:  # from a checkpoint of a wrapped model
+        for group in resumed.param_groups:
+            group["param_names"] = [f"module.{name}" for name in group["param_names"]]
+        for parameter in alike_in_shape.parameters():
+            resumed.state[parameter]["momentum_buffer"] = torch.ones(3, 3)
+    hvd.broadcast_optimizer_state(resumed, 0)
+    assert all(torch.equal(one["momentum_buffer"], torch.ones(3, 3)) for one in resumed.state.values())
     for parameter in alike_in_shape.parameters():
         swapped.state[parameter]["momentum_buffer"] = torch.ones(3, 3)
     for optimizer, words in ((uneven, "have"), (swapped, "parameter 0 of the optimizer is '1.weight'")):

@@ -274,6 +274,9 @@ class Future(torch.futures.Future[list[torch.Tensor]]):
             self.set_result(_Failed(error))
 
 
+registered_builtin_hooks: set[dist.BuiltinCommHookType] = set()  # with DDP: those that need another future
+
+
 @never_compiled
 class Work(dist.Work):
     """What torch.distributed returns for async_op=True. Thread: any."""
@@ -378,6 +381,7 @@ class Work(dist.Work):
         if (
             self._place is HOST
             and self._outputs
+            and registered_builtin_hooks
             and self._outputs[0].dtype is torch.float16
             and torch._C._current_graph_task_id() != -1
         ):
