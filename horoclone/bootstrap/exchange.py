@@ -212,7 +212,7 @@ def _check_communicator(comm: Any) -> None:
             "init(comm=MPI.COMM_NULL): this process is in none of the communicators that were made; it must not call "
             "init(), or needs one with itself in it"
         )
-    if comm.Is_inter():
+    if getattr(comm, "Is_inter", bool)():
         raise ValueError(
             "init(comm=...): this is an intercommunicator, of two groups; make one group of them with its Merge()"
         )

@@ -194,7 +194,7 @@ def _without_xla(model: Any) -> None:
 def _warn_of_own_statistics(model: Any) -> None:
     found = [
         layer.name
-        for layer in model._flatten_layers()
+        for layer in getattr(model, "_flatten_layers", tuple)()
         if isinstance(layer, keras.layers.BatchNormalization) and getattr(layer, "synchronized", False)
     ]
     if found:
