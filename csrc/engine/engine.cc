@@ -210,7 +210,7 @@ Status Engine::shutdown(double timeout_s) {
   intake_.refuse(error(Code::kNotInitialized, "Horovod has been shut down; use hvd.init() to start it again."));
   seat_.leave();
   for (ProcessSet* set : sets_.mine()) set->leave_shared_rounds();
-  link_.say_goodbye(1.0);
+  link_.say_goodbye(3.0);
   context_.stopping.store(true);
   context_.connected.store(false);
   progress_.end_thread();

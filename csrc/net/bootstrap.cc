@@ -244,6 +244,7 @@ void Bootstrap::say_turned_away(TimePoint now) {
 // Asked only about claims that were proven.
 Verdict Bootstrap::judge(const Claim& claim, bool local, uint64_t number) {
   if (claim.to != rank_) return Verdict::kNotThisRank;
+  if (claim.attempt > 0) return Verdict::kBusy;  // that rank is connected already, and this one will be
   ExpectedLink* link = find(claim.from, claim.purpose);
   if (!link || link->dialer || local != (claim.purpose == Purpose::kLocal)) return Verdict::kUnexpectedRank;
   if (link->done || link->taken_by != 0) return Verdict::kDuplicate;
@@ -312,6 +313,7 @@ bool Bootstrap::step_one(Incoming& one, TimePoint now) {
   const bool late = seconds_between(one.since, now) > kHelloDeadlineS;
   if (state == Handshake::State::kPending && !late) return false;
   if (link != expected_.end()) link->taken_by = 0;
+  if (one.handshake.is_busy()) return true;
   turned_away(one.from, state == Handshake::State::kFailed ? one.handshake.status().text()
                                                            : text_of("no handshake within ", kHelloDeadlineS, " s"));
   return true;

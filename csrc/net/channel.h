@@ -69,8 +69,9 @@ class Channel {
 
   // Moves what can be moved now. Sets *moved when anything did. An error is final: the peer is lost.
   virtual Status progress(bool* moved) = 0;
-  // True when nothing queued by send/post_send is waiting to leave.
-  virtual bool flushed() const = 0;
+  // Nothing queued by send/post_send is waiting to leave; on a long way, all of it has arrived: a packet that is lost
+  // is not sent again by who has closed its connections.
+  virtual bool flushed() = 0;
   virtual size_t sends_in_flight() const { return kInFlight; }
 };
 

@@ -79,12 +79,14 @@ void FramedChannel::take_up(Line line) {
 }
 
 // A rank that shuts down does not wait for a peer that cannot be reached.
-bool FramedChannel::flushed() const {
+bool FramedChannel::flushed() {
+  if (!failed_.is_ok()) return true;
   const auto is_hopeless = [&](Line line) {
     return is_down(line) && seconds_between(down_at_[static_cast<int>(line)], Clock::now()) > soon_up_s_;
   };
-  return (control_out_.empty() || is_hopeless(Line::kControl)) &&
-         ((unwritten() == 0 && !has_copied()) || is_hopeless(Line::kData)) &&
+  const auto has_arrived = [&](Line line) { return !is_far() || refresh(line) == 0; };
+  return ((control_out_.empty() && has_arrived(Line::kControl)) || is_hopeless(Line::kControl)) &&
+         ((unwritten() == 0 && !has_copied() && has_arrived(Line::kData)) || is_hopeless(Line::kData)) &&
          (!is_down() || is_hopeless(Line::kControl) || is_hopeless(Line::kData));
 }
 

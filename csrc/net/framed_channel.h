@@ -39,7 +39,7 @@ class FramedChannel : public Channel {
   void post_receive(Transfer* transfer) final;
   void forget(Transfer* transfer) final;
   Status progress(bool* moved) final;
-  bool flushed() const final;
+  bool flushed() final;
 
   // The peer has said goodbye: its closing is no error, unless something is still posted.
   void expect_close();
@@ -80,6 +80,7 @@ class FramedChannel : public Channel {
   virtual bool will_remake(Line, const IoResult&) { return false; }
   // Some of what write() has taken is still here.
   virtual bool has_copied() const { return false; }
+  virtual bool is_far() const { return false; }
   // How many of the bytes written to this stream the peer's side has not acknowledged yet.
   virtual uint64_t unacknowledged(Line) { return 0; }
 

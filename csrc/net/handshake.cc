@@ -64,7 +64,7 @@ void Handshake::queue(const void* bytes, size_t count) {
   out_bytes_ += count;
 }
 
-// hello: magic, name of the build, purpose, number, 2 bytes of zero, nonce. The same both ways.
+// hello: magic, name of the build, purpose, number, count, attempt, nonce. The same both ways.
 void Handshake::queue_hello() {
   Writer hello;
   hello.put(kHelloMagic);
@@ -72,8 +72,7 @@ void Handshake::queue_hello() {
   build_name().copy(build, sizeof(build));
   hello.put_raw(build, sizeof(build));
   hello.put(claim_.purpose);
-  hello.put(claim_.number);
-  hello.put_raw("\0\0", 2);
+  for (const uint8_t one : {claim_.number, claim_.count, claim_.attempt}) hello.put(one);
   hello.put_raw(own_nonce_.data(), own_nonce_.size());
   queue(hello.bytes().data(), hello.size());
 }
@@ -86,7 +85,7 @@ Digest Handshake::code(bool by_connector) const {
   facts.put(static_cast<uint8_t>(by_connector ? 1 : 2));
   facts.put_text(build_name());
   facts.put(claim_.purpose);
-  facts.put(claim_.number);
+  for (const uint8_t one : {claim_.number, claim_.count, claim_.attempt}) facts.put(one);
   facts.put(claim_.generation);
   facts.put(claim_.from);
   facts.put(claim_.to);
@@ -132,10 +131,11 @@ void Handshake::take_build() {
 
 void Handshake::take_hello() {
   const auto purpose = static_cast<Purpose>(in_[kHelloStart]);
-  const uint8_t number = in_[kHelloStart + 1];
+  const uint8_t number = in_[kHelloStart + 1], count = in_[kHelloStart + 2], attempt = in_[kHelloStart + 3];
   std::memcpy(peer_nonce_.data(), in_.data() + kHelloBytes - peer_nonce_.size(), peer_nonce_.size());
   if (connecting_) {
-    if (purpose != claim_.purpose || number != claim_.number || peer_nonce_ == own_nonce_) {
+    const bool same = number == claim_.number && count == claim_.count && attempt == claim_.attempt;
+    if (purpose != claim_.purpose || !same || peer_nonce_ == own_nonce_) {
       fail(Code::kInvalidArgument, "the other side sent this rank's own hello back", false);
       return;
     }
@@ -148,6 +148,8 @@ void Handshake::take_hello() {
   }
   claim_.purpose = purpose;
   claim_.number = number;
+  claim_.count = count;
+  claim_.attempt = attempt;
   queue_hello();
   stage_ = Stage::kProof;
 }

@@ -39,7 +39,10 @@ struct Claim {
   int32_t to = -1;
   uint64_t generation = 0;
   Purpose purpose = Purpose::kControl;
-  uint8_t number = 0;  // of one of several connections for data (kParallel), from 1 on
+  // Of several connections for data (kParallel): which of how many.
+  uint8_t number = 0, count = 0;
+  // 0: at the start. Else the how-manieth attempt to open several; 1 also for one that takes a lost one's place.
+  uint8_t attempt = 0;
 };
 
 struct Credentials {
@@ -69,6 +72,7 @@ class Handshake {
   bool turned_away() const { return connecting_ && verdict_ != Verdict::kWelcome; }
   bool proof_sent() const { return connecting_ && stage_ >= Stage::kProof; }
 
+  bool is_busy() const { return verdict_ == Verdict::kBusy; }
   bool said_hello() const { return stage_ != Stage::kHello; }
 
   // kFailed: the reason, as text for the log. `refused` when the other side said so or speaks another protocol, so that

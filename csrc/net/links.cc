@@ -21,7 +21,9 @@ constexpr uint64_t kCountMagic = 0x544e554f434b4e4cull;  // "LNKCOUNT"
 constexpr int kAcceptBatch = 16;
 constexpr int kFewRanks = 8;                 // which open several connections at the start; else
 constexpr uint64_t kSomeBytes = 256u << 10;  // once so much has moved
-constexpr int kAsks = 5;                     // for several connections, until one stays
+constexpr double kClosedRoundTrips = 8;
+constexpr double kOfferS = 2.0, kOfferRoundTrips = 10;  // until all of several connections are there
+constexpr int kMaxPauseLog2S = 6;                       // between two attempts
 // A connection takes one round trip, its handshake two more.
 Dialer::Pace pace_of(double round_trip_s) {
   return {.stagger_s = 0.01,
@@ -78,6 +80,7 @@ void Links::add(int rank, TcpChannel* channel, const std::string& reached_at, st
   channel->remake_with(this);
   peer.connections = std::min(setup_.connections, most_connections(setup_.size));
   if (channel->is_long()) send_at_measured_rate(channel->descriptor(Line::kData));
+  if (rank > setup_.rank) expected_ += static_cast<size_t>(peer.connections - 1);
   if (peer.connections > 1) watch();
 }
 
@@ -105,6 +108,7 @@ void Links::take_down(int rank, Line line, const std::string& why) {
     side.down_at = Clock::now();
     side.reason = why;
   }
+  if (line == Line::kData) peers_[static_cast<size_t>(rank)].offer.reset();
   set_timer(kTalkS / 10);
 }
 
@@ -114,8 +118,7 @@ void Links::forget(int rank) {
 
 void Links::expect_close(int rank) {
   Peer& peer = peers_[static_cast<size_t>(rank)];
-  const Side& data = peer.sides[static_cast<int>(Line::kData)];
-  if (peer.channel && data.is_planned && !(data.swap && data.swap->sent)) peer.channel->start(Line::kData);
+  if (peer.offer && !peer.offer->is_whole()) peer.offer.reset();
   forget(rank);
 }
 
@@ -156,7 +159,14 @@ Verdict Links::judge(const Claim& claim, Stranger* one) {
   Side& side = peer.sides[static_cast<int>(line)];
   const TimePoint now = Clock::now();
   if (claim.purpose == Purpose::kParallel) {
-    if (!side.swap || side.swap->is_dialed || claim.number >= ParallelStream::kMaxConnections) return Verdict::kBusy;
+    const bool is_valid =
+        claim.from > setup_.rank && claim.number < claim.count && claim.count <= ParallelStream::kMaxConnections;
+    if (!is_valid || side.down || peer.channel->is_spread()) return Verdict::kUnexpectedRank;
+    if (!peer.offer || peer.offer->attempt != claim.attempt || peer.offer->connections.size() != claim.count) {
+      peer.offer.emplace();
+      peer.offer->attempt = claim.attempt;
+      peer.offer->connections.resize(claim.count);
+    }
     one->from = claim.from;
     one->line = line;
     one->number = claim.number;
@@ -185,13 +195,13 @@ void Links::accept(TimePoint now) {
         if (number != 0 && !strangers_.empty()) strangers_.pop_front();  // no descriptor is left
         break;
       }
-      if (strangers_.size() >= kMaxStrangers) {
+      if (strangers_.size() >= kMaxStrangers + expected_) {
         auto victim = std::find_if(strangers_.begin(), strangers_.end(),
                                    [](const Stranger& s) { return !s.handshake.said_hello(); });
         strangers_.erase(victim == strangers_.end() ? strangers_.begin() : victim);
       }
       strangers_.push_back(
-          {std::move(fd), now, Handshake::accept(&setup_.credentials, setup_.generation, {}), -1, {}, 0});
+          {std::move(fd), now, Handshake::accept(&setup_.credentials, setup_.generation, {}), -1, {}, {}});
       Stranger* one = &strangers_.back();
       one->handshake.judged_by([this, one](const Claim& claim) { return judge(claim, one); });
     }
@@ -206,11 +216,9 @@ bool Links::step_stranger(Stranger* one, TimePoint now) {
   Peer& peer = peers_[static_cast<size_t>(one->from)];
   if (is_over(peer)) return true;
   Side& side = peer.sides[static_cast<int>(one->line)];
-  if (one->number > 0) {
-    if (!side.swap || side.swap->is_dialed) return true;
-    auto& others = side.swap->others;
-    if (others.size() < one->number) others.resize(one->number);
-    others[one->number - 1] = std::move(one->fd);
+  if (one->number) {
+    if (peer.offer && *one->number < peer.offer->connections.size())
+      peer.offer->connections[*one->number] = std::move(one->fd);
     return true;
   }
   side.dialer.reset();
@@ -224,30 +232,18 @@ void Links::dial(int rank, Line line, TimePoint now) {
   Peer& peer = peers_[static_cast<size_t>(rank)];
   Side& side = peer.sides[static_cast<int>(line)];
   if (!side.dialer) {
-    const Claim claim{setup_.rank, rank, setup_.generation, purpose_of(line)};
+    const Claim claim{setup_.rank, rank, setup_.generation, purpose_of(line), 0, 0, 1};
     side.dialer =
         std::make_unique<Dialer>(&setup_.credentials, claim, Dialer::Target{"", peer.addresses, setup_.tuning},
                                  pace_of(peer.channel->round_trip_s()));
   }
-  if (Status status = side.dialer->step(now); !status.is_ok()) {
-    if (!can_stay(rank, line)) give_up(rank, text_of(side.reason, "; it takes no other connection: ", status.text()));
-    return;
-  }
+  if (Status status = side.dialer->step(now); !status.is_ok())
+    return give_up(rank, text_of(side.reason, "; it takes no other connection: ", status.text()));
   if (side.dialer->done()) {
     Swap& swap = side.swap.emplace();
     swap.fd = side.dialer->take();
     swap.since = side.dialed_at = now;
     swap.is_dialed = true;
-    swap.connections = line == Line::kData ? peer.connections : 1;
-    std::vector<Address> same;  // where the first was reached
-    for (const Address& address : peer.addresses)
-      if (address.text() == side.dialer->address()) same.push_back(address);
-    for (uint8_t number = 1; number < swap.connections; ++number) {
-      const Claim claim{setup_.rank, rank, setup_.generation, Purpose::kParallel, number};
-      swap.dialers.push_back(std::make_unique<Dialer>(
-          &setup_.credentials, claim, Dialer::Target{"", same, setup_.tuning}, pace_of(peer.channel->round_trip_s())));
-    }
-    swap.others.resize(swap.dialers.size());
     side.dialer.reset();
     side.suspected = false;
     return;
@@ -258,20 +254,7 @@ void Links::dial(int rank, Line line, TimePoint now) {
     if (place == 0 && peer.first_is_good && gone) break;
   }
   // Somebody else may answer for it meanwhile, where packets take another way.
-  if (gone && !is_unplugged(peer, line) && !can_stay(rank, line)) give_up(rank, std::string(side.reason));
-}
-
-// False: one of them is lost, or none came about.
-bool Links::open_others(Swap* swap, TimePoint now) {
-  for (size_t i = 0; i < swap->dialers.size(); ++i) {
-    std::unique_ptr<Dialer>& dialer = swap->dialers[i];
-    if (!dialer) continue;
-    if (!dialer->step(now).is_ok()) return false;
-    if (!dialer->done()) continue;
-    swap->others[i] = dialer->take();
-    dialer.reset();
-  }
-  return true;
+  if (gone && !is_unplugged(peer, line)) give_up(rank, std::string(side.reason));
 }
 
 // Both sides have stopped writing to the old connection. False: this one is lost as well.
@@ -283,14 +266,11 @@ bool Links::swap_counts(int rank, Line line, TimePoint now, bool* moved) {
     Writer message;
     message.put(kCountMagic);
     message.put(peer.channel->drain(line));
-    message.put(static_cast<uint32_t>(swap.connections));
-    message.put(static_cast<uint32_t>(side.is_planned));
     const iovec part{const_cast<uint8_t*>(message.bytes().data()), kCountBytes};
     // The first bytes after the handshake: they fit into the socket's buffer.
     if (send_parts(swap.fd.get(), {&part, 1}).bytes != kCountBytes) return false;
     swap.sent = true;
   }
-  if (!open_others(&swap, now)) return false;
   if (swap.in_bytes < kCountBytes) {
     const iovec part{swap.in.data() + swap.in_bytes, kCountBytes - swap.in_bytes};
     const IoResult result = receive_parts(swap.fd.get(), {&part, 1});
@@ -302,31 +282,18 @@ bool Links::swap_counts(int rank, Line line, TimePoint now, bool* moved) {
   Reader in(swap.in);
   if (in.get<uint64_t>() != kCountMagic) return false;
   const uint64_t received = in.get<uint64_t>();
-  const auto connections = in.get<uint32_t>();
-  const bool is_planned = in.get<uint32_t>() != 0;
-  if (!swap.is_dialed) {
-    if (connections < 1 || connections > ParallelStream::kMaxConnections) return false;
-    swap.connections = static_cast<int>(connections);
-    side.is_planned |= is_planned;
-  }
-  auto& others = swap.others;
-  others.resize(static_cast<size_t>(swap.connections) - 1);
-  if (!std::all_of(others.begin(), others.end(), [](const Fd& fd) { return static_cast<bool>(fd); })) return true;
-  std::vector<Fd> fds;
-  fds.push_back(std::move(swap.fd));
-  for (Fd& fd : others) fds.push_back(std::move(fd));
-  if (peer.channel->is_long())
-    for (const Fd& fd : fds) send_at_measured_rate(fd.get());
-  const int number = fds.front().get();
+  Fd fd = std::move(swap.fd);
+  if (line == Line::kData && peer.channel->is_long()) send_at_measured_rate(fd.get());
+  const int number = fd.get();
   const Side was = std::exchange(side, Side{});
   side.dialed_at = was.dialed_at;
   peer.made_at[static_cast<int>(line)] = now;
   *moved = true;
-  if (Status status = peer.channel->resume(line, std::move(fds), received, !was.is_planned); !status.is_ok()) {
+  if (Status status = peer.channel->resume(line, std::move(fd), received); !status.is_ok()) {
     give_up(rank, status.text());
     return true;
   }
-  if (!was.is_planned) report(rank, was, number);
+  report(rank, was, number);
   static_cast<void>(peer.channel->progress(moved));
   return true;
 }
@@ -334,17 +301,13 @@ bool Links::swap_counts(int rank, Line line, TimePoint now, bool* moved) {
 void Links::step_side(int rank, Line line, TimePoint now, bool* moved) {
   Peer& peer = peers_[static_cast<size_t>(rank)];
   Side& side = peer.sides[static_cast<int>(line)];
-  if (side.swap && (!swap_counts(rank, line, now, moved) ||
-                    (side.swap && seconds_between(side.swap->since, now) >
-                                      kSwapS + kSwapRoundTrips * peer.channel->round_trip_s()))) {
-    if (side.swap->is_dialed) peer.connections = 1;  // whatever keeps the others away
-    side.is_planned = false;
+  if (side.swap &&
+      (!swap_counts(rank, line, now, moved) ||
+       (side.swap && seconds_between(side.swap->since, now) > kSwapS + kSwapRoundTrips * peer.channel->round_trip_s())))
     side.swap.reset();
-  }
   if (!side.down) return;
   const double down_s = seconds_between(side.down_at, now);
-  if (down_s > kSwapS + kSwapRoundTrips * peer.channel->round_trip_s() && can_stay(rank, line)) return;
-  if (side.closed && down_s > kClosedS + kSwapRoundTrips * peer.channel->round_trip_s())
+  if (side.closed && down_s > kClosedS + kClosedRoundTrips * peer.channel->round_trip_s())
     return give_up(rank, std::string(side.reason));
   if (down_s > setup_.limit_s)
     return give_up(rank, text_of(side.reason, ", and no other connection came about within ", setup_.limit_s, " s"));
@@ -374,24 +337,61 @@ bool Links::is_unplugged(const Peer& peer, Line line) const {
                      [&](const Address& other) { return interfaces_.lead_to(other); });
 }
 
-// The higher rank asks for them, as it has reached the lower one before: at the start if there are few ranks.
-bool Links::wants_others(int rank) const {
-  const Peer& peer = peers_[static_cast<size_t>(rank)];
-  return peer.connections > 1 && setup_.rank > rank && Clock::now() >= peer.ask_at &&
-         peer.channel->has_one_for_data() && !peer.channel->is_down() &&
-         (setup_.size <= kFewRanks || peer.channel->data_moved() >= kSomeBytes);
+bool Links::Offer::is_whole() const {
+  return std::all_of(connections.begin(), connections.end(), [](const Fd& fd) { return static_cast<bool>(fd); });
 }
 
-// The peer has heard nothing of other connections: it goes on with the one that it has, and no others are asked for.
-bool Links::can_stay(int rank, Line line) {
+// The higher rank opens them, as it has reached the lower one before: at the start if there are few ranks.
+bool Links::wants_several(int rank, TimePoint now) const {
+  const Peer& peer = peers_[static_cast<size_t>(rank)];
+  return peer.connections > 1 && setup_.rank > rank && now >= peer.offer_at && !peer.channel->is_spread() &&
+         !peer.channel->is_down() && (setup_.size <= kFewRanks || peer.channel->data_moved() >= kSomeBytes);
+}
+
+void Links::step_offer(int rank, TimePoint now) {
   Peer& peer = peers_[static_cast<size_t>(rank)];
-  Side& side = peer.sides[static_cast<int>(line)];
-  if (!side.is_planned || side.swap || (side.dialer && side.dialer->has_proved())) return false;
-  side = Side{};
-  if (++peer.asked == kAsks) peer.connections = 1;
-  peer.ask_at = Clock::now() + std::chrono::seconds(1);
-  peer.channel->start(line);
-  return true;
+  const double round_trip_s = peer.channel->round_trip_s();
+  if (!peer.offer && wants_several(rank, now)) {
+    Offer& offer = peer.offer.emplace();
+    offer.attempt = static_cast<uint8_t>(1 + peer.attempts++ % 255);
+    offer.since = now;
+    peer.offer_at = now + std::chrono::seconds(1 << std::min(peer.attempts, kMaxPauseLog2S));
+    offer.connections.resize(static_cast<size_t>(peer.connections));
+    const auto end = peer.first_is_good ? peer.addresses.begin() + 1 : peer.addresses.end();
+    const Dialer::Target target{"", {peer.addresses.begin(), end}, setup_.tuning};
+    for (int number = 0; number < peer.connections; ++number) {
+      const Claim claim{setup_.rank,
+                        rank,
+                        setup_.generation,
+                        Purpose::kParallel,
+                        static_cast<uint8_t>(number),
+                        static_cast<uint8_t>(peer.connections),
+                        offer.attempt};
+      offer.dialers.push_back(std::make_unique<Dialer>(&setup_.credentials, claim, target, pace_of(round_trip_s)));
+    }
+  }
+  if (!peer.offer || peer.offer->dialers.empty()) return;
+  Offer& offer = *peer.offer;
+  bool is_over = seconds_between(offer.since, now) > kOfferS + kOfferRoundTrips * round_trip_s;
+  for (size_t i = 0; i < offer.dialers.size(); ++i) {
+    if (offer.connections[i]) continue;
+    is_over |= !offer.dialers[i]->step(now).is_ok();
+    if (offer.dialers[i]->done()) offer.connections[i] = offer.dialers[i]->take();
+  }
+  if (offer.is_whole())
+    peer.channel->spread(take_offered(rank));
+  else if (is_over)
+    peer.offer.reset();
+}
+
+std::vector<Fd> Links::take_offered(int rank) {
+  Peer& peer = peers_[static_cast<size_t>(rank)];
+  if (!peer.offer || !peer.offer->is_whole()) return {};
+  std::vector<Fd> connections = std::move(peer.offer->connections);
+  peer.offer.reset();
+  if (peer.channel->is_long())
+    for (const Fd& fd : connections) send_at_measured_rate(fd.get());
+  return connections;
 }
 
 void Links::look_at(int rank) {
@@ -401,11 +401,6 @@ void Links::look_at(int rank) {
   if (can_go_back(rank)) {
     forget(rank);
     for (const Line line : kLines) channel.start(line);
-  }
-  if (wants_others(rank)) {
-    channel.stop(Line::kData);
-    peer.sides[static_cast<int>(Line::kData)].is_planned = true;
-    take_down(rank, Line::kData, "several connections are to take its place");
   }
   // A path that is cut somewhere concerns both lines.
   const bool is_cut = std::any_of(std::begin(kLines), std::end(kLines), [&](Line line) {
@@ -437,6 +432,8 @@ void Links::step(bool* moved) {
     Peer& peer = peers_[static_cast<size_t>(rank)];
     if (is_over(peer)) continue;
     look_at(rank);
+    step_offer(rank, now);
+    if (peer.offer && !peer.offer->dialers.empty()) again_s = std::min(again_s, kTalkS);
     for (const Line line : {Line::kControl, Line::kData}) {
       Side& side = peer.sides[static_cast<int>(line)];
       if (side.down) step_side(rank, line, now, moved);

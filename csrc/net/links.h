@@ -12,10 +12,10 @@
 // reached refuses (its process is gone), when a connection that it closed is not replaced within kClosedS, or when
 // nothing comes of it for `limit_s`. (A rank that is waited for is given up earlier by engine/watch.)
 //
-// HOROCLONE_TCP_STREAMS connections may carry the data of two ranks (parallel_stream.h). The first one is replaced by
-// them, in the same steps as a lost one, at the start or once it has carried some data: whoever dials opens the others
-// after the first, and both go on when all are there. If they do not come about, or a connection is lost, it goes on as
-// with one.
+// HOROCLONE_TCP_STREAMS connections may carry the data of two ranks (parallel_stream.h). The higher rank opens them, at
+// the start or once the first one has carried some data, which goes on meanwhile; when all are there the channel
+// changes over to them (tcp_channel.h). If they do not come about it stays as it is; if one is lost, the repair goes on
+// with one, and they are opened again later.
 //
 // Thread: the one that makes progress. Owner: the mesh.
 #pragma once
@@ -41,7 +41,7 @@ namespace hc {
 class Links final : public Remaker {
  public:
   static constexpr double kClosedS = 1.0;
-  static constexpr size_t kMaxStrangers = 64;  // connections that are nobody's yet
+  static constexpr size_t kMaxStrangers = 64;  // connections that are nobody's yet, beside those that peers open
 
   struct Setup {
     int rank = 0, size = 1;
@@ -70,6 +70,7 @@ class Links final : public Remaker {
   void watch() override {
     if (!timer_set_) set_timer(kLookS);
   }
+  std::vector<Fd> take_offered(int rank) override;
 
  private:
   static constexpr double kLookS = 0.025;       // at what is not acknowledged
@@ -77,9 +78,9 @@ class Links final : public Remaker {
   static constexpr double kTalkS = 0.002;       // and while its handshake is under way
   static constexpr double kPatienceS = 0.3;     // with a connection of one's own before the other's is preferred
   static constexpr double kSwapS = 1.0;         // for the two counts once both are authenticated,
-  static constexpr double kSwapRoundTrips = 8;  // and for the other connections
+  static constexpr double kSwapRoundTrips = 2;  // and longer on a long way
   static constexpr double kSayS = 5.0;          // between two reports about one peer
-  static constexpr size_t kCountBytes = 24;
+  static constexpr size_t kCountBytes = 16;
 
   // An authenticated connection, over which both sides say how many bytes they have.
   struct Swap {
@@ -89,14 +90,18 @@ class Links final : public Remaker {
     bool sent = false;
     std::array<uint8_t, kCountBytes> in{};
     size_t in_bytes = 0;
-    int connections = 1;                           // what the one that dials has said, or will say
-    std::vector<Fd> others;                        // of several for data, by number - 1
-    std::vector<std::unique_ptr<Dialer>> dialers;  // of these
+  };
+  // Several connections for data, until all of them are there.
+  struct Offer {
+    uint8_t attempt = 0;
+    TimePoint since{};
+    std::vector<Fd> connections;                   // by number
+    std::vector<std::unique_ptr<Dialer>> dialers;  // the same, of the rank that dials
+    bool is_whole() const;
   };
   struct Side {
     bool down = false, closed = false;
-    bool suspected = false;   // its connection may be good, and nobody has heard that it was stopped
-    bool is_planned = false;  // it was not lost
+    bool suspected = false;  // its connection may be good, and nobody has heard that it was stopped
     TimePoint down_at{}, dialed_at{};
     std::string reason;
     std::unique_ptr<Dialer> dialer;
@@ -106,9 +111,10 @@ class Links final : public Remaker {
     TcpChannel* channel = nullptr;
     std::vector<Address> addresses;
     bool first_is_good = false;  // it was reached at the first one
-    int connections = 1;         // for data, that this rank asks for
-    int asked = 0;               // so often, in vain
-    TimePoint ask_at{};          // again
+    int connections = 1;         // for data, that this rank opens
+    int attempts = 0;            // to do so, since the start
+    TimePoint offer_at{};        // the next one
+    std::optional<Offer> offer;
     Side sides[2];
     TimePoint made_at[2]{};  // the connections; of those of the start not known
     TimePoint said_at{};
@@ -122,7 +128,7 @@ class Links final : public Remaker {
     Handshake handshake;
     int from = -1;  // once it is welcome
     Line line = Line::kControl;
-    uint8_t number = 0;  // 0: the first of its line
+    std::optional<uint8_t> number = {};  // of those of an offer
   };
 
   explicit Links(Setup setup) : setup_(std::move(setup)) {}
@@ -132,15 +138,14 @@ class Links final : public Remaker {
   Verdict judge(const Claim& claim, Stranger* one);
   void step_side(int rank, Line line, TimePoint now, bool* moved);
   bool swap_counts(int rank, Line line, TimePoint now, bool* moved);
-  static bool open_others(Swap* swap, TimePoint now);
   void take_down(int rank, Line line, const std::string& why);
   void dial(int rank, Line line, TimePoint now);
   void give_up(int rank, const std::string& reason);
   void report(int rank, const Side& was, int fd);
   void look_at(int rank);
   bool can_go_back(int rank) const;
-  bool wants_others(int rank) const;
-  bool can_stay(int rank, Line line);
+  bool wants_several(int rank, TimePoint now) const;
+  void step_offer(int rank, TimePoint now);
   void forget(int rank);
   bool is_unplugged(const Peer& peer, Line line) const;
   void set_timer(double s);
@@ -152,6 +157,7 @@ class Links final : public Remaker {
   bool timer_set_ = false;
   std::vector<Peer> peers_;  // by rank
   std::list<Stranger> strangers_;
+  size_t expected_ = 0;  // connections that peers may open at once
 };
 
 }  // namespace hc

@@ -41,7 +41,7 @@ class MessageChannel final : public Channel {
   void post_receive(Transfer* transfer) override;
   void forget(Transfer* transfer) override;
   Status progress(bool* moved) override;
-  bool flushed() const override { return control_->flushed() && leaving_.empty(); }
+  bool flushed() override { return control_->flushed() && leaving_.empty(); }
 
  private:
   static constexpr size_t kInlineBytes = 2048;  // below every library's eager limit, with the header

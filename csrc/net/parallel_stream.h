@@ -35,6 +35,7 @@ class ParallelStream {
   bool has_copied() const;
   // Of what write() has taken, from the first byte on that the other side's kernel may not have.
   uint64_t unacknowledged();
+  uint64_t written() const { return position_out_; }
   // Appends what has come in as far as it follows what read() gave, and closes everything.
   void drain(std::vector<std::byte>* bytes);
   // Registers with an epoll set what may move something; flushes: what was copied is to be written.

@@ -30,11 +30,11 @@ TcpChannel::TcpChannel(int rank, std::string peer, Traffic* traffic, Sockets soc
 
 IoResult TcpChannel::write(Line line, std::span<const iovec> parts) {
   IoResult result{Io::kFailed, 0, EBADF};
-  if (const Fd& fd = fd_[static_cast<int>(line)]; fd) {
+  if (line == Line::kData && parallel_) {
+    result = parallel_->write(parts);
+  } else if (const Fd& fd = fd_[static_cast<int>(line)]; fd) {
     traffic()->syscalls.add(1);
     result = send_parts(fd.get(), parts);
-  } else if (line == Line::kData && parallel_) {
-    result = parallel_->write(parts);
   }
   if (remaker_ && result.bytes > 0) remaker_->watch();
   return result;
@@ -53,16 +53,27 @@ IoResult TcpChannel::read(Line line, std::span<const iovec> parts) {
     if (drained_at_[at] == drained.size()) drained = {}, drained_at_[at] = 0;
     return {Io::kMoved, moved, 0};
   }
-  if (line == Line::kData && parallel_) {
-    const IoResult result = parallel_->read(parts);
-    // Who leaves closes all of them, after a goodbye.
-    const bool is_cut = result.what == Io::kWouldBlock && parallel_->has_lost_some() && !close_expected();
-    return is_cut ? IoResult{Io::kEnded, 0, 0} : result;
+  if (line == Line::kControl || reads_first()) {
+    if (!fd_[at]) return remaker_ ? IoResult{} : IoResult{Io::kFailed, 0, EBADF};
+    traffic()->syscalls.add(1);
+    const IoResult result = receive_parts(fd_[at].get(), parts);
+    if (line == Line::kControl || result.what != Io::kEnded) return result;
+    if (!parallel_ && remaker_) spread(remaker_->take_offered(rank()));
+    if (!parallel_) return result;
+    first_ended_ = true;
   }
-  const Fd& fd = fd_[at];
-  if (!fd) return remaker_ ? IoResult{} : IoResult{Io::kFailed, 0, EBADF};
-  traffic()->syscalls.add(1);
-  return receive_parts(fd.get(), parts);
+  if (!parallel_) return remaker_ ? IoResult{} : IoResult{Io::kFailed, 0, EBADF};
+  const IoResult result = parallel_->read(parts);
+  // Who leaves closes all of them, after a goodbye.
+  const bool is_cut = result.what == Io::kWouldBlock && parallel_->has_lost_some() && !close_expected();
+  return is_cut ? IoResult{Io::kEnded, 0, 0} : result;
+}
+
+void TcpChannel::spread(std::vector<Fd> connections) {
+  if (connections.empty()) return;
+  parallel_ = std::make_unique<ParallelStream>(std::move(connections), traffic());
+  ::shutdown(fd_[1].get(), SHUT_WR);
+  settle();
 }
 
 // Level-triggered: a line that is ended, full or failed leaves the set, or it would wake its sleeper for ever.
@@ -70,11 +81,16 @@ void TcpChannel::settle() {
   const bool is_good = failure().is_ok() && !is_down(Line::kData);
   if (parallel_ && is_good) parallel_->flush();
   if (epoll_ < 0) return;
-  if (parallel_) parallel_->settle(epoll_, token_, wants_read(Line::kData), wants_write(Line::kData), is_good);
+  if (parallel_) {
+    const bool reads = wants_read(Line::kData) && !reads_first();
+    parallel_->settle(epoll_, token_, reads, wants_write(Line::kData), is_good);
+  }
   for (int i = 0; i < 2; ++i) {
     if (!fd_[i]) continue;
     const Line line = static_cast<Line>(i);
-    const uint32_t wanted = (wants_read(line) ? uint32_t{EPOLLIN} : 0) | (wants_write(line) ? uint32_t{EPOLLOUT} : 0);
+    const bool is_control = line == Line::kControl;
+    const uint32_t wanted = (wants_read(line) && (is_control || reads_first()) ? uint32_t{EPOLLIN} : 0) |
+                            (wants_write(line) && (is_control || !parallel_) ? uint32_t{EPOLLOUT} : 0);
     traffic()->syscalls.add(register_events(epoll_, fd_[i], token_, wanted, &registered_[i]));
   }
 }
@@ -102,49 +118,55 @@ void TcpChannel::stop(Line line) {
 uint64_t TcpChannel::drain(Line line) {
   const int at = static_cast<int>(line);
   auto& drained = drained_[at];
-  if (line == Line::kData && parallel_) {
-    parallel_->drain(&drained);
-    parallel_.reset();
-  }
   while (fd_[at]) {
     const size_t before = drained.size();
     drained.resize(before + kDrainBytes);
     const iovec part{drained.data() + before, kDrainBytes};
     const IoResult result = receive_parts(fd_[at].get(), {&part, 1});
     drained.resize(before + result.bytes);
-    if (result.what != Io::kMoved) fd_[at].reset();
+    if (result.what == Io::kMoved) continue;
+    if (line == Line::kData) first_ended_ |= result.what == Io::kEnded;
+    fd_[at].reset();
+  }
+  if (line == Line::kData) {
+    if (parallel_ && first_ended_) parallel_->drain(&drained);  // else the peer sends it again
+    parallel_.reset();
+    first_ended_ = false;
   }
   registered_[at] = 0;
   return taken(line) + drained.size() - drained_at_[at];
 }
 
-Status TcpChannel::resume(Line line, std::vector<Fd> connections, uint64_t received, bool was_lost) {
+Status TcpChannel::resume(Line line, Fd connection, uint64_t received) {
   HC_TRY(go_on(line, received));
   const int at = static_cast<int>(line);
-  if (connections.size() > 1) {
-    parallel_ = std::make_unique<ParallelStream>(std::move(connections), traffic());
-  } else {
-    fd_[at] = std::move(connections.front());
-  }
+  fd_[at] = std::move(connection);
   registered_[at] = 0;
-  if (was_lost) traffic()->remade.add(1);
+  traffic()->remade.add(1);
   note_life();
   settle();
   return Status::ok();
 }
 
 uint64_t TcpChannel::unacknowledged(Line line) {
-  if (line == Line::kData && parallel_) return parallel_->unacknowledged();
+  const bool is_parallel = line == Line::kData && parallel_;
+  Fd& fd = fd_[static_cast<int>(line)];
   int bytes = 0;
-  traffic()->syscalls.add(1);
-  if (::ioctl(fd_[static_cast<int>(line)].get(), SIOCOUTQ, &bytes) != 0 || bytes < 0) return ~uint64_t{0};
-  return static_cast<uint64_t>(bytes);
+  if (fd) {
+    traffic()->syscalls.add(1);
+    if (::ioctl(fd.get(), SIOCOUTQ, &bytes) != 0 || bytes < 0) return ~uint64_t{0};
+    if (!is_parallel) return static_cast<uint64_t>(bytes);
+    if (bytes > 0) return static_cast<uint64_t>(bytes) + parallel_->written();
+    if (first_ended_) fd.reset();
+  }
+  return parallel_->unacknowledged();
 }
 
 // Of several connections one is held up by a lost packet now and then; all are by a cut.
 bool TcpChannel::is_stuck(Line line) const {
-  const bool is_parallel = line == Line::kData && parallel_;
-  const double s = is_parallel ? parallel_->unheard_s() : hc::unheard_s(descriptor(line));
+  const Fd& fd = fd_[static_cast<int>(line)];
+  double s = fd ? hc::unheard_s(fd.get()) : 0;
+  if (line == Line::kData && parallel_) s = std::max(s, parallel_->unheard_s());
   return s > 0 && s >= std::max(kStuckS, kStuckRoundTrips * hc::round_trip_s(descriptor(line)));
 }
 

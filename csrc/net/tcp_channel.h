@@ -1,6 +1,9 @@
-// A channel over two TCP connections (or other stream sockets): one for control, one for data, which on a long way is
-// replaced by several. It keeps its own registration with the mesh's epoll up to date, so that a sleeper is woken
-// exactly by what this channel waits for.
+// A channel over two TCP connections (or other stream sockets): one for control, one for data. It keeps its own
+// registration with the mesh's epoll up to date, so that a sleeper is woken exactly by what this channel waits for.
+//
+// On a long way several connections take over from the one for data (links.h opens them). A side that has all of them
+// ends its direction of the first connection and writes on over the others; a side that finds the first connection
+// ended, and has all of the others, reads on there, and does the same. No byte is sent twice and nobody waits.
 //
 // With a Remaker a connection that is lost is no failure: its line is down until resume() brings another one. What the
 // old one had received is taken over by drain(); both sides stop writing before either drains (links.h).
@@ -22,6 +25,8 @@ class Remaker {
   virtual void lost(int rank, Line line, const IoResult& how) = 0;
   // Something was written, whose acknowledgement may never come.
   virtual void watch() = 0;
+  // The connections that the peer has opened to take over from the one for data; none unless all of them are there.
+  virtual std::vector<Fd> take_offered(int rank) = 0;
 
  protected:
   ~Remaker() = default;
@@ -54,8 +59,10 @@ class TcpChannel final : public FramedChannel {
   void start(Line line) { take_up(line); }
   // Takes over what the stopped connection has received, and closes it. Returns how many bytes of the line that makes.
   uint64_t drain(Line line);
-  // Goes on over another connection, or several for data, whose other side has `received` bytes of this line.
-  Status resume(Line line, std::vector<Fd> connections, uint64_t received, bool was_lost = true);
+  // Goes on over another connection, whose other side has `received` bytes of this line.
+  Status resume(Line line, Fd connection, uint64_t received);
+  // The data line is up and has one connection: these take over.
+  void spread(std::vector<Fd> connections);
   // Bytes wait here that no connection will announce.
   bool has_drained() const { return !drained_[0].empty() || !drained_[1].empty(); }
   // Whether something is written and not acknowledged, on a line that is up; and whether the kernel sends it again and
@@ -63,7 +70,7 @@ class TcpChannel final : public FramedChannel {
   bool waits_for_acknowledgement(Line line) { return !is_down(line) && refresh(line) > 0; }
   bool is_stuck(Line line) const;
   Address own_address(Line line) const;
-  bool has_one_for_data() const { return static_cast<bool>(fd_[1]); }
+  bool is_spread() const { return parallel_ != nullptr; }
   uint64_t data_moved() const { return written(Line::kData) + taken(Line::kData); }
   int descriptor(Line line) const;  // of its first connection
   // When the channel was made; 0 before remake_with().
@@ -78,10 +85,14 @@ class TcpChannel final : public FramedChannel {
   bool will_remake(Line line, const IoResult& how) override;
   uint64_t unacknowledged(Line line) override;
   bool has_copied() const override { return parallel_ && failure().is_ok() && parallel_->has_copied(); }
+  bool is_far() const override { return is_long(); }
   void close_one(Fd* fd);
+  bool reads_first() const { return fd_[1] && !first_ended_; }
 
-  Fd fd_[2];                                  // of data empty beside
-  std::unique_ptr<ParallelStream> parallel_;  // of several connections
+  Fd fd_[2];
+  // What has taken over from fd_[1], which is open until the peer has acknowledged all of it.
+  std::unique_ptr<ParallelStream> parallel_;
+  bool first_ended_ = false;  // all was read from fd_[1]
   int epoll_;
   uint64_t token_;
   uint32_t registered_[2] = {0, 0};  // epoll events; 0: not in the set

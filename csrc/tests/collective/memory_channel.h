@@ -70,7 +70,7 @@ class MemoryChannel final : public Channel {
     }
     return mismatch_;
   }
-  bool flushed() const override { return sends_.empty(); }
+  bool flushed() override { return sends_.empty(); }
 
  private:
   struct Early {

@@ -482,6 +482,7 @@ TEST_CASE("channel: what is written and not acknowledged is done when the peer s
   struct Nobody final : Remaker {
     void lost(int, Line, const IoResult&) override {}
     void watch() override {}
+    std::vector<Fd> take_offered(int) override { return {}; }
   } nobody;
   for (const bool says_goodbye : {true, false}) {
     HalfLink link;

@@ -405,6 +405,9 @@ TEST_CASE(
     return impostor.status().text();
   };
   CHECK(verdict_on({1, 0, 7, Purpose::kControl}) == "refused: that rank is connected already");
+  // A rank whose own bootstrap is over makes a lost connection again, or opens several: it is to try again.
+  for (const Purpose purpose : {Purpose::kControl, Purpose::kParallel})
+    CHECK(verdict_on({1, 0, 7, purpose, 0, 1, 1}) == "refused: it is about to connect by itself");
   CHECK(verdict_on({1, 0, 7, Purpose::kLocal}) == "refused: no connection from that rank is expected");
   CHECK(verdict_on({9, 0, 7, Purpose::kControl}) == "refused: no connection from that rank is expected");
   CHECK(verdict_on({-1, 0, 7, Purpose::kControl}) == "refused: no connection from that rank is expected");

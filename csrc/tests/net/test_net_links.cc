@@ -152,6 +152,42 @@ TEST_CASE("links: several connections for data take the place of the first one, 
   CHECK(times_remade(a.mesh) + times_remade(b.mesh) == 0);
 }
 
+TEST_CASE("links: a rank that leaves while several connections are opened has sent all that it sent") {
+  for (const int leaves : {0, 1}) {
+    for (int steps = 0; steps < 24; ++steps) {
+      CAPTURE(leaves);
+      CAPTURE(steps);
+      LinkedPair pair(4);
+      Mesh &leaver = *pair.world.meshes[leaves], &stays = *pair.world.meshes[1 - leaves];
+      Channel &out = leaver.channel(1 - leaves), &in = stays.channel(leaves);
+      for (int i = 0; i < steps; ++i) pair.step();
+      std::vector<std::byte> sent(60'000, std::byte{0x5a}), received(sent.size());
+      Transfer send{{7, 0, 1, 0}, sent.data(), sent.size()}, receive{{7, 0, 1, 0}, received.data(), received.size()};
+      in.post_receive(&receive);
+      out.post_send(&send);
+      REQUIRE(out.send(link_frame(100, 1)).is_ok());
+      std::vector<uint8_t> frame;
+      bool has_left = false, has_heard = false;
+      for (const Deadline deadline = Deadline::in(20); !receive.done || !has_heard;) {
+        REQUIRE_FALSE(deadline.passed());
+        REQUIRE(pair.losses.empty());
+        bool moved = false;
+        if (!has_left && out.flushed()) {
+          leaver.close();
+          has_left = true;
+        }
+        if (!has_left) REQUIRE(leaver.poll(0, &moved, &pair.losses).is_ok());
+        REQUIRE(stays.poll(0, &moved, &pair.losses).is_ok());
+        if (!has_heard && in.receive(&frame)) {
+          stays.expect_close(leaves);
+          has_heard = true;
+        }
+      }
+      CHECK(received == sent);
+    }
+  }
+}
+
 TEST_CASE("links: one of several connections may end when nobody has more to write to it") {
   LinkedPair pair(4);
   Travelling a(*pair.world.meshes[0], 1), b(*pair.world.meshes[1], 0);
