@@ -108,7 +108,9 @@ void Links::take_down(int rank, Line line, const std::string& why) {
     side.down_at = Clock::now();
     side.reason = why;
   }
-  if (line == Line::kData) peers_[static_cast<size_t>(rank)].offer.reset();
+  // The peer may have changed over to those of a whole one.
+  std::optional<Offer>& offer = peers_[static_cast<size_t>(rank)].offer;
+  if (line == Line::kData && offer && !offer->is_whole()) offer.reset();
   set_timer(kTalkS / 10);
 }
 
@@ -266,6 +268,7 @@ bool Links::swap_counts(int rank, Line line, TimePoint now, bool* moved) {
     Writer message;
     message.put(kCountMagic);
     message.put(peer.channel->drain(line));
+    if (line == Line::kData) peer.offer.reset();
     const iovec part{const_cast<uint8_t*>(message.bytes().data()), kCountBytes};
     // The first bytes after the handshake: they fit into the socket's buffer.
     if (send_parts(swap.fd.get(), {&part, 1}).bytes != kCountBytes) return false;

@@ -129,7 +129,11 @@ uint64_t TcpChannel::drain(Line line) {
     fd_[at].reset();
   }
   if (line == Line::kData) {
-    if (parallel_ && first_ended_) parallel_->drain(&drained);  // else the peer sends it again
+    // Without the first one's end the peer has no acknowledgement of what follows it, and sends that again.
+    if (first_ended_ && !parallel_ && remaker_)
+      if (auto offered = remaker_->take_offered(rank()); !offered.empty())
+        parallel_ = std::make_unique<ParallelStream>(std::move(offered), traffic());
+    if (parallel_ && first_ended_) parallel_->drain(&drained);
     parallel_.reset();
     first_ended_ = false;
   }

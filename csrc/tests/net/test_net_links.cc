@@ -152,6 +152,30 @@ TEST_CASE("links: several connections for data take the place of the first one, 
   CHECK(times_remade(a.mesh) + times_remade(b.mesh) == 0);
 }
 
+TEST_CASE("links: a connection that ends while several are opened is made again, and no byte is lost or doubled") {
+  std::mt19937 random(3);
+  for (int steps = 0; steps < 60; ++steps) {
+    CAPTURE(steps);
+    LinkedPair pair(4);
+    Travelling a(*pair.world.meshes[0], 1), b(*pair.world.meshes[1], 0);
+    for (unsigned n = 0; n < 16; ++n) {
+      a.post(n);
+      b.post(n);
+    }
+    for (int i = 0; i < steps / 2; ++i) pair.step();
+    for (unsigned i = random() % 3; i < 3; ++i)
+      if (const std::vector<int> all = tcp_ends(); !all.empty())
+        ::shutdown(all[random() % all.size()], random() % 2 ? SHUT_RDWR : SHUT_WR);
+    for (const Deadline deadline = Deadline::in(20); !a.is_done() || !b.is_done();) {
+      REQUIRE_FALSE(deadline.passed());
+      pair.step();
+      a.take();
+      b.take();
+    }
+    CHECK(pair.losses.empty());
+  }
+}
+
 TEST_CASE("links: a rank that leaves while several connections are opened has sent all that it sent") {
   for (const int leaves : {0, 1}) {
     for (int steps = 0; steps < 24; ++steps) {
