@@ -80,7 +80,7 @@ void Links::add(int rank, TcpChannel* channel, const std::string& reached_at, st
   channel->remake_with(this);
   peer.connections = std::min(setup_.connections, most_connections(setup_.size));
   if (channel->is_long()) send_at_measured_rate(channel->descriptor(Line::kData));
-  if (rank > setup_.rank) expected_ += static_cast<size_t>(peer.connections - 1);
+  if (peer.connections > 1 && rank > setup_.rank) expected_ += static_cast<size_t>(most_connections(setup_.size));
   if (peer.connections > 1) watch();
 }
 
@@ -126,7 +126,9 @@ void Links::expect_close(int rank) {
 
 void Links::give_up(int rank, const std::string& reason) {
   forget(rank);
-  peers_[static_cast<size_t>(rank)].channel->lose(reason);
+  Peer& peer = peers_[static_cast<size_t>(rank)];
+  peer.channel->lose(reason);  // may take what is whole
+  peer.offer.reset();
 }
 
 // One line for a break that concerns both lines, and for many breaks in a short time.
@@ -162,12 +164,15 @@ Verdict Links::judge(const Claim& claim, Stranger* one) {
   const TimePoint now = Clock::now();
   if (claim.purpose == Purpose::kParallel) {
     const bool is_valid =
-        claim.from > setup_.rank && claim.number < claim.count && claim.count <= ParallelStream::kMaxConnections;
+        claim.from > setup_.rank && claim.number < claim.count && claim.count <= most_connections(setup_.size);
     if (!is_valid || side.down || peer.channel->is_spread()) return Verdict::kUnexpectedRank;
-    if (!peer.offer || peer.offer->attempt != claim.attempt || peer.offer->connections.size() != claim.count) {
-      peer.offer.emplace();
-      peer.offer->attempt = claim.attempt;
-      peer.offer->connections.resize(claim.count);
+    // What comes late of an older attempt, or of one that was given up here, must not replace anything.
+    if (peer.offered == 0 || static_cast<int8_t>(claim.attempt - peer.offered) > 0) {
+      peer.offered = claim.attempt;
+      peer.offer.emplace().connections.resize(claim.count);
+    } else if (claim.attempt != peer.offered || !peer.offer || peer.offer->connections.size() != claim.count ||
+               peer.offer->connections[claim.number]) {
+      return Verdict::kUnexpectedRank;
     }
     one->from = claim.from;
     one->line = line;
@@ -356,9 +361,9 @@ void Links::step_offer(int rank, TimePoint now) {
   const double round_trip_s = peer.channel->round_trip_s();
   if (!peer.offer && wants_several(rank, now)) {
     Offer& offer = peer.offer.emplace();
-    offer.attempt = static_cast<uint8_t>(1 + peer.attempts++ % 255);
+    const auto attempt = static_cast<uint8_t>(1 + peer.attempts++ % 255);
     offer.since = now;
-    peer.offer_at = now + std::chrono::seconds(1 << std::min(peer.attempts, kMaxPauseLog2S));
+    peer.offer_at = now + std::chrono::seconds(1 << std::min(++peer.in_vain, kMaxPauseLog2S));
     offer.connections.resize(static_cast<size_t>(peer.connections));
     const auto end = peer.first_is_good ? peer.addresses.begin() + 1 : peer.addresses.end();
     const Dialer::Target target{"", {peer.addresses.begin(), end}, setup_.tuning};
@@ -369,7 +374,7 @@ void Links::step_offer(int rank, TimePoint now) {
                         Purpose::kParallel,
                         static_cast<uint8_t>(number),
                         static_cast<uint8_t>(peer.connections),
-                        offer.attempt};
+                        attempt};
       offer.dialers.push_back(std::make_unique<Dialer>(&setup_.credentials, claim, target, pace_of(round_trip_s)));
     }
   }
@@ -381,10 +386,12 @@ void Links::step_offer(int rank, TimePoint now) {
     is_over |= !offer.dialers[i]->step(now).is_ok();
     if (offer.dialers[i]->done()) offer.connections[i] = offer.dialers[i]->take();
   }
-  if (offer.is_whole())
+  if (offer.is_whole()) {
     peer.channel->spread(take_offered(rank));
-  else if (is_over)
+    peer.in_vain = 0;
+  } else if (is_over) {
     peer.offer.reset();
+  }
 }
 
 std::vector<Fd> Links::take_offered(int rank) {
@@ -436,7 +443,11 @@ void Links::step(bool* moved) {
     if (is_over(peer)) continue;
     look_at(rank);
     step_offer(rank, now);
-    if (peer.offer && !peer.offer->dialers.empty()) again_s = std::min(again_s, kTalkS);
+    if (peer.offer && !peer.offer->dialers.empty()) {
+      const auto& dialers = peer.offer->dialers;
+      const bool talks = std::any_of(dialers.begin(), dialers.end(), [](const auto& one) { return one->is_talking(); });
+      again_s = std::min(again_s, talks ? kTalkS : kDialS);
+    }
     for (const Line line : {Line::kControl, Line::kData}) {
       Side& side = peer.sides[static_cast<int>(line)];
       if (side.down) step_side(rank, line, now, moved);

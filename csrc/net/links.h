@@ -93,7 +93,6 @@ class Links final : public Remaker {
   };
   // Several connections for data, until all of them are there.
   struct Offer {
-    uint8_t attempt = 0;
     TimePoint since{};
     std::vector<Fd> connections;                   // by number
     std::vector<std::unique_ptr<Dialer>> dialers;  // the same, of the rank that dials
@@ -112,8 +111,10 @@ class Links final : public Remaker {
     std::vector<Address> addresses;
     bool first_is_good = false;  // it was reached at the first one
     int connections = 1;         // for data, that this rank opens
-    int attempts = 0;            // to do so, since the start
-    TimePoint offer_at{};        // the next one
+    int attempts = 0;            // to do so, since the start; since the last that succeeded:
+    int in_vain = 0;
+    TimePoint offer_at{};  // the next one
+    uint8_t offered = 0;   // the peer's newest attempt
     std::optional<Offer> offer;
     Side sides[2];
     TimePoint made_at[2]{};  // the connections; of those of the start not known

@@ -70,9 +70,9 @@ IoResult TcpChannel::read(Line line, std::span<const iovec> parts) {
 }
 
 void TcpChannel::spread(std::vector<Fd> connections) {
-  if (connections.empty()) return;
+  // The peer must hear of it; where the first one has failed the others go, and it is made again.
+  if (connections.empty() || ::shutdown(fd_[1].get(), SHUT_WR) != 0) return;
   parallel_ = std::make_unique<ParallelStream>(std::move(connections), traffic());
-  ::shutdown(fd_[1].get(), SHUT_WR);
   settle();
 }
 
@@ -160,10 +160,11 @@ uint64_t TcpChannel::unacknowledged(Line line) {
     traffic()->syscalls.add(1);
     if (::ioctl(fd.get(), SIOCOUTQ, &bytes) != 0 || bytes < 0) return ~uint64_t{0};
     if (!is_parallel) return static_cast<uint64_t>(bytes);
-    if (bytes > 0) return static_cast<uint64_t>(bytes) + parallel_->written();
-    if (first_ended_) fd.reset();
+    // Until the peer has ended its direction it may not have taken the others.
+    if (bytes > 0 || !first_ended_) return static_cast<uint64_t>(bytes) + parallel_->written();
+    fd.reset();
   }
-  return parallel_->unacknowledged();
+  return is_parallel ? parallel_->unacknowledged() : ~uint64_t{0};
 }
 
 // Of several connections one is held up by a lost packet now and then; all are by a cut.

@@ -152,6 +152,37 @@ TEST_CASE("links: several connections for data take the place of the first one, 
   CHECK(times_remade(a.mesh) + times_remade(b.mesh) == 0);
 }
 
+TEST_CASE("links: of several connections only those of the peer's newest attempt are taken, each once") {
+  LinkedPair pair;
+  const Credentials credentials{"sixteen bytes or more", "net tests"};
+  auto endpoint = Endpoint::decode(pair.world.endpoints[0]);
+  REQUIRE(endpoint.is_ok());
+  std::vector<Fd> kept;
+  const auto is_welcome = [&](int from, uint8_t number, uint8_t count, uint8_t attempt) {
+    auto fd = start_connect(endpoint.value().addresses.front(), {});
+    REQUIRE(fd.is_ok());
+    kept.push_back(fd.take());
+    Handshake one = Handshake::connect(&credentials, {from, 0, 7, Purpose::kParallel, number, count, attempt});
+    for (const Deadline deadline = Deadline::in(10);;) {
+      REQUIRE_FALSE(deadline.passed());
+      const Handshake::State state = one.step(kept.back().get());
+      if (one.ready_to_prove()) one.allow_proof();
+      if (state != Handshake::State::kPending) return state == Handshake::State::kDone;
+      pair.step();
+    }
+  };
+  CHECK(is_welcome(1, 0, 3, 1));
+  CHECK_FALSE(is_welcome(1, 0, 3, 1));  // that one is there
+  CHECK_FALSE(is_welcome(1, 1, 2, 1));  // of another number of them
+  CHECK_FALSE(is_welcome(1, 3, 3, 1));
+  CHECK_FALSE(is_welcome(0, 1, 3, 1));
+  CHECK(is_welcome(1, 1, 3, 1));
+  CHECK(is_welcome(1, 0, 3, 2));
+  CHECK_FALSE(is_welcome(1, 0, 3, 255));
+  CHECK_FALSE(is_welcome(1, 2, 3, 1));
+  CHECK(pair.losses.empty());
+}
+
 TEST_CASE("links: a connection that ends while several are opened is made again, and no byte is lost or doubled") {
   std::mt19937 random(3);
   for (int steps = 0; steps < 60; ++steps) {
