@@ -108,8 +108,8 @@ constexpr SettingRow kRows[] = {
      "Provider of libfabric (verbs, efa, tcp ...) for data between machines; empty: none, TCP carries it."},
     {&Config::socket_buffer_bytes, "SOCKET_BUFFER_BYTES", "", bytes(0, 1073741824.0),
      "Send and receive buffer of each socket; 0 leaves it to the kernel."},
-    {&Config::tcp_streams, "TCP_STREAMS", "", count(1, 63),
-     "Connections for the data of two ranks on different machines; 16 help on a long way that loses packets."},
+    {&Config::tcp_streams, "TCP_STREAMS", "", count(0, 63),
+     "Connections for the data of two ranks on different machines; 0: one, and more where a round trip is long."},
     {&Config::control_fanout, "CONTROL_FANOUT", "", count(0, 1024),
      "Agreement over several machines goes through a tree of their first ranks, of which each has at most this many "
      "others below it; 0: every rank talks to rank 0 itself."},

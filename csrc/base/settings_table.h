@@ -55,7 +55,7 @@ inline constexpr size_t kMaxFlatBytes = 32 * kKiB;  // a rank's flat buffer in s
   X(std::string, node, "")                    \
   X(std::string, fabric, "")                  \
   X(size_t, socket_buffer_bytes, 0)           \
-  X(int, tcp_streams, 1) \
+  X(int, tcp_streams, 0) \
   X(int, control_fanout, 8)                   \
   X(double, keepalive_s, 30)                  \
   /* deadlines */                             \

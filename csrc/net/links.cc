@@ -34,6 +34,14 @@ Dialer::Pace pace_of(double round_trip_s) {
           .handshake_s = 1.5 + 6 * round_trip_s};
 }
 
+// One connection carries no more in a round trip than the kernel's largest buffer (4 MB, often). Where it has no
+// measured rate, a lost packet halves what it carries in many round trips to come. docs/decisions has the figures.
+int connections_for(const TcpChannel& channel, bool has_rate) {
+  if (!channel.is_long()) return 1;
+  if (!has_rate) return 16;
+  return channel.round_trip_s() >= 0.05 ? 2 : 1;
+}
+
 Purpose purpose_of(Line line) { return line == Line::kControl ? Purpose::kControl : Purpose::kData; }
 
 // A quarter of the descriptors that this process may have.
@@ -78,8 +86,9 @@ void Links::add(int rank, TcpChannel* channel, const std::string& reached_at, st
   if (peer.first_is_good) std::rotate(addresses.begin(), good, good + 1);
   peer.addresses = std::move(addresses);
   channel->remake_with(this);
-  peer.connections = std::min(setup_.connections, most_connections(setup_.size));
-  if (channel->is_long()) send_at_measured_rate(channel->descriptor(Line::kData));
+  const bool has_rate = channel->is_long() && send_at_measured_rate(channel->descriptor(Line::kData));
+  const int wanted = setup_.connections > 0 ? setup_.connections : connections_for(*channel, has_rate);
+  peer.connections = std::min(wanted, most_connections(setup_.size));
   if (peer.connections > 1 && rank > setup_.rank) expected_ += static_cast<size_t>(most_connections(setup_.size));
   if (peer.connections > 1) watch();
 }

@@ -49,7 +49,7 @@ class Links final : public Remaker {
     Credentials credentials;
     TcpTuning tuning;
     double limit_s = 0;
-    int connections = 1;  // for data, of each pair
+    int connections = 0;  // for data, of each pair; 0: by the way of each
     int epoll = -1;
     uint64_t token = 0;                           // epoll_event::data of everything here
     std::function<void(const std::string&)> say;  // what was made again; may be empty

@@ -35,7 +35,7 @@ struct MeshOptions {
   size_t arena_bytes = defaults::arena_bytes;    // address space of one arena
   std::string interfaces;  // comma list of NICs to advertise; empty = every one that is up, loopback last
   int socket_buffer_bytes = defaults::socket_buffer_bytes;  // 0 = left to the kernel's autotuning; tests use 4096
-  int tcp_streams = defaults::tcp_streams;                  // connections for data of a pair
+  int tcp_streams = defaults::tcp_streams;                  // connections for data of a pair; 0: by its way
   double keepalive_s = defaults::keepalive_s;               // TCP keep-alive and user timeout
   Locality locality;                                        // where in its machine this rank runs
   std::string fabric;                                       // libfabric's provider for data between nodes; empty: none
