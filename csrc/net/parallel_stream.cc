@@ -20,17 +20,19 @@ constexpr size_t kMaxParts = 64;  // of one write or read
 
 }  // namespace
 
-uint32_t ParallelStream::Head::guard_of() const {
+uint32_t ParallelStream::Head::guard_of(uint64_t starts_at) const {
   uint64_t hash = 0x44414548;
+  mix(&hash, starts_at);
   mix(&hash, position);
   mix(&hash, bytes);
   return halved(hash);
 }
 
-ParallelStream::ParallelStream(std::vector<Fd> connections, Traffic* traffic)
+ParallelStream::ParallelStream(std::vector<Fd> connections, Traffic* traffic, uint64_t starts_at)
     : fds_(std::move(connections)),
       all_(fds_.size()),
       traffic_(traffic),
+      starts_out_(starts_at),
       always_readable_(::eventfd(1, EFD_NONBLOCK | EFD_CLOEXEC)) {}
 
 bool ParallelStream::has_copied() const {
@@ -61,7 +63,7 @@ void ParallelStream::flush() {
 IoResult ParallelStream::write_piece(size_t index, std::span<iovec> parts, size_t bytes) {
   Connection& one = all_[index];
   Head head{position_out_, static_cast<uint32_t>(bytes), 0};
-  head.guard = head.guard_of();
+  head.guard = head.guard_of(starts_out_);
   parts[0] = {&head, sizeof(head)};
   traffic_->syscalls.add(1);
   IoResult result = send_parts(fds_[index].get(), parts);
@@ -121,7 +123,7 @@ IoResult ParallelStream::read_ahead(size_t index) {
       if (result.what != Io::kMoved) return result;
       one.head_bytes += result.bytes;
       if (!one.has_head()) return {};
-      if (one.head.guard != one.head.guard_of() || one.head.position < position_in_ || one.head.bytes == 0 ||
+      if (one.head.guard != one.head.guard_of(starts_in_) || one.head.position < position_in_ || one.head.bytes == 0 ||
           one.head.bytes > kPieceBytes || early_.contains(one.head.position)) {
         one.has_ended = true;  // nothing behind it can be placed
         one.head_bytes = 1;

@@ -25,7 +25,13 @@ class ParallelStream {
   static constexpr size_t kMaxEarlyBytes = 64u << 20;
   static constexpr int kMaxConnections = 64;
 
-  ParallelStream(std::vector<Fd> connections, Traffic* traffic);
+  // starts_at: of what this side writes, in the stream that a first connection has carried so far.
+  ParallelStream(std::vector<Fd> connections, Traffic* traffic, uint64_t starts_at = 0);
+  // Before anything is read: where this side stands in what the other writes. If that one began elsewhere, read()
+  // fails.
+  void read_from(uint64_t starts_at) {
+    if (position_in_ == 0) starts_in_ = starts_at;
+  }
 
   // What moves now, in the order of the stream. A head that cannot be right is a failure with EBADMSG.
   IoResult write(std::span<const iovec> parts);
@@ -51,7 +57,7 @@ class ParallelStream {
     uint64_t position = 0;
     uint32_t bytes = 0;
     uint32_t guard = 0;
-    uint32_t guard_of() const;
+    uint32_t guard_of(uint64_t starts_at) const;
   };
   static_assert(sizeof(Head) == 16);
   struct Sent {
@@ -89,9 +95,11 @@ class ParallelStream {
   std::map<uint64_t, std::vector<std::byte>> early_;  // pieces, by position; of the first from early_at_ on
   size_t early_at_ = 0, early_bytes_ = 0;             // of all in early_, and of those that come in
   size_t write_at_ = 0;                               // the connection that is tried first
-  uint64_t position_out_ = 0, position_in_ = 0;       // since the stream has these connections
-  size_t ended_ = 0;                                  // connections, at the last read
-  int failed_ = 0;                                    // errno of what failed first
+  const uint64_t starts_out_;
+  uint64_t starts_in_ = 0;
+  uint64_t position_out_ = 0, position_in_ = 0;  // since the stream has these connections
+  size_t ended_ = 0;                             // connections, at the last read
+  int failed_ = 0;                               // errno of what failed first
 };
 
 }  // namespace hc

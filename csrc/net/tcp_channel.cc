@@ -61,6 +61,7 @@ IoResult TcpChannel::read(Line line, std::span<const iovec> parts) {
     if (!parallel_ && remaker_) spread(remaker_->take_offered(rank()));
     if (!parallel_) return result;
     first_ended_ = true;
+    parallel_->read_from(taken(Line::kData));
   }
   if (!parallel_) return remaker_ ? IoResult{} : IoResult{Io::kFailed, 0, EBADF};
   const IoResult result = parallel_->read(parts);
@@ -72,7 +73,7 @@ IoResult TcpChannel::read(Line line, std::span<const iovec> parts) {
 void TcpChannel::spread(std::vector<Fd> connections) {
   // The peer must hear of it; where the first one has failed the others go, and it is made again.
   if (connections.empty() || ::shutdown(fd_[1].get(), SHUT_WR) != 0) return;
-  parallel_ = std::make_unique<ParallelStream>(std::move(connections), traffic());
+  parallel_ = std::make_unique<ParallelStream>(std::move(connections), traffic(), written(Line::kData));
   settle();
 }
 
@@ -133,7 +134,10 @@ uint64_t TcpChannel::drain(Line line) {
     if (first_ended_ && !parallel_ && remaker_)
       if (auto offered = remaker_->take_offered(rank()); !offered.empty())
         parallel_ = std::make_unique<ParallelStream>(std::move(offered), traffic());
-    if (parallel_ && first_ended_) parallel_->drain(&drained);
+    if (parallel_ && first_ended_) {
+      parallel_->read_from(taken(line) + drained.size() - drained_at_[at]);
+      parallel_->drain(&drained);
+    }
     parallel_.reset();
     first_ended_ = false;
   }

@@ -476,33 +476,52 @@ struct HalfLink {
   Fd far[2];
 };
 
+// Two connections that the peer has opened, and what it writes over them.
+struct Offers final : Remaker {
+  Offers(HalfLink* link, uint64_t starts_at) {
+    std::vector<Fd> far;
+    for (int i = 0; i < 2; ++i) {
+      int ends[2];
+      REQUIRE(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, ends) == 0);
+      offered.emplace_back(ends[0]);
+      far.emplace_back(ends[1]);
+    }
+    out = std::make_unique<ParallelStream>(std::move(far), &link->traffic, starts_at);
+    link->channel->remake_with(this);
+  }
+  void lost(int, Line, const IoResult&) override { ++losses; }
+  void watch() override {}
+  std::vector<Fd> take_offered(int) override { return std::move(offered); }
+  std::vector<Fd> offered;
+  std::unique_ptr<ParallelStream> out;
+  int losses = 0;
+};
+
 }  // namespace
 
-TEST_CASE(
-    "channel: a line that is stopped while the peer changes over to several connections has what came over them") {
-  struct Offers final : Remaker {
-    void lost(int, Line, const IoResult&) override {}
-    void watch() override {}
-    std::vector<Fd> take_offered(int) override { return std::move(offered); }
-    std::vector<Fd> offered;
-  } offers;
+TEST_CASE("channel: a line that is stopped while the peer changes over to several connections has what they brought") {
   HalfLink link;
-  link.channel->remake_with(&offers);
-  std::vector<Fd> far;
-  for (int i = 0; i < 2; ++i) {
-    int ends[2];
-    REQUIRE(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, ends) == 0);
-    offers.offered.emplace_back(ends[0]);
-    far.emplace_back(ends[1]);
-  }
+  Offers offers(&link, 100);
   link.channel->stop(Line::kData);
   std::vector<std::byte> bytes(300);
   REQUIRE(::send(link.far[1].get(), bytes.data(), 100, 0) == 100);
   ::shutdown(link.far[1].get(), SHUT_WR);
-  ParallelStream out(std::move(far), &link.traffic);
   const iovec part{bytes.data(), bytes.size()};
-  REQUIRE(out.write({&part, 1}).bytes == bytes.size());
+  REQUIRE(offers.out->write({&part, 1}).bytes == bytes.size());
   CHECK(link.channel->drain(Line::kData) == 400);
+}
+
+TEST_CASE("channel: several connections that begin elsewhere than the first one seems to end are not read") {
+  HalfLink link;
+  Offers offers(&link, 100);
+  ::shutdown(link.far[1].get(), SHUT_WR);
+  std::vector<std::byte> bytes(300);
+  const iovec part{bytes.data(), bytes.size()};
+  REQUIRE(offers.out->write({&part, 1}).bytes == bytes.size());
+  bool moved = false;
+  REQUIRE(link.channel->progress(&moved).is_ok());
+  CHECK(offers.losses == 1);
+  CHECK(link.channel->drain(Line::kData) == 0);
 }
 
 TEST_CASE("channel: what is written and not acknowledged is done when the peer says goodbye, or is lost") {
